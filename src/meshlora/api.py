@@ -1,0 +1,207 @@
+"""Loading a model onto a mesh: plan, leaves, weights, adapter.
+
+Owns: `load`, and the guard rails on the model it returns. Everything else it calls by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from meshlora.adapter import manage, peft_format
+from meshlora.adapter.targets import resolve_targets
+from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.parallel.groups import join, launcher_place, open_mesh
+from meshlora.parallel.inject import parallelize
+from meshlora.plan.rules import ModelPlan, plan_model
+from meshlora.plan.topology import Topology
+from meshlora.state.weights import CheckpointSource, StateDictSource, checkpoint_files, fill
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load(
+    model: str | Path | PretrainedConfig,
+    *,
+    lora: LoraConfig | None = None,
+    adapter: str | Path | None = None,
+    topology: str | Topology = "",
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    disable_dropout: bool = False,
+    allow_unused_weights: bool = False,
+) -> Any:
+    """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
+
+    Call it on every rank of the job; outside a launcher it makes a model for one process.
+
+    Args:
+        model: folder of a checkpoint in safetensors, or a configuration (weights are then random, from `seed`).
+        lora: a fresh adapter, named "default". `adapter`: folder of a PEFT adapter to go on from instead.
+        topology: as in `"dp=2,tp=2,sp"`; a missing dp is what the number of processes leaves.
+        dtype: of the base; default: what the checkpoint says. Adapters are fp32 (fp64 beside fp64).
+        device: "auto", "cpu" or "cuda". seed: of the adapter, and of random weights.
+        attn_implementation, trust_remote_code: as in transformers.
+        disable_dropout: set the model's own dropouts to 0. Without it a model that has any is refused, as their masks
+            would depend on the topology.
+        allow_unused_weights: accept a checkpoint that holds weights the model has no place for.
+
+    Raises:
+        UserError: a wrong argument, checkpoint or adapter. UnsupportedError: what is not proved to be exact.
+    """
+    if lora is not None and adapter is not None:
+        raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
+    config = read_model_config(model, trust_remote_code=trust_remote_code)
+    place = launcher_place()
+    shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=place.world if place else 1)
+    target_dtype = resolve_dtype(dtype, config)
+    hf_model, plan = build_meta(
+        config, shape, dtype=target_dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout,
+        trust_remote_code=trust_remote_code,
+    )
+    if adapter is not None:
+        targets = set(resolve_targets(hf_model, plan, peft_format.read_config(Path(adapter)), strict=False))
+    else:
+        targets = set(resolve_targets(hf_model, plan, lora)) if lora else set()
+    if not isinstance(model, PretrainedConfig):
+        checkpoint_files(Path(model))
+    mesh = open_mesh(shape, device=join(device))
+    source: Any = (
+        StateDictSource(_random_weights(config, target_dtype, seed))
+        if isinstance(model, PretrainedConfig)
+        else CheckpointSource(Path(model), hf_model)
+    )
+    parallelize(hf_model, plan, mesh, targets=targets, dtype=target_dtype)
+    fill(hf_model, source, mesh, allow_unused=allow_unused_weights)
+    hf_model.tie_weights()
+    hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
+    _guard(hf_model)
+    if lora is not None:
+        manage.add_adapter(hf_model, "default", lora, seed=seed)
+    if adapter is not None:
+        peft_format.load_adapter(hf_model, adapter)
+    manage.set_adapter(hf_model, "default" if hf_model.meshlora.adapters else None)
+    return hf_model
+
+
+def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a local checkpoint; never asks a hub.
+
+    Raises:
+        UserError: no such folder, no config.json, or a model type that transformers does not know.
+    """
+    if isinstance(model, PretrainedConfig):
+        return model
+    folder = Path(model)
+    if not folder.is_dir():
+        raise UserError(
+            f"model {str(model)!r}", "there is no such folder", "download it first: hf download NAME --local-dir FOLDER"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model {folder}", "it holds no config.json", "it should be the folder of one checkpoint")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder / 'config.json'}", f"transformers refuses it ({reason})") from error
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedError(f"model {folder}", "quantised checkpoints are not supported yet")
+    return config
+
+
+def build_meta(
+    config: PretrainedConfig,
+    topology: Topology,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    disable_dropout: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[Any, ModelPlan]:
+    """The model on the meta device and its plan: all that can be known, and refused, before any weight is read."""
+    _handle_dropout(config, disable=disable_dropout)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model_type {config.model_type!r}", f"transformers cannot build it ({reason})") from error
+    return model, plan_model(model, topology)
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> torch.dtype:
+    """The dtype of the base.
+
+    Raises:
+        UserError: a name that is not one of `DTYPES`.
+    """
+    if dtype is None or dtype == "auto":
+        return config.dtype or torch.float32
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}", f"one of {', '.join(DTYPES)}", did_you_mean(dtype, DTYPES))
+    return DTYPES[dtype]
+
+
+def _handle_dropout(config: PretrainedConfig, *, disable: bool) -> None:
+    """The model's own dropouts: off on request, refused otherwise."""
+    names = [k for k, v in config.to_dict().items() if _is_dropout(k) and isinstance(v, int | float) and v > 0]
+    if names and not disable:
+        raise UnsupportedError(
+            f"{names[0]}={getattr(config, names[0])} in the model's configuration",
+            "its masks would depend on the topology",
+            "turn the model's own dropouts off: disable_dropout=True (in a run file, model.disable_dropout: true)",
+        )
+    for name in names:
+        setattr(config, name, 0.0)
+
+
+def _is_dropout(name: str) -> bool:
+    return ("dropout" in name or "pdrop" in name) and not name.startswith("classifier")
+
+
+def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """The state of a freshly initialised model: the same on every rank and topology."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return dict(AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict())
+
+
+def _guard(model: nn.Module) -> None:
+    """PEFT's and transformers' methods of the same purpose, on this model: ours, or a refusal.
+
+    transformers' own would inject layers that know nothing of the mesh, or save one rank's shard as the model.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError(
+            "save_pretrained on a parallel model", "it would write one rank's shard", "use meshlora.save_adapter"
+        )
+
+    methods = {
+        "add_adapter": manage.add_adapter,
+        "set_adapter": manage.set_adapter,
+        "disable_adapter": manage.disable_adapter,
+        "load_adapter": peft_format.load_adapter,
+        "save_adapter": peft_format.save_adapter,
+    }
+    for name, function in methods.items():
+        object.__setattr__(model, name, functools.partial(function, model))
+    object.__setattr__(model, "save_pretrained", refuse)

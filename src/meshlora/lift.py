@@ -1,0 +1,39 @@
+"""The lift: float64 runs without float32 islands.
+
+Model code computes norms, rotary tables, softmaxes and the loss in float32 whatever the model's dtype is. In a float64
+run each of these turns a last-bit difference into 1e-7, which hides small faults. Inside `lift()` a request for float32
+on a float64 tensor gives float64 instead; nothing else changes. For comparison both sides must run inside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _Lift(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def lift(enabled: bool = True) -> Iterator[None]:
+    """Turn float32 islands of float64 tensors into float64 inside the block."""
+    if not enabled:
+        yield
+        return
+    with _Lift():
+        yield

@@ -1,0 +1,173 @@
+"""Collectives on training tensors, each with its gradient.
+
+Owns: the six movements that tensor and sequence parallelism are made of, and the plain sums that state needs.
+Does not own: who calls them where (`parallel.region`, `parallel.linear`), or the summing of gradients.
+
+A name says who holds what before and after, which fixes the gradient. *one*: a value that all ranks hold alike.
+*each*: every rank holds its own part (a slice, or a term of a sum). All work on dim 0, out of place: autograd or a
+trace may hold the input. `axis.size == 1` is handled here, not by callers.
+
+For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a value that all ranks hold alike counts once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from meshlora.parallel.groups import Axis
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks of `axis`, out of place and without a gradient."""
+    if axis.size == 1:
+        return tensor
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=axis.group)
+    return result
+
+
+def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` on each rank -> `[n * size, ...]`, in rank order; without a gradient."""
+    if axis.size == 1:
+        return tensor
+    result = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
+    _all_gather(result, tensor.contiguous(), group=axis.group)
+    return result
+
+
+def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
+    """`[n * size, ...]` -> `[n, ...]`: this rank's slice of the sum over ranks; without a gradient."""
+    if axis.size == 1:
+        return tensor
+    result = tensor.new_empty((_share(tensor, axis), *tensor.shape[1:]))
+    _reduce_scatter(result, tensor.contiguous(), group=axis.group)
+    return result
+
+
+def local_slice(tensor: Tensor, axis: Axis) -> Tensor:
+    """`[n * size, ...]` -> `[n, ...]`: this rank's slice. A copy, so that the whole can be freed."""
+    if axis.size == 1:
+        return tensor
+    return tensor.narrow(0, axis.rank * _share(tensor, axis), _share(tensor, axis)).clone()
+
+
+def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
+    """Overwrite `tensor` on every rank with that of the group's first rank, which sends from its own memory."""
+    if axis.size > 1:
+        dist.broadcast(tensor, group_src=0, group=axis.group)
+    return tensor
+
+
+def _share(tensor: Tensor, axis: Axis) -> int:
+    assert tensor.shape[0] % axis.size == 0, (tuple(tensor.shape), axis.size)
+    return tensor.shape[0] // axis.size
+
+
+class _CopyOneToEach(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.axis), None
+
+
+class _ReduceEachToOne(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce_sum(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherEachToEach(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_sum(grads[0], ctx.axis), None
+
+
+class _ReduceScatterEachToEach(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter_sum(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.axis), None
+
+
+class _GatherEachToOne(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return local_slice(grads[0], ctx.axis), None
+
+
+class _SliceOneToEach(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return local_slice(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.axis), None
+
+
+def copy_one_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """one -> each. forward: identity; backward: sum over `axis`. Enters a split region."""
+    return x if axis.size == 1 else _CopyOneToEach.apply(x, axis)
+
+
+def reduce_each_to_one(x: Tensor, axis: Axis) -> Tensor:
+    """each -> one. forward: sum over `axis`; backward: identity. Leaves a split region."""
+    return x if axis.size == 1 else _ReduceEachToOne.apply(x, axis)
+
+
+def gather_each_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """each -> each. forward: all-gather on dim 0; backward: reduce-scatter. Enters a split region under sp.
+
+    Every rank gets all tokens, and its gradient for them is one term of a sum.
+    """
+    return x if axis.size == 1 else _GatherEachToEach.apply(x, axis)
+
+
+def reduce_scatter_each_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """each -> each. forward: reduce-scatter on dim 0; backward: all-gather. Leaves a split region under sp."""
+    return x if axis.size == 1 else _ReduceScatterEachToEach.apply(x, axis)
+
+
+def gather_each_to_one(x: Tensor, axis: Axis) -> Tensor:
+    """each -> one. forward: all-gather on dim 0; backward: this rank's slice.
+
+    For what every rank then computes alike: its gradient is already whole on every rank.
+    """
+    return x if axis.size == 1 else _GatherEachToOne.apply(x, axis)
+
+
+def slice_one_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """one -> each. forward: this rank's slice of dim 0; backward: all-gather. Inverse of `gather_each_to_one`."""
+    return x if axis.size == 1 else _SliceOneToEach.apply(x, axis)

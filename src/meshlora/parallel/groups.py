@@ -1,0 +1,158 @@
+"""Process groups: the only file that opens them, and one of two that read the launcher's environment.
+
+Owns: joining the job (`join`), the mesh of a topology (`open_mesh`), and `Axis`, the handle that every collective takes.
+Does not own: the collectives themselves (`parallel.collectives`), starting processes (`train.launch`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshlora.errors import UserError
+from meshlora.plan.topology import Topology
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The group of ranks along one or more mesh axes, as seen by this rank.
+
+    Attributes:
+        size: number of ranks. rank: this rank's place among them.
+        ranks: their global ranks, in order. group: the process group, None where size is 1.
+    """
+
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+class Mesh:
+    """A topology with open process groups. Made by `open_mesh`; handed down, never looked up."""
+
+    def __init__(self, topology: Topology, rank: int, device: torch.device, axes: dict[frozenset[str], Axis]) -> None:
+        self.topology, self.rank, self.device = topology, rank, device
+        self._axes = axes
+
+    @property
+    def tp(self) -> Axis:
+        """The tensor-parallel group of this rank."""
+        return self.over({"tp"})
+
+    @property
+    def dp(self) -> Axis:
+        """The data-parallel group of this rank."""
+        return self.over({"dp"})
+
+    @property
+    def world(self) -> Axis:
+        """All ranks."""
+        return self.over(set(self.topology.sizes))
+
+    def over(self, axes: set[str] | frozenset[str]) -> Axis:
+        """The group that spans `axes`: the ranks that agree with this one on every other axis."""
+        return self._axes[frozenset(axes)]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
+        return self  # process groups cannot be copied, and copies of a model share them
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says: who am I among how many, and which device is mine."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def launcher_place() -> Place | None:
+    """This process' place according to torchrun's or SLURM's variables; None outside a launcher."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", "0")))
+    return None
+
+
+def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
+    """Join the job that the launcher started, or stay alone; returns this rank's device.
+
+    NCCL on GPUs, gloo on CPUs. Under SLURM the first host of the step is the rendezvous, unless MASTER_ADDR says else.
+
+    Raises:
+        UserError: `device_type` is cuda and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device_type == "cuda" and not has_cuda:
+        raise UserError("device: cuda", "this machine has no CUDA device that torch can use", "use device: cpu")
+    on_gpu = has_cuda and device_type in ("auto", "cuda")
+    place = launcher_place()
+    device = torch.device("cuda", place.local_rank if place else 0) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if place is None or dist.is_initialized():
+        return device
+    _set_slurm_rendezvous()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", rank=place.rank, world_size=place.world, timeout=timedelta(seconds=timeout_s)
+    )
+    return device
+
+
+def leave() -> None:
+    """Close all process groups, where any are open."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def open_mesh(topology: Topology, *, device: torch.device | None = None) -> Mesh:
+    """Open the groups of `topology`. Every rank of the job must call this, with the same topology.
+
+    Raises:
+        UserError: the job does not have `topology.world` ranks.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world != topology.world:
+        raise UserError(
+            f"topology {topology} needs {topology.world} processes",
+            f"this job has {world}",
+            f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
+        )
+    names = tuple(topology.sizes)
+    subsets = [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(1, 2 ** len(names))]
+    axes = {subset: _open_axis(topology.groups_over(subset), rank, world) for subset in subsets}
+    return Mesh(topology, rank, device or torch.device("cpu"), axes)
+
+
+def _open_axis(groups: list[list[int]], rank: int, world: int) -> Axis:
+    ranks = next(group for group in groups if rank in group)
+    group: dist.ProcessGroup | None = None
+    if len(ranks) == world > 1:
+        group = dist.group.WORLD
+    elif len(ranks) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group)
+
+
+def _set_slurm_rendezvous() -> None:
+    """Give torch the variables that `srun` does not set itself."""
+    env = os.environ
+    if "MASTER_ADDR" in env or "SLURM_PROCID" not in env:
+        return
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    env["MASTER_ADDR"] = first_host(hosts)
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a SLURM list: `node[03-07,12],other` -> `node03`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", hosts)
+    return (match[1] + (match[2] or "")) if match else hosts

@@ -1,0 +1,45 @@
+"""Families: which `model_type`s are proved to train right when they are split.
+
+Owns: the list of proofs and the refusals that follow from the configuration alone.
+Each name in `PROVED` has a float64 parity run against one-process transformers + peft behind it
+(`tests/parity/test_families.py`): unproven means refused. With tp=1 the model's own code runs unchanged and any dense
+family is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlora.errors import UnsupportedError
+from meshlora.plan.topology import Topology
+
+PROVED = frozenset(
+    """
+    apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox granite helium
+    hyperclovax internlm3 jais2 llama ministral ministral3 mistral nanochat nemotron olmo olmo2 olmo3 olmo_hybrid phi
+    qwen2 qwen3 qwen3_5_text seed_oss smollm3 starcoder2 vaultgemma
+    """.split()
+)
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+
+def check_family(config: Any, topology: Topology) -> None:
+    """Refuse what is not proved.
+
+    Raises:
+        UnsupportedError: mixture of experts, or a family without a proof where tp > 1.
+    """
+    what = f"model_type {config.model_type!r}"
+    if topology.ep * topology.etp > 1:
+        raise UnsupportedError(f"topology {topology}", "expert parallelism is not supported yet", "leave out ep and etp")
+    if any((getattr(config, key, None) or 0) > 1 for key in _EXPERT_COUNTS):
+        raise UnsupportedError(what, "mixtures of experts are not supported yet")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(what, "only decoder-only language models are supported")
+    if topology.tp > 1 and config.model_type not in PROVED:
+        raise UnsupportedError(
+            what,
+            f"its split over tp={topology.tp} is not proved against one process",
+            "use tp=1, with dp as you like; the proved families are " + ", ".join(sorted(PROVED)),
+        )

@@ -1,0 +1,148 @@
+"""The topology: sizes of the mesh axes, as text and as numbers.
+
+Owns: parsing, the divisibility rules between axes, and which rank sits where. Does not own: whether a model can be
+split that way (`plan.rules`), or the process groups (`parallel.groups`).
+
+The dense mesh is `(dp, tp)` with tp fastest, so that the ranks of one tensor-parallel group are neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Self
+
+from meshlora.errors import UserError, did_you_mean
+
+_SIZES = ("dp", "tp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the axes. `world == dp * tp == edp * ep * etp`.
+
+    Attributes:
+        dp: data-parallel size. Each dp rank sees its own sequences.
+        tp: tensor-parallel size. Each tp rank holds 1/tp of every split weight.
+        sp: sequence parallelism: between regions each tp rank holds 1/tp of the tokens.
+        ep: expert-parallel size. etp: expert-tensor-parallel size.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    sp: bool = False
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if size < 1:
+                raise UserError(f"{name}={size}", "the size of an axis is at least 1", f"use {name}=1 to leave it out")
+        if self.sp and self.tp == 1:
+            raise UserError(
+                "sp with tp=1", "sequence parallelism splits tokens over the tp ranks", "raise tp or leave out sp"
+            )
+        if self.world % (self.ep * self.etp):
+            raise UserError(
+                f"ep*etp={self.ep * self.etp} with dp*tp={self.world}",
+                "ep*etp must divide dp*tp",
+                f"use ep*etp in {_set_of_divisors(self.world)}",
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the dense axes in mesh order, slowest first."""
+        return {"dp": self.dp, "tp": self.tp}
+
+    @classmethod
+    def parse(cls, text: str, *, world: int | None = None) -> Self:
+        """Read `"dp=2,tp=2,sp"`.
+
+        A missing dp is `world / tp` where `world` is given, else the smallest that lets ep*etp divide dp*tp.
+
+        Raises:
+            UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
+        """
+        sizes: dict[str, int] = {}
+        sp = False
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = (part.strip() for part in item.partition("="))
+            if name in sizes or (name == "sp" and sp):
+                raise UserError(f"topology {text!r}", f"{name} is given twice", "give each axis once")
+            if name == "sp":
+                sp = _parse_flag(text, equals, value)
+            elif name not in _SIZES:
+                raise UserError(
+                    f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, [f.name for f in fields(cls)])
+                )
+            elif not value.isdecimal():
+                raise UserError(
+                    f"topology {text!r}", f"{name} needs a whole number, as in {name}=2", f"it has {value!r}"
+                )
+            else:
+                sizes[name] = int(value)
+        sizes.setdefault("tp", 1)
+        if "dp" not in sizes:
+            sizes["dp"] = _missing_dp(world, sizes)
+        topology = cls(sp=sp, **sizes)
+        if world is not None and topology.world != world:
+            raise UserError(
+                f"topology {topology} needs {topology.world} processes",
+                f"{world} were started",
+                f"start {topology.world}, or use sizes whose product dp*tp is {world}",
+            )
+        return topology
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
+        if self.sp:
+            parts.insert(sum(name in ("dp", "tp") for name in (p.split("=")[0] for p in parts)), "sp")
+        return ",".join(parts) or "dp=1"
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on the dense axes: `{"dp": i, "tp": j}`."""
+        assert 0 <= rank < self.world, (rank, self)
+        return {"dp": rank // self.tp, "tp": rank % self.tp}
+
+    def groups_over(self, axes: frozenset[str]) -> list[list[int]]:
+        """The rank lists of all groups that span `axes`: ranks that agree on every other axis, in mesh order."""
+        by_place: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            place = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
+            by_place.setdefault(place, []).append(rank)
+        return list(by_place.values())
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _set_of_divisors(number: int) -> str:
+    return "{" + ", ".join(map(str, divisors(number))) + "}"
+
+
+def _parse_flag(text: str, equals: str, value: str) -> bool:
+    flags = {"": True, "true": True, "1": True, "false": False, "0": False}
+    if (equals and not value) or value.lower() not in flags:
+        raise UserError(f"topology {text!r}", "sp is a flag", "write sp, or leave it out")
+    return flags[value.lower()]
+
+
+def _missing_dp(world: int | None, sizes: dict[str, int]) -> int:
+    experts, tp = sizes.get("ep", 1) * sizes.get("etp", 1), sizes["tp"]
+    if world is None or tp < 1:
+        return max(1, experts // math.gcd(experts, tp)) if tp else 1
+    if world % tp:
+        raise UserError(
+            f"tp={tp} on {world} processes",
+            "tp must divide the number of processes",
+            f"use tp in {_set_of_divisors(world)}",
+        )
+    return world // tp

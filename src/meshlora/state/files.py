@@ -1,0 +1,108 @@
+"""Files that appear whole or not at all.
+
+Owns: atomic writing (temporary name in the same folder, fsync, rename) and opening safetensors with one clear error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from meshlora.errors import UserError
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` with a temporary path beside `path`, fsync what it wrote, then rename it to `path`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)  # mkstemp makes files for the owner alone
+        _fsync(temporary)
+        temporary.replace(path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write `value` as sorted, indented JSON."""
+    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Where `path` exists already its files are replaced one by one, each atomically.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            _fsync(file)
+        if path.is_dir():
+            for file in sorted(temporary.iterdir()):  # adapter_config.json before adapter_model.safetensors
+                file.replace(path / file.name)
+            _fsync(path)
+        else:
+            temporary.replace(path)
+        _fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open `path` for reading slices.
+
+    Raises:
+        UserError: missing, cut short, or not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path}", "the file is missing") from None
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}", f"it is damaged or not a safetensors file ({error})", "copy or download it again"
+        ) from None
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        UserError: missing, unreadable, or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}", "the file is missing") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}", f"it is not a readable JSON file ({error})") from None
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

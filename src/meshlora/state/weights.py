@@ -1,0 +1,269 @@
+"""Base weights: each rank reads only its own slices of a checkpoint.
+
+Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, tied weights)
+and filling a parallel model from them. Does not own: how a weight is split (`plan`), adapters (`adapter`).
+
+Peak host memory of a rank: its shard plus one tensor. A safetensors file is a memory map whose touched pages count as
+ours while it is open, so each tensor is read through a map of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.parallel.groups import Mesh
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.plan.rules import Split
+from meshlora.state.files import open_safetensors, read_json
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of one dim: `start:stop`."""
+
+    dim: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, dim: int, whole: int, *, rank: int, size: int) -> Part:
+        """Share `rank` of `size` equal shares of a dim of `whole` elements."""
+        assert whole % size == 0, (whole, size)
+        return cls(dim, rank * whole // size, (rank + 1) * whole // size)
+
+
+class Source(Protocol):
+    """Where full tensors come from, a slice at a time."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of the whole tensor; None where it is absent."""
+
+    def read(self, name: str, part: Part | None) -> Tensor:
+        """The whole tensor or one part of it, in memory of its own or to be copied."""
+
+    def unused(self, wanted: set[str]) -> list[str]:
+        """Names that the source has and nobody wants."""
+
+    def describe(self) -> str:
+        """For error messages."""
+
+
+class StateDictSource:
+    """Tensors that are in memory already: a model with random weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.tensors[name].shape) if name in self.tensors else None
+
+    def read(self, name: str, part: Part | None) -> Tensor:
+        tensor = self.tensors[name]
+        return tensor if part is None else tensor.narrow(part.dim, part.start, part.stop - part.start)
+
+    def unused(self, wanted: set[str]) -> list[str]:
+        return []
+
+    def describe(self) -> str:
+        return "the random weights"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+
+class CheckpointSource:
+    """A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+
+    Keys are renamed as transformers would for this model; tensors that it concatenates (dim 0) are concatenated.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.folder = folder
+        self.stored = _named_for_model(folder, model)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        pieces = self.stored.get(name)
+        if pieces is None:
+            return None
+        return (sum(p.shape[0] for p in pieces), *pieces[0].shape[1:]) if len(pieces) > 1 else pieces[0].shape
+
+    def read(self, name: str, part: Part | None) -> Tensor:
+        pieces = self.stored[name]
+        if len(pieces) == 1:
+            return _read_slice(pieces[0], part)
+        whole = torch.cat([_read_slice(p, None) for p in pieces])
+        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+
+    def unused(self, wanted: set[str]) -> list[str]:
+        return sorted(self.stored.keys() - wanted)
+
+    def describe(self) -> str:
+        return f"checkpoint {self.folder}"
+
+
+def _read_slice(stored: _Stored, part: Part | None) -> Tensor:
+    with open_safetensors(stored.file) as file:
+        view = file.get_slice(stored.key)
+        index: list[slice] = [slice(None)] * len(stored.shape)
+        if part is not None:
+            index[part.dim] = slice(part.start, part.stop)
+        tensor: Tensor = view[tuple(index)] if index else file.get_tensor(stored.key)
+        # A copy, or the memory map would live as long as the tensor.
+        return tensor.clone()
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        UserError: none there, an index that names a missing file, or pickled weights only.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index}", "it has no weight_map")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            if file.parent != folder or not file.is_file():
+                raise UserError(f"{index}", f"it names {file.name}, which is not in the folder", "download it again")
+        return files
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise UserError(
+            f"{folder}",
+            "it holds pickled weights only, and meshlora unpickles nothing",
+            "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
+        )
+    raise UserError(f"{folder}", "it holds no model.safetensors and no model.safetensors.index.json")
+
+
+def _stored_tensors(folder: Path) -> Iterator[_Stored]:
+    for path in checkpoint_files(folder):
+        with open_safetensors(path) as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                yield _Stored(path, key, tuple(file.get_slice(key).get_shape()))
+
+
+def _named_for_model(folder: Path, model: nn.Module) -> dict[str, list[_Stored]]:
+    """Name in the model -> what is stored for it, in the order in which it is concatenated."""
+    from transformers import conversion_mapping, core_model_loading
+
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    names = model.state_dict()
+    found: dict[str, list[tuple[int, _Stored]]] = {}
+    for stored in _stored_tensors(folder):
+        name, pattern = core_model_loading.rename_source_key(
+            stored.key, renamings, converters, model.base_model_prefix, names
+        )
+        order = 0
+        if pattern is not None:
+            converter = next(c for c in converters if pattern in c.source_patterns)
+            operations = [type(o).__name__ for o in converter.operations]
+            if operations != ["Concatenate"] or converter.operations[0].dim != 0:
+                raise UnsupportedError(stored.key, f"its conversion on load ({operations}) is not supported yet")
+            order = converter.source_patterns.index(pattern)
+        found.setdefault(name, []).append((order, stored))
+    return {name: [s for _, s in sorted(pieces, key=lambda p: p[0])] for name, pieces in found.items()}
+
+
+def fill(model: nn.Module, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
+    """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
+
+    Raises:
+        UserError: a tensor is missing, of another shape, or is not used by the model.
+    """
+    aliases = _aliases(model)
+    _check_names(model, source, aliases, allow_unused=allow_unused)
+    # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
+    _fill_buffers(model, source, mesh)
+    made: dict[int, nn.Parameter] = {}
+    for path, module in list(model.named_modules()):
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:
+                value = _read_local(f"{path}.{leaf}" if path else leaf, module, old, source, aliases, mesh)
+                made[id(old)] = nn.Parameter(value, requires_grad=False)
+            setattr(module, leaf, made[id(old)])
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Name -> all names under which the same tensor may be stored (tied weights)."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return {name: names for names in by_id.values() for name in names}
+
+
+def _check_names(model: nn.Module, source: Source, aliases: dict[str, list[str]], *, allow_unused: bool) -> None:
+    missing = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
+    if missing:
+        there = source.unused(set())
+        near = f"; {did_you_mean(missing[0], there)}" if len(there) <= 10_000 and there else ""
+        raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}")
+    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
+    ignored.append(re.compile(r"rotary_emb\.inv_freq|\.attn\.bias$|\.attn\.masked_bias$|position_ids$"))
+    wanted = set(aliases) | {name for name, _ in model.named_buffers()}
+    unused = [n for n in source.unused(wanted) if not any(p.search(n) for p in ignored)]
+    if unused and not allow_unused:
+        raise UserError(
+            source.describe(),
+            f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
+            "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true",
+        )
+
+
+def _read_local(
+    name: str, module: nn.Module, old: Tensor, source: Source, aliases: dict[str, list[str]], mesh: Mesh
+) -> Tensor:
+    stored = next(a for a in aliases[name] if source.shape(a) is not None)
+    shape, part = tuple(old.shape), None
+    if isinstance(module, ParallelLinear):
+        rule, tp = module.rule, mesh.tp
+        shape = (rule.out_features, rule.in_features) if old.ndim == 2 else (rule.out_features,)
+        if rule.split is Split.COLUMN:
+            part = Part.of(0, rule.out_features, rank=tp.rank, size=tp.size)
+        elif rule.split is Split.ROW and old.ndim == 2:
+            part = Part.of(1, rule.in_features, rank=tp.rank, size=tp.size)
+    given = source.shape(stored)
+    if given != shape:
+        raise UserError(f"{source.describe()}: {stored}", f"its shape is {given}, the configuration says {shape}")
+    tensor = source.read(stored, part)
+    if not tensor.is_floating_point():
+        raise UnsupportedError(f"{source.describe()}: {stored}", f"weights of type {tensor.dtype} are not supported yet")
+    return tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
+
+
+def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
+    """Stored buffers are read; the others (rotary frequencies, scales) are computed by the model's own rule."""
+    for path, module in model.named_modules():
+        computed = False
+        for leaf, old in list(module.named_buffers(recurse=False)):
+            name = f"{path}.{leaf}" if path else leaf
+            if leaf not in module._non_persistent_buffers_set and source.shape(name) is not None:
+                module._buffers[leaf] = source.read(name, None).to(device=mesh.device, dtype=old.dtype)
+            elif old.is_meta:
+                module._buffers[leaf] = torch.empty_like(old, device=mesh.device)
+                computed = True
+        if computed:
+            # On the model's own default dtype: transformers computes scales in it.
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(model.dtype)
+            try:
+                model._init_weights(module)
+            finally:
+                torch.set_default_dtype(default)
