@@ -6,6 +6,7 @@ Owns: `load`, and the guard rails on the model it returns. Everything else it ca
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,11 @@ def load(
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=place.world if place else 1)
     target_dtype = resolve_dtype(dtype, config)
     hf_model, plan = build_meta(
-        config, shape, dtype=target_dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout,
+        config,
+        shape,
+        dtype=target_dtype,
+        attn_implementation=attn_implementation,
+        disable_dropout=disable_dropout,
         trust_remote_code=trust_remote_code,
     )
     if adapter is not None:
@@ -195,7 +200,7 @@ def _guard(model: nn.Module) -> None:
             "save_pretrained on a parallel model", "it would write one rank's shard", "use meshlora.save_adapter"
         )
 
-    methods = {
+    methods: dict[str, Callable[..., Any]] = {
         "add_adapter": manage.add_adapter,
         "set_adapter": manage.set_adapter,
         "disable_adapter": manage.disable_adapter,

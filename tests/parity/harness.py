@@ -104,7 +104,9 @@ def run_ours(folder: Path, batch: MicroBatch, topology: str, steps: int) -> Numb
 
     logits, loss = backward()
     factors = active_factors(model)
-    grads = {f.name: full_factor(f.parameter.grad, f.rule, mesh).clone() for f in factors if f.parameter.grad is not None}
+    grads = {
+        f.name: full_factor(f.parameter.grad, f.rule, mesh).clone() for f in factors if f.parameter.grad is not None
+    }
     norm = meshlora.clip_gradients(model, None)
     optimizer = torch.optim.AdamW([f.parameter for f in factors], lr=LEARNING_RATE, weight_decay=0.0)
     for _ in range(steps):

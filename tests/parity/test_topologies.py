@@ -18,7 +18,9 @@ LIMITS = {"logits": 1e-11, "loss": 1e-11, "gradients": 1e-11, "grad_norm": 1e-11
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def reference_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Numbers]:
+def reference_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Numbers]:
     """(family, folder, the reference's numbers), run once for all topologies."""
     folder = make_twin(tmp_path_factory.mktemp(request.param), request.param)
     return request.param, folder, run_reference(folder, make_batches(), steps=STEPS)

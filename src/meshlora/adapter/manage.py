@@ -75,9 +75,7 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
     state = runtime(model)
     targets = resolve_targets(model, state.plan, config)
     full = {
-        target.name: draw_factors(
-            target, state.plan.linears[target.name], init=config.init_lora_weights, seed=seed
-        )
+        target.name: draw_factors(target, state.plan.linears[target.name], init=config.init_lora_weights, seed=seed)
         for target in targets.values()
     }
     attach(model, name, config, targets, full)
@@ -193,4 +191,3 @@ def trainable_count(model: Any) -> int:
         t.r * (linears[t.name].in_features + linears[t.name].out_features)
         for t in state.adapters[state.active].targets.values()
     )
-

@@ -99,20 +99,30 @@ def read_config(folder: Path) -> LoraConfig:
     return lora_config(stored, f"{folder / CONFIG_FILE}")
 
 
-def lora_config(values: Mapping[str, Any], where: str) -> LoraConfig:
+def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
     """A `LoraConfig` from plain values.
+
+    unknown_is_error: also for a name that is not set, as in a file that a person wrote. Files of other peft versions
+    hold names that this one does not know; as long as they are off they change nothing.
 
     Raises:
         UserError: a value that peft refuses. UnsupportedError: a name that peft does not know and that is set.
     """
     known = {f.name for f in dataclasses.fields(LoraConfig)}
-    unknown = [key for key, value in values.items() if key not in known and value]
+    unknown = [key for key, value in values.items() if key not in known and (value or unknown_is_error)]
     if unknown:
-        raise UnsupportedError(where, f"{unknown[0]!r} is not an option of this peft", did_you_mean(unknown[0], known))
+        raise UnsupportedError(
+            f"{where}: {unknown[0]}", "it is not an option of this peft", did_you_mean(str(unknown[0]), known)
+        )
     try:
         return LoraConfig(**{k: v for k, v in values.items() if k in known})
     except (TypeError, ValueError) as error:
         raise UserError(where, f"peft refuses it ({error})") from error
+
+
+def check_adapter(folder: Path, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+    """Every check of `load_adapter`, without a mesh."""
+    _read_factors(folder / WEIGHTS_FILE, targets, plan)
 
 
 def _read_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, dict[str, Tensor]]:
@@ -131,7 +141,9 @@ def _read_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) ->
                     "it belongs to another model or another rank",
                 )
             if view.get_dtype() not in _FLOATS:
-                raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {set(_FLOATS)}")
+                raise UserError(
+                    f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {set(_FLOATS)}"
+                )
             tensor = opened.get_tensor(key).clone()
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
@@ -139,9 +151,7 @@ def _read_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) ->
     return full
 
 
-def _expected_shapes(
-    targets: Mapping[str, Target], plan: ModelPlan
-) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+def _expected_shapes(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, tuple[str, str, tuple[int, ...]]]:
     expected: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for target in targets.values():
         rule = plan.linears[target.name]

@@ -106,7 +106,9 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config, head))
     matched = [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name) is True]
     matched += [
-        name for name, _ in model.named_modules() if name and isinstance(check_target_module_exists(config, name), re.Match)
+        name
+        for name, _ in model.named_modules()
+        if name and isinstance(check_target_module_exists(config, name), re.Match)
     ]
     for name in matched:
         if name not in plan.linears or name == head:

@@ -60,12 +60,8 @@ def reference_model(
 def loss_sum(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64."""
     with lift(next(model.parameters()).dtype == torch.float64):
-        logits = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        ).logits
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum"
-        )
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     return loss, logits
 
 

@@ -1,6 +1,6 @@
 """Process groups: the only file that opens them, and one of two that read the launcher's environment.
 
-Owns: joining the job (`join`), the mesh of a topology (`open_mesh`), and `Axis`, the handle that every collective takes.
+Owns: joining the job (`join`), the mesh of a topology (`open_mesh`), and `Axis`, the handle that collectives take.
 Does not own: the collectives themselves (`parallel.collectives`), starting processes (`train.launch`).
 """
 

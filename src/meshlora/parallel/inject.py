@@ -43,9 +43,11 @@ def adopt_whole_linear(model: nn.Module, rule: LinearRule, tp: Axis) -> Parallel
     if isinstance(module, ParallelLinear):
         return module
     assert isinstance(module, nn.Linear), type(module)
+    assert isinstance(module.weight, nn.Parameter)
     assert rule.split is Split.WHOLE, rule
     leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
-    leaf.weight, leaf.bias = module.weight, module.bias
+    leaf.weight = module.weight
+    leaf.register_parameter("bias", module.bias)
     parent, _, child = rule.name.rpartition(".")
     setattr(model.get_submodule(parent), child, leaf)
     return leaf

@@ -38,9 +38,7 @@ class LoraLinearFunction(Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
         y = F.linear(x2, weight, bias)
         z = x2 @ a.to(x.dtype).T
@@ -110,9 +108,7 @@ class ParallelLinear(nn.Module):
         bias = None if is_row else self.bias
         name = self.active
         if name is not None and name in self.lora_A:
-            y = LoraLinearFunction.apply(
-                x, self.weight, bias, self.lora_A[name], self.lora_B[name], self.scaling[name]
-            )
+            y = LoraLinearFunction.apply(x, self.weight, bias, self.lora_A[name], self.lora_B[name], self.scaling[name])
         else:
             y = F.linear(x, self.weight, bias)
         return self._leave_region(y) if is_row else y

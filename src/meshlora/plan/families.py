@@ -14,11 +14,44 @@ from meshlora.errors import UnsupportedError
 from meshlora.plan.topology import Topology
 
 PROVED = frozenset(
-    """
-    apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox granite helium
-    hyperclovax internlm3 jais2 llama ministral ministral3 mistral nanochat nemotron olmo olmo2 olmo3 olmo_hybrid phi
-    qwen2 qwen3 qwen3_5_text seed_oss smollm3 starcoder2 vaultgemma
-    """.split()
+    {
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt_neox",
+        "granite",
+        "helium",
+        "hyperclovax",
+        "internlm3",
+        "jais2",
+        "llama",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmo_hybrid",
+        "phi",
+        "qwen2",
+        "qwen3",
+        "qwen3_5_text",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+    }
 )
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -32,7 +65,9 @@ def check_family(config: Any, topology: Topology) -> None:
     """
     what = f"model_type {config.model_type!r}"
     if topology.ep * topology.etp > 1:
-        raise UnsupportedError(f"topology {topology}", "expert parallelism is not supported yet", "leave out ep and etp")
+        raise UnsupportedError(
+            f"topology {topology}", "expert parallelism is not supported yet", "leave out ep and etp"
+        )
     if any((getattr(config, key, None) or 0) > 1 for key in _EXPERT_COUNTS):
         raise UnsupportedError(what, "mixtures of experts are not supported yet")
     if getattr(config, "is_encoder_decoder", False):

@@ -2,7 +2,8 @@
 
 Owns: the words of a plan (`Split`, `LinearRule`, `Region`, `ModelPlan`) and how it is derived from
 `config.base_model_tp_plan` and the module tree of a model on the meta device.
-Does not own: the gradient axes that follow (`plan.grads`), the layers that run it (`parallel`), LoRA targets (`adapter`).
+Does not own: the gradient axes that follow (`plan.grads`), the layers that run it (`parallel`), LoRA targets
+(`adapter`).
 
 A *region* is a block whose input enters the tensor-parallel part once and leaves it once: an attention, an MLP.
 Each direct child of a decoder layer is one of
@@ -24,6 +25,7 @@ from enum import StrEnum
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.families import check_family
@@ -83,7 +85,7 @@ _KEPT_WHOLE = {"colwise_gather_output", "rowwise_split_input"}
 _REPLICATED = {"replicated_with_grad_allreduce"}
 
 
-def plan_model(model: nn.Module, topology: Topology) -> ModelPlan:
+def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     """Derive the plan of `model` (a transformers causal LM; the meta device will do) on `topology`.
 
     Raises:
@@ -118,7 +120,7 @@ def layer_parameters_outside_children(layers: nn.ModuleList) -> list[str]:
     return [name for layer in layers for name, _ in layer.named_parameters(recurse=False)]
 
 
-def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def _decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The decoder layers: the one ModuleList that is a direct child of the base model."""
     prefix = model.base_model_prefix
     lists = [(n, m) for n, m in model.base_model.named_children() if isinstance(m, nn.ModuleList) and len(m)]
@@ -131,7 +133,7 @@ def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return f"{prefix}.{lists[0][0]}", lists[0][1]
 
 
-def _styles_by_module(model: nn.Module) -> dict[str, str]:
+def _styles_by_module(model: PreTrainedModel) -> dict[str, str]:
     """Module name -> style, from `config.base_model_tp_plan`."""
     plan: dict[str, str] | None = getattr(model.config, "base_model_tp_plan", None)
     what = f"model_type {model.config.model_type!r}"
@@ -144,9 +146,7 @@ def _styles_by_module(model: nn.Module) -> dict[str, str]:
         (re.compile(re.escape(f"{model.base_model_prefix}.{key}").replace(r"\*", r"\d+")), style)
         for key, style in plan.items()
     ]
-    return {
-        name: style for name, _ in model.named_modules() for pattern, style in patterns if pattern.fullmatch(name)
-    }
+    return {name: style for name, _ in model.named_modules() for pattern, style in patterns if pattern.fullmatch(name)}
 
 
 def _plan_child(name: str, child: nn.Module, styles: dict[str, str], linears: dict[str, LinearRule]) -> list[Region]:
@@ -162,9 +162,7 @@ def _plan_child(name: str, child: nn.Module, styles: dict[str, str], linears: di
     for linear, style in inside.items():
         if style in _SPLITS:
             rule = linears[linear]
-            linears[linear] = LinearRule(
-                linear, _SPLITS[style], rule.in_features, rule.out_features, rule.has_bias
-            )
+            linears[linear] = LinearRule(linear, _SPLITS[style], rule.in_features, rule.out_features, rule.has_bias)
     return [Region(name, is_split=True)]
 
 
@@ -193,9 +191,7 @@ def _check_every_parameter_is_claimed(name: str, region: nn.Module, styles: dict
         raise UnsupportedError(name, f"a split region needs column and row linears, the plan has only {sorted(splits)}")
 
 
-def _check_divisible(
-    config: Any, topology: Topology, regions: list[Region], linears: dict[str, LinearRule]
-) -> None:
+def _check_divisible(config: Any, topology: Topology, regions: list[Region], linears: dict[str, LinearRule]) -> None:
     """tp divides heads, key/value heads and every split width; else name the values that do."""
     limits: dict[str, int] = {}
     if any(r.is_split and "att" in r.name.rsplit(".", 1)[-1] for r in regions):
@@ -209,7 +205,7 @@ def _check_divisible(
             limits[f"{rule.name}.in_features"] = rule.in_features
     for what, number in limits.items():
         if number % topology.tp:
-            working = [d for d in divisors(math.gcd(*limits.values()))]
+            working = divisors(math.gcd(*limits.values()))
             raise UserError(
                 f"tp={topology.tp}",
                 f"tp must divide {what}={number}",

@@ -188,8 +188,7 @@ def fill(model: nn.Module, source: Source, mesh: Mesh, *, allow_unused: bool = F
     Raises:
         UserError: a tensor is missing, of another shape, or is not used by the model.
     """
-    aliases = _aliases(model)
-    _check_names(model, source, aliases, allow_unused=allow_unused)
+    aliases = check_checkpoint(model, source, allow_unused=allow_unused)
     # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, source, mesh)
     made: dict[int, nn.Parameter] = {}
@@ -209,7 +208,13 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in by_id.values() for name in names}
 
 
-def _check_names(model: nn.Module, source: Source, aliases: dict[str, list[str]], *, allow_unused: bool) -> None:
+def check_checkpoint(model: nn.Module, source: Source, *, allow_unused: bool = False) -> dict[str, list[str]]:
+    """Every weight of `model` is in `source` and every one of `source` has a place; returns the names of tied weights.
+
+    Raises:
+        UserError: weights are missing, or are not used by the model.
+    """
+    aliases = _aliases(model)
     missing = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
     if missing:
         there = source.unused(set())
@@ -225,6 +230,7 @@ def _check_names(model: nn.Module, source: Source, aliases: dict[str, list[str]]
             f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
             "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true",
         )
+    return aliases
 
 
 def _read_local(
@@ -244,7 +250,9 @@ def _read_local(
         raise UserError(f"{source.describe()}: {stored}", f"its shape is {given}, the configuration says {shape}")
     tensor = source.read(stored, part)
     if not tensor.is_floating_point():
-        raise UnsupportedError(f"{source.describe()}: {stored}", f"weights of type {tensor.dtype} are not supported yet")
+        raise UnsupportedError(
+            f"{source.describe()}: {stored}", f"weights of type {tensor.dtype} are not supported yet"
+        )
     return tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
 
 

@@ -13,6 +13,4 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     logits: `[B, S, V]`; labels: `[B, S]`, shifted already (labels[b, t] is the token after t), -100 where untrained.
     """
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")

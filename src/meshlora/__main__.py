@@ -1,0 +1,7 @@
+"""`python -m meshlora`."""
+
+import sys
+
+from meshlora.cli import main
+
+sys.exit(main())

@@ -1,0 +1,170 @@
+"""The command line: `meshlora train | check | plan | generate`.
+
+Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
+wrong. Does not own: anything that happens in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A hub is never asked: a model is a local folder.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from meshlora.errors import MeshloraError, UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in our form and exit code 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"error: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(UserError.exit_code)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except MeshloraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train an adapter as a run file says")
+    _add_run_arguments(train)
+    train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train.set_defaults(run=_train)
+
+    check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
+    _add_run_arguments(check)
+    check.set_defaults(run=_check)
+
+    plan = commands.add_parser("plan", help="show how a model is split on a topology")
+    plan.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint; only config.json is read")
+    plan.add_argument("--topology", required=True, metavar="T", help="as in dp=2,tp=2,sp")
+    plan.add_argument(
+        "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
+    )
+    plan.set_defaults(run=_plan)
+
+    generate = commands.add_parser("generate", help="continue prompts on one process")
+    generate.add_argument("--model", required=True, metavar="FOLDER")
+    generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
+    generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", default="auto")
+    generate.add_argument("--trust-remote-code", action="store_true")
+    generate.set_defaults(run=_generate)
+    return parser
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="RUN.yaml", help="the run file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as in --set train.lr=1e-4"
+    )
+
+
+def _train(options: argparse.Namespace) -> None:
+    from meshlora.config import read_run
+    from meshlora.parallel.groups import launcher_place
+    from meshlora.train.launch import launch, rank_edge
+    from meshlora.train.prepare import prepare
+    from meshlora.train.run import train
+
+    place = launcher_place()
+    if options.nproc is not None and place is not None:
+        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    if options.nproc is not None:
+        prepare(read_run(options.file, options.overrides), world=options.nproc)
+        overrides = [word for override in options.overrides for word in ("--set", override)]
+        launch(["train", options.file, *overrides], nproc=options.nproc)
+        return
+    with rank_edge():
+        train(prepare(read_run(options.file, options.overrides), world=place.world if place else 1))
+
+
+def _check(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshlora.config import read_run
+    from meshlora.train.prepare import prepare
+
+    run = prepare(read_run(options.file, options.overrides))
+    table = Table(show_header=False, box=None)
+    rows = {
+        "model": f"{run.config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)",
+        "topology": f"{run.topology} ({run.topology.world} processes)",
+        "adapter": f"{len(run.targets)} linears, {run.num_trainable:,} trainable parameters",
+        "train data": _size(run.train_data),
+        "eval data": _size(run.eval_data),
+        "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",
+        "output": run.config.train.output,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print("ready: meshlora train " + f"{options.file} --nproc {run.topology.world}", highlight=False)
+
+
+def _size(data: object) -> str:
+    from meshlora.data import TokenizedDataset
+
+    if not isinstance(data, TokenizedDataset):
+        return "none"
+    return f"{len(data):,} sequences, {len(data.input_ids):,} tokens, {data.num_trained_tokens:,} trained"
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from meshlora.api import build_meta, read_model_config, resolve_dtype
+    from meshlora.plan.table import gradient_table, plan_table
+    from meshlora.plan.topology import Topology
+
+    config = read_model_config(options.model)
+    topology = Topology.parse(options.topology)
+    _, plan = build_meta(config, topology, dtype=resolve_dtype("auto", config), disable_dropout=True)
+    console = Console()
+    console.print(plan_table(plan))
+    if options.gradients:
+        console.print(gradient_table(plan))
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from meshlora.generate import generate
+
+    for text in generate(
+        options.model,
+        options.prompt,
+        adapter=Path(options.adapter) if options.adapter else None,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    ):
+        print(text)

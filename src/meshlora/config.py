@@ -1,0 +1,262 @@
+"""A run file: one YAML -> one tree of dataclasses, every value checked where it stands.
+
+Owns: names, types, defaults and the rules between fields that need no file and no model.
+Does not own: whether model, data and topology fit together (`train.prepare`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from meshlora.errors import UserError, did_you_mean
+from meshlora.plan.topology import Topology
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The base model. See `meshlora.load` for what each field does."""
+
+    path: str
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    disable_dropout: bool = False
+    allow_unused_weights: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text. Files are JSONL, `context||completion` text, CSV, parquet, or a saved `datasets` folder.
+
+    Attributes:
+        train, eval: a path or a list of paths. columns: our field names -> theirs.
+        max_length: tokens a sequence is cut to. loss_on: which tokens are trained.
+        cache_dir: where token files are kept.
+    """
+
+    train: str | list[str]
+    eval: str | list[str] | None = None
+    columns: dict[str, str] | None = None
+    max_length: int = 1024
+    loss_on: Literal["completion", "all"] = "completion"
+    cache_dir: str = "~/.cache/meshlora/tokens"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop. All sizes are in sequences and global: they do not change with the topology.
+
+    Attributes:
+        output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: it may hold a run already.
+        steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
+        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank.
+        lr: peak learning rate: linear warm-up over warmup_steps, then linear to zero.
+        max_grad_norm: of the global gradient; 0 turns clipping off.
+        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
+    """
+
+    output: str
+    steps: int | None = None
+    epochs: float | None = None
+    batch_size: int = 16
+    micro_batch_size: int = 4
+    lr: float = 2e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    eval_every: int = 0
+    save_every: int = 0
+    log_every: int = 10
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "train.lr", self.lr, "above 0")
+        for name in ("batch_size", "micro_batch_size", "log_every"):
+            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        names = ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "eval_every", "save_every")
+        for name in names:
+            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
+        _require(self.eps > 0, "train.eps", self.eps, "above 0")
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")
+        if self.steps is not None:
+            _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
+        if self.epochs is not None:
+            _require(self.epochs > 0, "train.epochs", self.epochs, "above 0")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run.
+
+    Attributes:
+        lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to go on from.
+        topology: as in `dp=2,tp=2,sp`; a missing dp is what the number of processes leaves.
+        device: where ranks compute.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    lora: dict[str, Any] | None = None
+    adapter: str | None = None
+    topology: str = ""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        if (self.lora is None) == (self.adapter is None):
+            given = "neither" if self.lora is None else "both"
+            raise UserError(
+                f"{given} of lora and adapter", "a run starts from one of them", "give lora: {r: 16, ...}, or adapter:"
+            )
+        if self.train.eval_every and self.data.eval is None:
+            raise UserError(
+                f"train.eval_every={self.train.eval_every}", "it has no effect without data.eval", "give data.eval"
+            )
+        parsed = Topology.parse(self.topology)
+        if self.train.batch_size < parsed.dp:
+            raise UserError(
+                f"train.batch_size={self.train.batch_size}",
+                f"each of the dp={parsed.dp} ranks needs at least one sequence a step",
+                "raise train.batch_size or lower dp",
+            )
+
+
+def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file and apply `--set key.path=value` overrides.
+
+    Raises:
+        UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, or a rule broken.
+    """
+    file = Path(path)
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
+        raise UserError(f"{file}", "there is no such run file", near.removesuffix("known: ")) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file}", f"it is not readable YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
+    for override in overrides or []:
+        _apply(tree, override)
+    config = _build(RunConfig, tree, "")
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set `a.b=value` in the tree; the value is YAML."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"--set {override}", "it must read key.path=value, as in --set train.lr=1e-4")
+    *parents, last = path.split(".")
+    for key in parents:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"--set {override}", f"{key} is a value, not a group of keys")
+    try:
+        tree[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override}", f"{text!r} is not a YAML value", "put it in quotes") from None
+
+
+def _build(cls: type, tree: Any, path: str) -> Any:
+    """An instance of the dataclass `cls` from plain values."""
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{path or 'the run file'}: {tree!r}", f"it must be a group of keys: {_keys(cls)}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            raise UserError(f"{where}", "unknown key", did_you_mean(str(key), hints))
+        values[key] = _convert(value, hints[key], where)
+    for item in dataclasses.fields(cls):
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and item.name not in values:
+            raise UserError(f"{path + '.' if path else ''}{item.name}", "this key is required")
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type that the field declares."""
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _build(hint, value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in arguments:
+            raise UserError(f"{where}: {value!r}", f"one of {', '.join(map(repr, arguments))}", _near(value, arguments))
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        for option in (a for a in arguments if a is not type(None)):
+            if _is(value, option):
+                return _convert(value, option, where)
+        raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
+    if hint is float and isinstance(value, str):
+        value = _as_number(value)  # YAML 1.1 reads 1e-4 as text
+    if not _is(value, hint):
+        raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
+    return float(value) if hint is float else value
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if hint is float:
+        return isinstance(_as_number(value), int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and bool(value) and all(_is(v, typing.get_args(hint)[0]) for v in value)
+    if typing.get_origin(hint) is dict:
+        key, item = typing.get_args(hint)
+        return isinstance(value, dict) and all(_is(k, key) and (item is Any or _is(v, item)) for k, v in value.items())
+    return isinstance(value, hint)
+
+
+def _as_number(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _words(hint: Any) -> str:
+    words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "nothing"}
+    if hint in words:
+        return words[hint]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_words(a) for a in typing.get_args(hint) if a is not type(None))
+    return "a list of text" if typing.get_origin(hint) is list else "a group of keys"
+
+
+def _near(value: Any, options: tuple[Any, ...]) -> str:
+    return did_you_mean(str(value), map(str, options)) if isinstance(value, str) else ""
+
+
+def _keys(cls: type) -> str:
+    return ", ".join(item.name for item in dataclasses.fields(cls))
+
+
+def _require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise UserError(f"{name}={value}", f"it must be {rule}")

@@ -1,0 +1,25 @@
+"""From files to batches: records, tokens, order, tensors.
+
+Owns: everything up to the tensors of one micro-batch. Does not own: processes; all of this is a pure function of the
+data, the options, and (in `share`) which dp rank asks.
+"""
+
+from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.records import Record
+from meshlora.data.sampler import GlobalBatches, epoch_order, share
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "GlobalBatches",
+    "Record",
+    "Sequence",
+    "TokenizedDataset",
+    "collate",
+    "epoch_order",
+    "read_records",
+    "share",
+    "tokenize",
+]

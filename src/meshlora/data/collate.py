@@ -1,0 +1,80 @@
+"""Sequences of unequal length become one rectangular batch of tensors.
+
+Owns: padding, the shift of labels by one, and the dummy batch. Does not own: which sequences (`sampler.py`), or how a
+batch is split over the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.data.tokenization import Sequence
+
+IGNORED = -100  # the label of a position that predicts nothing; torch's cross_entropy ignores it by default
+
+
+@dataclass(frozen=True, eq=False)  # eq: tensors have no single truth value
+class Batch:
+    """One micro-batch.
+
+    Args:
+        input_ids: int64 `[B, S]`.
+        attention_mask: int64 `[B, S]`, 1 at tokens, 0 at padding.
+        labels: int64 `[B, S]`, already shifted: `labels[b, t]` is the target predicted **at** position t, which is
+            `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
+        num_trained_tokens: how many labels are not -100.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    num_trained_tokens: int
+
+
+def collate(sequences: AbstractSequence[Sequence], *, pad_token_id: int, token_multiple: int = 1) -> Batch:
+    """Pads on the right to the longest, then on until B·S is divisible by `token_multiple`.
+
+    S is the smallest such length, so with a `max_length` that `token_multiple` divides it never exceeds `max_length`.
+
+    No sequences give a dummy batch `[1, S]` with no label: a rank that has run out runs the same collectives as the
+    others and adds nothing. Its attention mask is all ones, because a row that attends to nothing is 0/0.
+
+    Args:
+        pad_token_id: what fills the padding; never seen by the loss.
+        token_multiple: what sequence parallelism needs B·S to be a multiple of.
+    """
+    assert token_multiple >= 1, token_multiple
+    if not sequences:
+        length = _round_up(2, token_multiple)
+        input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
+        return Batch(input_ids, torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED), 0)
+
+    num_rows = len(sequences)
+    longest = max(len(sequence.input_ids) for sequence in sequences)
+    length = _round_up(longest, token_multiple // math.gcd(num_rows, token_multiple))
+
+    input_ids_np = np.full((num_rows, length), pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros((num_rows, length), dtype=np.int64)
+    labels = np.full((num_rows, length), IGNORED, dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        ids, is_trained = sequence.input_ids, sequence.is_trained
+        input_ids_np[row, : len(ids)] = ids
+        attention_mask[row, : len(ids)] = 1
+        # Position t predicts token t + 1; token 0 is predicted by nothing.
+        labels[row, : len(ids) - 1] = np.where(is_trained[1:], ids[1:], IGNORED)
+    return Batch(
+        input_ids=torch.from_numpy(input_ids_np),
+        attention_mask=torch.from_numpy(attention_mask),
+        labels=torch.from_numpy(labels),
+        num_trained_tokens=int((labels != IGNORED).sum()),
+    )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,213 @@
+"""One training example before tokenisation, and the rules that turn a row of named fields into one.
+
+Owns: `Record`, which fields a row must have, what their values may be, and how malformed rows are reported together.
+Does not own: where rows come from (`sources.py`), or what becomes of them in tokens (`tokenization.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meshlora.errors import UserError, did_you_mean
+
+# The three kinds of record, each with the fields it needs.
+KINDS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "completion": ("prompt", "completion"),
+    "messages": ("messages",),
+}
+FIELDS = tuple(name for names in KINDS.values() for name in names)
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_SHOWN = 5  # of each mistake, a message names this many places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One example: exactly one of `text`, (`prompt`, `completion`), `messages`.
+
+    Nothing is added between `prompt` and `completion`: what joins them (a space, a newline) is part of one of the two.
+
+    Args:
+        text: a document; every token is trained.
+        prompt: what is given to the model; may be empty.
+        completion: what the model shall answer.
+        messages: a conversation of `{"role", "content"}` dicts.
+        origin: where it was read, for messages to the user (`train.jsonl:17`, `dataset row 17`). Not part of the
+            content: two records that differ only here are tokenised to the same thing and share a cache.
+
+    Raises:
+        UserError: none, or more than one, of the three was given.
+    """
+
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    origin: str
+
+    def __post_init__(self) -> None:
+        given = {name for name in FIELDS if getattr(self, name) not in (None, ())}
+        if given not in ({"text"}, {"prompt", "completion"}, {"messages"}):
+            raise UserError(
+                f"{self.origin}: a record with {', '.join(sorted(given)) or 'no field'}",
+                "must have exactly one of text, (prompt and completion), messages",
+            )
+
+    @property
+    def kind(self) -> Literal["text", "completion", "messages"]:
+        if self.text is not None:
+            return "text"
+        return "completion" if self.completion is not None else "messages"
+
+
+class MalformedError(ValueError):
+    """One row cannot be a record; the message says why, the caller knows where."""
+
+
+@dataclass
+class Problems:
+    """Malformed rows of one source, so that a user sees several at once rather than one a run."""
+
+    shown: list[str] = field(default_factory=list)
+    num: int = 0
+
+    def add(self, origin: str, reason: object) -> None:
+        self.num += 1
+        if len(self.shown) < MAX_SHOWN:
+            self.shown.append(f"{origin}: {reason}")
+
+    def raise_if_any(self) -> None:
+        """Raises: UserError naming the first places and how many there are."""
+        if not self.num:
+            return
+        rest = f"\n  and {self.num - len(self.shown)} more" if self.num > len(self.shown) else ""
+        raise UserError(
+            f"{self.num} malformed record{'s' if self.num > 1 else ''}",
+            "each must be {text}, {prompt, completion} or {messages}, with non-empty strings",
+            "correct them, or name the columns to use in data.columns:"
+            + "".join(f"\n  {line}" for line in self.shown)
+            + rest,
+        )
+
+
+def chosen_fields(columns: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Our field -> the user's column, completed: naming only `prompt` leaves `completion` under its own name.
+
+    Returns None where the user chose nothing: rows must then have our names, and no others.
+
+    Raises:
+        UserError: a field we do not have, or fields of two kinds.
+    """
+    if not columns:
+        return None
+    for name in columns:
+        if name not in FIELDS:
+            raise UserError(f"columns: {name!r}", "is not a field of a record", did_you_mean(name, FIELDS))
+    kinds = [kind for kind, names in KINDS.items() if any(name in columns for name in names)]
+    if len(kinds) > 1:
+        raise UserError(
+            f"columns for {', '.join(columns)}",
+            "name more than one kind of record",
+            "choose one of text, (prompt and completion), messages",
+        )
+    return {name: columns.get(name, name) for name in KINDS[kinds[0]]}
+
+
+def select_fields(names: Collection[str], chosen: Mapping[str, str] | None) -> dict[str, str]:
+    """Our field -> the row's key, for a row (or a table) with these `names`.
+
+    With `chosen`, everything else in the row is ignored: the user said what counts. Without, a field we do not know is
+    an error, for it may be one that should have had an effect (a weight, a misspelt `completion`).
+
+    Raises:
+        MalformedError: a field is missing, unknown, or of another kind than the rest.
+    """
+    if chosen is not None:
+        for ours, theirs in chosen.items():
+            if theirs not in names:
+                raise MalformedError(f"no column {theirs!r} (for {ours}); {did_you_mean(theirs, names)}")
+        return dict(chosen)
+    # `context` is what the LoRA paper's files call the prompt.
+    keys = {("prompt" if name == "context" and "prompt" not in names else name): name for name in names}
+    for name in keys:
+        if name not in FIELDS:
+            raise MalformedError(f"unknown field {name!r}; {did_you_mean(name, FIELDS)}")
+    kinds = [kind for kind, fields in KINDS.items() if any(name in keys for name in fields)]
+    if not kinds:
+        raise MalformedError("no field")
+    if len(kinds) > 1:
+        raise MalformedError(f"has {' and '.join(sorted(keys))}, which are different kinds of record")
+    for name in KINDS[kinds[0]]:
+        if name not in keys:
+            raise MalformedError(f"{name!r} is missing")
+    return keys
+
+
+def build_record(row: Mapping[str, Any], keys: Mapping[str, str], *, origin: str) -> Record:
+    """The record that `row` holds under `keys` (our field -> its key).
+
+    Raises:
+        MalformedError: a value is of the wrong type, empty, or not a conversation.
+    """
+    if "messages" in keys:
+        return Record(messages=_checked_messages(row[keys["messages"]]), origin=origin)
+    values = {ours: _checked_text(row[theirs], ours) for ours, theirs in keys.items()}
+    for name, value in values.items():
+        # A prompt may be empty: that is generation from nothing.
+        if name != "prompt" and not value.strip():
+            raise MalformedError(f"empty {name}")
+    return Record(
+        text=values.get("text"), prompt=values.get("prompt"), completion=values.get("completion"), origin=origin
+    )
+
+
+def _checked_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise MalformedError(f"{name} is {json_type(value)}, not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair; no tokenizer accepts it.
+        raise MalformedError(f"{name} holds a lone surrogate at character {error.start}") from None
+    return value
+
+
+def _checked_messages(value: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, (list, tuple)):
+        raise MalformedError(f"messages is {json_type(value)}, not a list")
+    messages = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise MalformedError(f"{where} is {json_type(message)}, not an object")
+        # Arrow gives every message of a column the same keys, with None where one had none.
+        message = {key: item for key, item in message.items() if item is not None}
+        role = message.get("role")
+        if role not in ROLES:
+            hint = did_you_mean(role, ROLES) if isinstance(role, str) else f"known: {', '.join(ROLES)}"
+            raise MalformedError(
+                f"{where} has " + ("no role" if role is None else f"unknown role {role!r}") + f"; {hint}"
+            )
+        if "content" not in message:
+            raise MalformedError(f"{where} has no content")
+        content = _checked_text(message["content"], f"{where}.content")
+        if role == "assistant" and not content.strip():
+            raise MalformedError(f"{where} is an assistant turn with empty content")
+        try:
+            json.dumps(message)
+        except (TypeError, ValueError) as error:
+            raise MalformedError(f"{where} holds what JSON cannot: {error}") from None
+        messages.append(message)
+    if all(message["role"] != "assistant" for message in messages):
+        raise MalformedError("messages has no assistant turn to train on")
+    return tuple(messages)
+
+
+def json_type(value: object) -> str:
+    """The name a user knows a value's type by: `a string`, `an object`, `null`."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+    names |= {list: "a list", tuple: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,231 @@
+"""Records become token ids, with the tokens that are trained marked.
+
+Owns: what is concatenated with what, where bos and eos stand, truncation, and the flat arrays of a dataset. Does not
+own: where the assistant speaks in a conversation (`chat.py`), the file that keeps the arrays (`cache.py`), or batches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from meshlora.data.cache import Arrays, cache_key, load_or_make
+from meshlora.data.chat import tokenize_conversations
+from meshlora.data.records import MAX_SHOWN, Record
+from meshlora.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LossOn = Literal["completion", "all"]
+Row = tuple[list[int], np.ndarray]  # token ids, is_trained: whole, before truncation
+
+# Records a call to the tokenizer: enough to keep its threads busy, few enough to bound the Python lists it returns.
+_BLOCK = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target."""
+
+    input_ids: np.ndarray
+    is_trained: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedDataset:
+    """All sequences, end to end. Sequence i is `[offsets[i], offsets[i + 1])`.
+
+    Args:
+        input_ids: int32 `[N]`.
+        is_trained: bool `[N]`, True where the token is a prediction target.
+        offsets: int64 `[num_sequences + 1]`.
+    """
+
+    input_ids: np.ndarray
+    is_trained: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Views, not copies. Raises: IndexError outside `range(len(self))`; there is no counting from the end."""
+        index = operator.index(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return Sequence(self.input_ids[part], self.is_trained[part])
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Targets that can be predicted: nothing comes before the first token of a sequence, so it does not count."""
+        return int(self.is_trained.sum() - self.is_trained[self.offsets[:-1]].sum())
+
+
+def tokenize(
+    records: AbstractSequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    loss_on: LossOn = "completion",
+    cache_dir: Path | None = None,
+) -> TokenizedDataset:
+    """One sequence for each record, in order.
+
+    - prompt and completion: `bos? + ids(prompt) + ids(completion) + eos`. The two are tokenised apart, so the border is
+      exact in tokens, and the prompt's ids are those of the prompt alone, which is what generation starts from. Trained
+      are completion and eos; with `loss_on="all"` the prompt too.
+    - text: `bos? + ids(text) + eos`, all trained.
+    - messages: as the chat template renders them, nothing added. Trained are the assistant's turns; with
+      `loss_on="all"` everything.
+
+    `bos?` is whatever this tokenizer puts before a text by default, found by asking it (Llama: bos; GPT-2: nothing).
+    eos is always added, and must exist: without it the adapter would never learn to stop. Neither is written twice
+    where the text spells it out already. Truncation is on the right, so what is cut loses its eos.
+
+    Args:
+        max_length: the most tokens of a sequence, bos and eos included.
+        loss_on: "completion", or "all" for prompts too (`clm` and `jlm` in the LoRA paper's code).
+        cache_dir: where the arrays are kept; None keeps none. Safe for several processes: one makes them, the others
+            wait and read.
+
+    Raises:
+        UserError: no records; a tokenizer without eos; records of which nothing would be trained (named, up to five);
+            what `tokenize_conversations` refuses; a `cache_dir` that cannot be written.
+    """
+    if max_length < 2:
+        raise UserError(f"max_length={max_length}", "must be at least 2: one token to see and one to predict")
+    if loss_on not in get_args(LossOn):
+        raise UserError(f"loss_on={loss_on!r}", "is not known", did_you_mean(loss_on, get_args(LossOn)))
+    if not records:
+        raise UserError("records=[]", "there is nothing to tokenise")
+
+    def make() -> Arrays:
+        return _flat_arrays(records, tokenizer, max_length=max_length, loss_on=loss_on)
+
+    key = None
+    if cache_dir is not None:
+        key = cache_key(records, tokenizer, {"max_length": max_length, "loss_on": loss_on})
+    arrays = make() if cache_dir is None or key is None else load_or_make(cache_dir, key, make)
+    for array in arrays.values():
+        array.flags.writeable = False  # sequences are views of these
+    return TokenizedDataset(**arrays)
+
+
+def _flat_arrays(
+    records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, loss_on: LossOn
+) -> Arrays:
+    input_ids: list[np.ndarray] = []
+    is_trained: list[np.ndarray] = []
+    untrained: list[str] = []
+    for start in range(0, len(records), _BLOCK):
+        block = records[start : start + _BLOCK]
+        for record, (ids, mask) in zip(block, _rows(block, tokenizer, loss_on=loss_on), strict=True):
+            input_ids.append(np.array(ids[:max_length], dtype=np.int32))
+            is_trained.append(mask[:max_length])
+            if not mask[1:max_length].any():  # the first token is predicted by nothing
+                untrained.append(f"{record.origin} ({len(ids)} tokens)")
+    if untrained:
+        more = ", …" if len(untrained) > MAX_SHOWN else ""
+        raise UserError(
+            f"{len(untrained)} of {len(records)} records: " + ", ".join(untrained[:MAX_SHOWN]) + more,
+            f"have no trained token within max_length={max_length}",
+            "raise data.max_length, or drop them",
+        )
+    offsets = np.zeros(len(records) + 1, dtype=np.int64)
+    np.cumsum([len(ids) for ids in input_ids], out=offsets[1:])
+    return {"input_ids": np.concatenate(input_ids), "is_trained": np.concatenate(is_trained), "offsets": offsets}
+
+
+def _rows(block: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, loss_on: LossOn) -> list[Row]:
+    """The rows of a block, in its order: each kind is tokenised in one call."""
+    by_kind: dict[str, Callable[[list[Record], PreTrainedTokenizerBase], list[Row]]] = {
+        "text": _rows_of_text,
+        "completion": _rows_of_completions,
+        "messages": tokenize_conversations,
+    }
+    rows: dict[int, Row] = {}
+    for kind, make_rows in by_kind.items():
+        positions = [position for position, record in enumerate(block) if record.kind == kind]
+        if positions:
+            rows.update(zip(positions, make_rows([block[position] for position in positions], tokenizer), strict=True))
+    if loss_on == "all":
+        return [(ids, np.ones(len(ids), dtype=bool)) for ids, _ in (rows[position] for position in range(len(block)))]
+    return [rows[position] for position in range(len(block))]
+
+
+def _rows_of_text(records: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
+    rows: list[Row] = []
+    for ids in _plain_ids([record.text or "" for record in records], tokenizer):
+        whole = _with_start(_with_end(ids, eos), bos)
+        rows.append((whole, np.ones(len(whole), dtype=bool)))
+    return rows
+
+
+def _rows_of_completions(records: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
+    prompts = _plain_ids([record.prompt or "" for record in records], tokenizer)
+    completions = _plain_ids([record.completion or "" for record in records], tokenizer)
+    rows: list[Row] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        before, after = _with_start(prompt, bos), _with_end(completion, eos)
+        mask = np.zeros(len(before) + len(after), dtype=bool)
+        mask[len(before) :] = True
+        rows.append((before + after, mask))
+    return rows
+
+
+def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Ids of each text with nothing added. Not verbose: a text longer than the model is our truncation's business."""
+    ids: list[list[int]] = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+    ).input_ids
+    return ids
+
+
+def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text by default: `[bos]`, or nothing.
+
+    Asked by tokenising the same text with and without special tokens, since neither the presence of a bos token nor
+    `add_bos_token` says what its post-processor does. What it puts after a text (eos, sep) is not asked for: the end
+    of a sequence is always eos.
+    """
+    with_special = list(tokenizer("x").input_ids)
+    plain = list(tokenizer("x", add_special_tokens=False).input_ids)
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return with_special[:start]
+    raise UserError(
+        f"tokenizer {type(tokenizer).__name__}",
+        "gives a text other ids with special tokens than without, so what it puts before a text cannot be told",
+    )
+
+
+def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    eos_token_id: int | None = tokenizer.eos_token_id
+    if eos_token_id is None:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
+            "has no eos token, so the adapter would never learn to stop",
+            "set one (tokenizer.eos_token, or eos_token in tokenizer_config.json)",
+        )
+    return eos_token_id
+
+
+def _with_start(ids: list[int], start: list[int]) -> list[int]:
+    return ids if ids[: len(start)] == start else start + ids
+
+
+def _with_end(ids: list[int], eos: int) -> list[int]:
+    return ids if ids[-1:] == [eos] else [*ids, eos]

@@ -1,0 +1,53 @@
+"""Continuing prompts on one process: the quick look at what an adapter learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from meshlora.api import load
+from meshlora.errors import UserError
+from meshlora.train.prepare import load_tokenizer, pad_token_id
+
+
+@torch.no_grad()
+def generate(
+    model: str | Path,
+    prompts: Sequence[str],
+    *,
+    adapter: Path | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> Iterator[str]:
+    """The continuation of each prompt, without the prompt. temperature 0 is greedy.
+
+    Raises:
+        UserError: a wrong folder or option.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {max_new_tokens}", "at least 1")
+    if temperature < 0:
+        raise UserError(f"--temperature {temperature}", "0 (greedy) or above")
+    network = load(
+        model, adapter=adapter, dtype=dtype, trust_remote_code=trust_remote_code, disable_dropout=True
+    ).eval()
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(network.device)
+        if inputs["input_ids"].shape[1] == 0:
+            raise UserError(f"--prompt {prompt!r}", "it has no tokens")
+        output = network.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=pad_token_id(tokenizer),
+            **sampling,
+        )
+        yield tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,47 @@
+"""Plans as tables for the terminal: how each region is split, and where gradients are summed."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from meshlora.plan.grads import Side, factor_rule
+from meshlora.plan.rules import ModelPlan, Split
+
+
+def plan_table(plan: ModelPlan) -> Table:
+    """One row per linear of the first layer that has it; layers with the same plan are folded."""
+    tp = plan.topology.tp
+    table = Table(
+        "linear", "split", "whole [out, in]", "on a rank", "layers", title=f"{plan.model_type} on {plan.topology}"
+    )
+    for name, layers in _folded(plan).items():
+        rule = plan.linears[layers[0]]
+        out = rule.out_features // (tp if rule.split is Split.COLUMN else 1)
+        inside = rule.in_features // (tp if rule.split is Split.ROW else 1)
+        table.add_row(
+            name, str(rule.split), f"[{rule.out_features}, {rule.in_features}]", f"[{out}, {inside}]", str(len(layers))
+        )
+    return table
+
+
+def gradient_table(plan: ModelPlan) -> Table:
+    """One row per kind of factor: where its gradient is a partial sum."""
+    table = Table("base", "factor", "split on dim", "gradient summed over", title="gradient axes")
+    for split in Split:
+        for side in Side:
+            rule = factor_rule(split, side)
+            dim = "-" if rule.split_dim is None else str(rule.split_dim)
+            table.add_row(str(split), f"lora_{side}", dim, ", ".join(sorted(rule.grad_axes)))
+    return table
+
+
+def _folded(plan: ModelPlan) -> dict[str, list[str]]:
+    """Name with the layer number as `*`, and the split -> names."""
+    folded: dict[str, list[str]] = {}
+    for name, rule in plan.linears.items():
+        short = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        same = folded.get(short)
+        if same and plan.linears[same[0]].split is not rule.split:
+            short = name
+        folded.setdefault(short, []).append(name)
+    return folded

@@ -1,0 +1,174 @@
+"""Preparing a run: everything that can be known, and refused, before any process starts or any weight is read.
+
+Owns: whether model, adapter, data and topology of a run fit together. `meshlora check` is this and nothing else;
+`meshlora train` does it first. Nothing here uses a process group or allocates a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from meshlora.adapter.peft_format import check_adapter, lora_config, read_config
+from meshlora.adapter.targets import Target, resolve_targets
+from meshlora.api import build_meta, read_model_config, resolve_dtype
+from meshlora.config import RunConfig
+from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
+from meshlora.errors import UserError
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology
+from meshlora.state.weights import CheckpointSource, check_checkpoint
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that passed every check."""
+
+    config: RunConfig
+    topology: Topology
+    plan: ModelPlan
+    lora: LoraConfig
+    targets: dict[str, Target]
+    tokenizer: PreTrainedTokenizerBase
+    train_data: TokenizedDataset
+    eval_data: TokenizedDataset | None
+    steps: int
+
+    @property
+    def batches(self) -> GlobalBatches:
+        """The global order of sequences."""
+        return GlobalBatches(len(self.train_data), self.config.train.batch_size, self.config.train.seed)
+
+    @property
+    def num_trainable(self) -> int:
+        """Trainable elements, each counted once."""
+        linears = self.plan.linears
+        return sum(t.r * (linears[t.name].in_features + linears[t.name].out_features) for t in self.targets.values())
+
+
+def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
+    """Check a run against its model, adapter and data; tokenise the data (cached).
+
+    Args:
+        world: number of processes where it is known.
+
+    Raises:
+        UserError: the first thing that does not fit.
+    """
+    topology = Topology.parse(config.topology, world=world)
+    _check_output(config)
+    lora = _lora(config)
+    hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    model, plan = build_meta(
+        hf_config,
+        topology,
+        dtype=resolve_dtype(config.model.dtype, hf_config),
+        attn_implementation=config.model.attn_implementation,
+        disable_dropout=config.model.disable_dropout,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
+    check_checkpoint(
+        model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
+    )
+    if config.adapter is not None:
+        check_adapter(Path(config.adapter), targets, plan)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    _check_vocabulary(tokenizer, hf_config, config)
+    train_data = _read(config, config.data.train, tokenizer)
+    eval_data = _read(config, config.data.eval, tokenizer) if config.data.eval is not None else None
+    steps = _num_steps(config, len(train_data))
+    if config.train.warmup_steps >= steps:
+        raise UserError(
+            f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
+        )
+    return Prepared(config, topology, plan, lora, targets, tokenizer, train_data, eval_data, steps)
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside the model.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"tokenizer in {path}", f"it cannot be loaded ({reason})", "is tokenizer.json there and whole?"
+        ) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What padding is made of; masked out, so any id will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _check_output(config: RunConfig) -> None:
+    output = Path(config.train.output)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"train.output={output}", "it is a file; a folder is needed")
+    if (output / "metrics.jsonl").exists() and not config.train.overwrite:
+        raise UserError(
+            f"train.output={output}", "it holds a run already", "choose another, or --set train.overwrite=true"
+        )
+    parent = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if not _is_writable(parent):
+        raise UserError(f"train.output={output}", f"{parent} is not writable")
+
+
+def _is_writable(folder: Path) -> bool:
+    probe = folder / ".meshlora-probe"
+    try:
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _lora(config: RunConfig) -> LoraConfig:
+    if config.adapter is not None:
+        return read_config(Path(config.adapter))
+    assert config.lora is not None
+    return lora_config(config.lora, "lora", unknown_is_error=True)
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig) -> None:
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"tokenizer with {len(tokenizer)} tokens", f"the model {config.model.path} has {hf_config.vocab_size}"
+        )
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit and config.data.max_length > limit:
+        raise UserError(
+            f"data.max_length={config.data.max_length}", f"the model has {limit} positions", f"use at most {limit}"
+        )
+
+
+def _read(config: RunConfig, paths: str | list[str], tokenizer: PreTrainedTokenizerBase) -> TokenizedDataset:
+    return tokenize(
+        read_records(paths, columns=config.data.columns),
+        tokenizer,
+        max_length=config.data.max_length,
+        loss_on=config.data.loss_on,
+        cache_dir=Path(config.data.cache_dir).expanduser(),
+    )
+
+
+def _num_steps(config: RunConfig, num_sequences: int) -> int:
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None
+    return max(1, math.ceil(config.train.epochs * math.ceil(num_sequences / config.train.batch_size)))

@@ -1,0 +1,59 @@
+"""One rank of a training run, from prepared run to saved adapter."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from meshlora.adapter.manage import runtime, trainable_count
+from meshlora.api import load
+from meshlora.parallel.groups import join, leave
+from meshlora.train.metrics import Reporter
+from meshlora.train.prepare import Prepared
+from meshlora.train.trainer import Trainer
+
+
+def train(run: Prepared, *, console: Console | None = None) -> None:
+    """Train as `run` says. Every rank of the job calls this."""
+    config = run.config
+    join(config.device)
+    model = load(
+        config.model.path,
+        lora=run.lora if config.adapter is None else None,
+        adapter=config.adapter,
+        topology=run.topology,
+        dtype=config.model.dtype,
+        device=config.device,
+        seed=config.train.seed,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        disable_dropout=config.model.disable_dropout,
+        allow_unused_weights=config.model.allow_unused_weights,
+    )
+    output = Path(config.train.output)
+    is_main = runtime(model).mesh.rank == 0
+    if is_main:
+        _clear(output)
+    with Reporter(
+        output / "metrics.jsonl",
+        steps=run.steps,
+        log_every=config.train.log_every,
+        is_main=is_main,
+        console=console,
+    ) as reporter:
+        reporter.say(
+            f"{run.plan.model_type} on {run.topology}: {trainable_count(model):,} trainable parameters, "
+            f"{len(run.train_data):,} sequences, {run.steps:,} steps"
+        )
+        Trainer(run, model, reporter).train()
+        reporter.say(f"adapter: {output / 'adapter'}")
+    leave()
+
+
+def _clear(output: Path) -> None:
+    """Make the output folder, empty of an earlier run (`train.overwrite`, else `prepare` has refused)."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in ("adapter", "initial", "checkpoints"):
+        shutil.rmtree(output / name, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""The loop: batch -> loss -> backward -> finish gradients -> clip -> step.
+
+Owns: one optimizer step, evaluation, and when things are logged and saved. Does not own: gradient sync, the order of
+the data, files. Nothing here depends on the topology beyond which share of a batch is ours.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.adapter.manage import active_factors, runtime
+from meshlora.adapter.peft_format import save_adapter
+from meshlora.data import Batch, TokenizedDataset, collate, share
+from meshlora.errors import MeshloraError
+from meshlora.lift import lift
+from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.losses import summed_cross_entropy
+from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.prepare import Prepared, pad_token_id
+from meshlora.train.schedule import linear
+
+
+@dataclass
+class Trainer:
+    """Trains the active adapter of `model` as `run` says."""
+
+    run: Prepared
+    model: Any
+    reporter: Reporter
+
+    def __post_init__(self) -> None:
+        options = self.run.config.train
+        self.mesh = runtime(self.model).mesh
+        self.batches = self.run.batches
+        self.output = Path(options.output)
+        self.optimizer = torch.optim.AdamW(
+            [factor.parameter for factor in active_factors(self.model)],
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+
+    def train(self) -> None:
+        """All steps, with evaluations and saves between them, and the finished adapter at the end."""
+        options = self.run.config.train
+        self.model.train()
+        save_adapter(self.model, self.output / "initial")
+        for step in range(self.run.steps):
+            self.reporter.step(self.train_step(step))
+            done = step + 1
+            if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
+                self._report_evaluation(done)
+            if options.save_every and done % options.save_every == 0 and done < self.run.steps:
+                save_adapter(self.model, self.output / "checkpoints" / f"step-{done:06d}")
+        self._report_evaluation(self.run.steps)
+        save_adapter(self.model, self.output / "adapter")
+
+    def train_step(self, step: int) -> StepMetrics:
+        """One optimizer step over the global batch."""
+        options = self.run.config.train
+        started = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, num_tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
+        for batch in self._micro_batches(self.run.train_data, self.batches.batch(step)):
+            micro_loss = self._loss_sum(batch)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+            num_tokens += batch.num_trained_tokens
+        tokens = finish_gradients(self.model, num_tokens=num_tokens)
+        mean_loss = float(all_reduce_sum(loss.reshape(1), self.mesh.dp)) / tokens
+        if not math.isfinite(mean_loss):
+            raise MeshloraError(f"step {step + 1}: the loss is {mean_loss}; lower train.lr, or look at the data")
+        grad_norm = clip_gradients(self.model, options.max_grad_norm)
+        rate = linear(step, peak=options.lr, warmup_steps=options.warmup_steps, steps=self.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return StepMetrics(step + 1, mean_loss, rate, grad_norm, tokens, time.perf_counter() - started)
+
+    @torch.no_grad()
+    def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
+        """(mean loss over the trained tokens of `data`, number of these tokens), over all ranks."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for batch in self._micro_batches(data, np.arange(len(data))):
+            sums += torch.tensor([float(self._loss_sum(batch)), batch.num_trained_tokens], dtype=torch.float64)
+        self.model.train()
+        loss, tokens = all_reduce_sum(sums, self.mesh.dp).tolist()
+        return loss / tokens, int(tokens)
+
+    def _report_evaluation(self, step: int) -> None:
+        if self.run.eval_data is not None:
+            self.reporter.evaluation(step, *self.evaluate(self.run.eval_data))
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        device = self.mesh.device
+        with lift(self.model.dtype == torch.float64):
+            logits = self.model(
+                input_ids=batch.input_ids.to(device),
+                attention_mask=batch.attention_mask.to(device),
+                use_cache=False,
+            ).logits
+            return summed_cross_entropy(logits, batch.labels.to(device))
+
+    def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
+        """This dp rank's share of `indices`, padded; every rank gets the same number of micro-batches."""
+        shares = share(
+            indices,
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            micro_batch_size=self.run.config.train.micro_batch_size,
+        )
+        for part in shares:
+            yield collate(
+                [data[int(i)] for i in part],
+                pad_token_id=pad_token_id(self.run.tokenizer),
+                token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
+            )
