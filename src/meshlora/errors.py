@@ -46,7 +46,7 @@ class RankFailedError(MeshloraError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the list of what is known where nothing is near."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
     return "known: " + ", ".join(known)

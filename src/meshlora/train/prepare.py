@@ -79,7 +79,7 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
     if config.adapter is not None:
         check_adapter(Path(config.adapter), targets, plan)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    _check_vocabulary(tokenizer, hf_config, config)
+    _check_fits(tokenizer, hf_config, config, topology)
     train_data = _read(config, config.data.train, tokenizer)
     eval_data = _read(config, config.data.eval, tokenizer) if config.data.eval is not None else None
     steps = _num_steps(config, len(train_data))
@@ -145,15 +145,22 @@ def _lora(config: RunConfig) -> LoraConfig:
     return lora_config(config.lora, "lora", unknown_is_error=True)
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig) -> None:
+def _check_fits(
+    tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology
+) -> None:
+    """Tokens fit the model's vocabulary, sequences its positions."""
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
             f"tokenizer with {len(tokenizer)} tokens", f"the model {config.model.path} has {hf_config.vocab_size}"
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
-    if limit and config.data.max_length > limit:
+    multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut
+    if limit and math.ceil(config.data.max_length / multiple) * multiple > limit:
+        padded = f", padded to a multiple of tp={multiple} under sp" if multiple > 1 else ""
         raise UserError(
-            f"data.max_length={config.data.max_length}", f"the model has {limit} positions", f"use at most {limit}"
+            f"data.max_length={config.data.max_length}{padded}",
+            f"the model has {limit} positions",
+            f"use at most {limit // multiple * multiple}",
         )
 
 

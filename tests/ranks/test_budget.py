@@ -1,0 +1,82 @@
+"""The collective budget of docs/parallelism.md, counted at dispatch level in both passes, with and without LoRA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshlora
+from meshlora.plan.twin import twin_config
+from meshlora.train.losses import summed_cross_entropy
+from tests.pool import Pool
+
+BUDGET = {
+    "tp=2": {"forward": {"allreduce": 2}, "backward": {"allreduce": 2}},
+    "tp=2,sp": {
+        "forward": {"allgather": 2, "reducescatter": 2},
+        "backward": {"allgather": 2, "reducescatter": 2},
+    },
+}
+
+
+class CommCounter(TorchDispatchMode):
+    """Counts c10d operators by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if "c10d" in space:
+            kinds = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
+            plain = name.replace("_", "")
+            self.counts[next((k for k in kinds if k in plain), name)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count(topology: str, num_layers: int, with_lora: bool) -> dict[str, dict[str, int]]:
+    """Collectives of one forward and one backward; the embedding output carries a gradient as in deeper layers."""
+    config = twin_config("llama", num_hidden_layers=num_layers)
+    lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = meshlora.load(config, lora=lora, topology=topology)
+    if not with_lora:
+        meshlora.set_adapter(model, None)
+    embeds = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with CommCounter() as forward:
+        logits = model(inputs_embeds=embeds, use_cache=False).logits
+        loss = summed_cross_entropy(logits, torch.ones(2, 8, dtype=torch.int64))
+    with CommCounter() as backward:
+        loss.backward()
+    return {"forward": dict(forward.counts), "backward": dict(backward.counts)}
+
+
+@pytest.mark.parametrize("with_lora", [True, False], ids=["lora", "base"])
+@pytest.mark.parametrize("topology", BUDGET)
+def test_a_layer_costs_what_the_frozen_base_costs(topology: str, with_lora: bool, pools: Callable[[int], Pool]) -> None:
+    two = pools(2).run(_count, topology, 2, with_lora)[0]
+    four = pools(2).run(_count, topology, 4, with_lora)[0]
+    per_layer = {
+        phase: {kind: (four[phase][kind] - two[phase].get(kind, 0)) / 2 for kind in four[phase]} for phase in four
+    }
+    assert {phase: {k: n for k, n in counts.items() if n} for phase, counts in per_layer.items()} == BUDGET[topology]
+
+
+def _count_step(topology: str) -> dict[str, int]:
+    model = meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules="all-linear"), topology=topology)
+    model(input_ids=torch.ones(2, 8, dtype=torch.int64)).logits.sum().backward()
+    with CommCounter() as counter:
+        meshlora.finish_gradients(model, num_tokens=16)
+    return dict(counter.counts)
+
+
+def test_a_step_adds_one_bucket_per_set_of_axes_and_one_scalar(pools: Callable[[int], Pool]) -> None:
+    assert pools(4).run(_count_step, "dp=2,tp=2")[0] == {"allreduce": 3}
+    assert pools(2).run(_count_step, "tp=2")[0] == {"allreduce": 1}
+    assert pools(2).run(_count_step, "dp=2")[0] == {"allreduce": 2}

@@ -1,0 +1,96 @@
+"""Every collective passes the adjoint test: <f(x), y> == <x, f*(y)>, where values held by all ranks count once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshlora.parallel import collectives
+from meshlora.parallel.groups import Axis, open_mesh
+from meshlora.plan.topology import Topology
+from tests.pool import Pool
+
+# name -> (input is one, output is one, rows in, rows out) for rows counted in units of `size`.
+# one: all ranks hold the same value. each: every rank holds its own.
+MOVEMENTS = {
+    "copy_one_to_each": ("one", "each", 1, 1),
+    "reduce_each_to_one": ("each", "one", 1, 1),
+    "gather_each_to_each": ("each", "each", 1, 2),
+    "reduce_scatter_each_to_each": ("each", "each", 2, 1),
+    "gather_each_to_one": ("each", "one", 1, 2),
+    "slice_one_to_each": ("one", "each", 2, 1),
+}
+
+
+def _value(kind: str, rows: int, axis: Axis, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed if kind == "one" else seed + 1 + axis.rank)
+    return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+
+def _inner(a: Tensor, b: Tensor, kind: str, axis: Axis) -> float:
+    """Global inner product: a value that all ranks hold alike counts once."""
+    local = (a * b).sum().reshape(1)
+    return float(local if kind == "one" else collectives.all_reduce_sum(local, axis))
+
+
+def _adjoint(name: str, size: int) -> tuple[float, float]:
+    axis = open_mesh(Topology(tp=size)).tp
+    kind_in, kind_out, rows_in, rows_out = MOVEMENTS[name]
+    grow = {1: 2, 2: 2 * size}
+    x = _value(kind_in, grow[rows_in], axis, 10).requires_grad_()
+    result = getattr(collectives, name)(x, axis)
+    assert result.shape[0] == grow[rows_out]
+    y = _value(kind_out, grow[rows_out], axis, 20)
+    result.backward(y)
+    assert x.grad is not None
+    return _inner(result.detach(), y, kind_out, axis), _inner(x.detach(), x.grad, kind_in, axis)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_backward_is_the_adjoint_of_forward(name: str, size: int, pools: Callable[[int], Pool]) -> None:
+    for forward, backward in pools(size).run(_adjoint, name, size):
+        assert forward == pytest.approx(backward, rel=1e-13)
+
+
+def _leaves_input_alone(name: str) -> bool:
+    axis = open_mesh(Topology(tp=2)).tp
+    x = torch.ones(4, 3)
+    getattr(collectives, name)(x, axis)
+    return bool((x == 1).all())
+
+
+@pytest.mark.parametrize("name", [*MOVEMENTS, "all_reduce_sum", "all_gather", "reduce_scatter_sum"])
+def test_input_is_not_overwritten(name: str, pools: Callable[[int], Pool]) -> None:
+    assert all(pools(2).run(_leaves_input_alone, name))
+
+
+def _order_of_gather() -> list[float]:
+    axis = open_mesh(Topology(tp=4)).tp
+    return collectives.all_gather(torch.full((1,), float(axis.rank)), axis).tolist()
+
+
+def test_gather_is_in_rank_order(pools: Callable[[int], Pool]) -> None:
+    assert pools(4).run(_order_of_gather) == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+def test_one_rank_needs_no_group() -> None:
+    alone = Axis(1, 0, (0,), None)
+    x = torch.arange(6.0).view(2, 3)
+    for name in MOVEMENTS:
+        assert torch.equal(getattr(collectives, name)(x, alone), x)
+
+
+def _broadcast_in_place() -> tuple[bool, float]:
+    axis = open_mesh(Topology(tp=2)).tp
+    x = torch.full((3,), float(axis.rank + 5))
+    pointer = x.data_ptr()
+    collectives.broadcast_in_place(x, axis)
+    return x.data_ptr() == pointer, float(x[0])
+
+
+def test_broadcast_sends_from_and_receives_into_the_given_tensor(pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(_broadcast_in_place) == [(True, 5.0)] * 2

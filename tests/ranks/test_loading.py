@@ -1,0 +1,106 @@
+"""Streaming: peak memory, sharded and single-file checkpoints, tied and renamed weights, random weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import meshlora
+from meshlora.plan.twin import twin_config
+from tests.parity.harness import make_batches
+from tests.pool import Pool
+
+# Loads one rank's share alone in a process of its own and prints, in bytes: growth of peak memory, shard, largest.
+_MEASURE = """
+import resource, sys, torch
+import meshlora.api, meshlora.plan.topology as t
+from meshlora.parallel import groups
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder, tp = sys.argv[1], int(sys.argv[2])
+axis = lambda n: groups.Axis(n, 0, tuple(range(n)), None)
+one = {frozenset({"dp"}): axis(1), frozenset({"tp"}): axis(tp), frozenset({"dp", "tp"}): axis(tp)}
+topology = t.Topology(tp=tp)
+meshlora.api.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), one)
+# Everything but weights is imported and warm before the measurement starts.
+meshlora.api.build_meta(AutoConfig.from_pretrained(folder), topology, dtype=torch.float32)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = meshlora.load(folder, topology=topology, dtype=sys.argv[3])
+after = peak()
+sizes = [p.numel() * p.element_size() for p in model.parameters()]
+print(after - before, sum(sizes))
+"""
+
+
+def _save_large(folder: Path, dtype: torch.dtype) -> tuple[Path, int]:
+    """About 600 MB of float32 in shards; returns the folder and the bytes of the largest tensor."""
+    config = twin_config(
+        "llama", hidden_size=1024, intermediate_size=4096, vocab_size=24000, num_hidden_layers=6, head_dim=128
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(folder, max_shard_size="250MB")
+    return folder, largest
+
+
+@pytest.mark.parametrize(("stored", "loaded"), [("float32", "float32"), ("bfloat16", "float32")])
+def test_a_rank_never_holds_more_than_its_shard_and_one_tensor(stored: str, loaded: str, tmp_path: Path) -> None:
+    folder, largest = _save_large(tmp_path, getattr(torch, stored))
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    largest *= 2 if stored == "bfloat16" else 1
+    for tp in (1, 2, 4):
+        out = subprocess.run(
+            [sys.executable, "-c", _MEASURE, str(folder), str(tp), loaded], capture_output=True, text=True, check=False
+        )
+        assert out.returncode == 0, out.stderr
+        grown, shard = map(int, out.stdout.split()[-2:])
+        assert grown <= shard + largest + 200e6, f"tp={tp}: {grown / 1e6:.0f} MB for a shard of {shard / 1e6:.0f} MB"
+        if tp == 4:
+            assert shard + largest + 200e6 < 800e6, "the bound must be able to fail: the whole model is larger"
+
+
+def _logits(folder: Path, topology: str) -> Tensor:
+    model = meshlora.load(folder, topology=topology, dtype="float64").eval()
+    with torch.no_grad(), meshlora.lift():
+        return model(input_ids=make_batches().input_ids).logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard_size", ["50KB", "1GB"])
+def test_checkpoints_sharded_or_not_tied_or_not(
+    tied: bool, shard_size: str, tmp_path: Path, pools: Callable[[int], Pool]
+) -> None:
+    model = AutoModelForCausalLM.from_config(twin_config("llama", tie_word_embeddings=tied), dtype=torch.float64).eval()
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "50KB")
+    with torch.no_grad(), meshlora.lift():
+        expected = model(input_ids=make_batches().input_ids).logits
+    assert torch.allclose(pools(2).run(_logits, tmp_path, "tp=2")[0], expected, rtol=1e-11, atol=1e-13)
+
+
+def test_checkpoint_of_the_bare_base_model_is_refused_or_right(tmp_path: Path) -> None:
+    """Keys without the `model.` prefix, as saved from the base model class, find their place."""
+    model = AutoModelForCausalLM.from_config(twin_config("qwen2", tie_word_embeddings=True), dtype=torch.float64).eval()
+    model.model.save_pretrained(tmp_path)
+    with torch.no_grad(), meshlora.lift():
+        expected = model(input_ids=make_batches().input_ids).logits
+    assert torch.allclose(_logits(tmp_path, ""), expected, rtol=1e-11, atol=1e-13)
+
+
+def _random(topology: str) -> float:
+    model = meshlora.load(twin_config("llama"), topology=topology, dtype="float64", seed=5).eval()
+    with torch.no_grad(), meshlora.lift():
+        return float(model(input_ids=make_batches().input_ids).logits.norm())
+
+
+def test_random_weights_are_the_same_model_on_every_topology(pools: Callable[[int], Pool]) -> None:
+    alone = _random("")
+    assert pools(2).run(_random, "tp=2,sp")[0] == pytest.approx(alone, rel=1e-12)

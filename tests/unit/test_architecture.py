@@ -1,0 +1,93 @@
+"""The rules of docs/architecture.md: import order, who opens groups, who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import meshlora
+
+SOURCE = Path(meshlora.__file__).parent
+
+# A package may import itself and what is listed: nothing imports upward. `errors` and `lift` are free for all.
+ALLOWED = {
+    "errors": set(),
+    "lift": set(),
+    "plan": set(),
+    "data": set(),
+    "config": {"plan"},
+    "parallel": {"plan"},
+    "state": {"plan", "parallel"},
+    "adapter": {"plan", "parallel", "state"},
+    "api": {"plan", "parallel", "state", "adapter"},
+    "train": {"plan", "parallel", "state", "adapter", "api", "data", "config"},
+    "generate": {"api", "train"},
+    "oracle": {"plan", "data", "config"},
+    "cli": {"plan", "parallel", "api", "config", "data", "train", "generate"},
+    "__main__": {"cli"},
+}
+GRAD_COLLECTIVES = {"all_reduce", "broadcast", "_all_gather", "_reduce_scatter", "all_to_all_single"}
+
+
+def _modules() -> list[tuple[str, Path, ast.Module]]:
+    """(package, file, tree) of every source file but the top-level `__init__`, which re-exports."""
+    files = [f for f in SOURCE.rglob("*.py") if f != SOURCE / "__init__.py"]
+    return [(f.relative_to(SOURCE).parts[0].removesuffix(".py"), f, ast.parse(f.read_text())) for f in files]
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("meshlora"):
+            parts = node.module.split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("meshlora.")}
+    return names
+
+
+def test_nothing_imports_upward() -> None:
+    wrong = [
+        f"{file.relative_to(SOURCE)} imports {name}"
+        for package, file, tree in _modules()
+        for name in _imported(tree) - {package, "errors", "lift"}
+        if name not in ALLOWED[package]
+    ]
+    assert not wrong, wrong
+
+
+def test_the_reference_shares_no_code_with_what_it_judges() -> None:
+    for package, file, tree in _modules():
+        if package == "oracle":
+            assert not _imported(tree) & {"parallel", "adapter", "state", "train", "api"}, file
+
+
+def _calls(tree: ast.Module) -> set[str]:
+    return {
+        f"{node.func.value.id}.{node.func.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
+    } | {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+
+
+def test_only_one_file_opens_process_groups() -> None:
+    openers = {"dist.new_group", "dist.new_subgroups_by_enumeration", "dist.init_process_group", "init_device_mesh"}
+    files = {str(f.relative_to(SOURCE)) for _, f, tree in _modules() if _calls(tree) & openers}
+    assert files == {"parallel/groups.py"}
+
+
+def test_only_one_file_calls_collectives() -> None:
+    calls = {f"dist.{name}" for name in GRAD_COLLECTIVES} | GRAD_COLLECTIVES
+    files = {str(f.relative_to(SOURCE)) for _, f, tree in _modules() if _calls(tree) & calls}
+    assert files == {"parallel/collectives.py"}
+
+
+def test_the_environment_is_read_in_two_files() -> None:
+    """The command line sets defaults for libraries, and is the third that may touch it."""
+    files = {str(f.relative_to(SOURCE)) for _, f, _ in _modules() if "os.environ" in f.read_text()}
+    assert files <= {"parallel/groups.py", "train/launch.py", "cli.py"}
+
+
+def test_files_are_small_enough_to_read() -> None:
+    long = {str(f.relative_to(SOURCE)): n for _, f, _ in _modules() if (n := len(f.read_text().splitlines())) > 400}
+    assert not long, long

@@ -1,0 +1,283 @@
+"""Files, folders and datasets become records; every mistake in them is named by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshlora.data import Record, read_records
+from meshlora.errors import UserError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def error_of(source: Any, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        read_records(source, **options)
+    return str(error.value)
+
+
+# ---- what is read
+
+
+def test_jsonl_of_all_three_kinds_is_taken_literally_with_its_lines(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        '{"text": " one\\u2028two "}\n\n{"prompt": "p ", "completion": "c\\n"}\r\n'
+        '{"context": "p", "completion": " c"}\n' + json.dumps({"messages": CHAT}) + "\n",
+    )
+    assert read_records(path) == [
+        Record(text=" one\u2028two ", origin=f"{path}:1"),
+        Record(prompt="p ", completion="c\n", origin=f"{path}:3"),
+        Record(prompt="p", completion=" c", origin=f"{path}:4"),
+        Record(messages=tuple(CHAT), origin=f"{path}:5"),
+    ]
+
+
+def test_an_empty_prompt_is_generation_from_nothing_not_a_mistake(tmp_path: Path) -> None:
+    assert read_records(write(tmp_path / "a.jsonl", '{"prompt": "", "completion": "c"}'))[0].prompt == ""
+
+
+def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", '{"text": "one\u2028two\x85three"}\n{"text": "four"}')
+    assert [record.text for record in read_records(path)] == ["one\u2028two\x85three", "four"]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
+    assert read_records(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "x"}'))[0].text == "x"
+    assert read_records(write(tmp_path / "a.txt", b"\xef\xbb\xbfp||c"))[0].prompt == "p"
+    assert read_records(write(tmp_path / "a.csv", b"\xef\xbb\xbftext\nx\n"))[0].text == "x"
+
+
+def test_separated_text_joins_by_exactly_one_space_whatever_was_around_the_separator(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "name : A | area : B||It is A . \n\nq || r s\t\r\n||unprompted\n")
+    assert read_records(path) == [
+        Record(prompt="name : A | area : B", completion=" It is A .", origin=f"{path}:1"),
+        Record(prompt="q", completion=" r s", origin=f"{path}:3"),
+        Record(prompt="", completion=" unprompted", origin=f"{path}:4"),
+    ]
+
+
+def test_csv_values_stay_strings_and_know_their_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", 'prompt,completion\n"1 +\n1","2"\n3,4.0\n')
+    assert read_records(path) == [
+        Record(prompt="1 +\n1", completion="2", origin=f"{path}:2"),
+        Record(prompt="3", completion="4.0", origin=f"{path}:4"),
+    ]
+
+
+def test_parquet_dataset_and_saved_folder_give_the_same_records(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"question": f"q{i}", "answer": f"a{i}", "id": i} for i in range(3)]
+    columns = {"prompt": "question", "completion": "answer"}
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    expected = [("q0", "a0"), ("q1", "a1"), ("q2", "a2")]
+    for source, name in [
+        (dataset, "dataset"),
+        (tmp_path / "a.parquet", f"{tmp_path}/a.parquet"),
+        (str(tmp_path / "saved"), f"{tmp_path}/saved"),
+    ]:
+        records = read_records(source, columns=columns)
+        assert [(record.prompt, record.completion) for record in records] == expected
+        assert [record.origin for record in records] == [f"{name} row {i}" for i in range(3)]
+
+
+def test_a_datasets_selection_and_its_format_do_not_matter() -> None:
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).select([2, 0]).with_format("numpy")
+    assert [record.text for record in read_records(dataset)] == ["c", "a"]
+
+
+def test_arrow_fills_messages_with_none_which_a_template_must_not_see(tmp_path: Path) -> None:
+    import datasets
+
+    messages = [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "hello"}]
+    dataset = datasets.Dataset.from_dict({"messages": [messages]})
+    assert read_records(dataset)[0].messages == tuple(messages)
+
+
+def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "b.jsonl", '{"text": "b"}'), str(write(tmp_path / "a.txt", "p||c"))]
+    assert [record.origin for record in read_records(paths)] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/a.txt:1"]
+
+
+def test_columns_name_what_is_read_and_the_rest_is_ignored(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "no", "question": "q", "completion": "c", "id": 3}')
+    # Naming only one of the pair leaves the other under its own name.
+    assert read_records(path, columns={"prompt": "question"})[0].prompt == "q"
+    assert read_records(path, columns={"text": "question"})[0].text == "q"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "x"', "bad JSON"),
+        ('["x"]', "a list, not an object"),
+        ("[", "one object a line is read, not one list"),
+        ("{}", "no field"),
+        ('{"prompt": "x"}', "'completion' is missing"),
+        ('{"completion": "x"}', "'prompt' is missing"),
+        ('{"prompt": "x", "completoin": "y"}', "unknown field 'completoin'; did you mean 'completion'?"),
+        ('{"text": "x", "weight": 2}', "unknown field 'weight'"),
+        ('{"text": "x", "prompt": "y", "completion": "z"}', "different kinds"),
+        ('{"prompt": "x", "context": "y", "completion": "z"}', "unknown field 'context'"),
+        ('{"prompt": "x", "completion": ""}', "empty completion"),
+        ('{"prompt": "x", "completion": " \\n"}', "empty completion"),
+        ('{"text": ""}', "empty text"),
+        ('{"text": 3}', "text is a number, not a string"),
+        ('{"prompt": null, "completion": "x"}', "prompt is null, not a string"),
+        ('{"text": "\\ud83d"}', "lone surrogate"),
+        ('{"messages": "hi"}', "messages is a string, not a list"),
+        ('{"messages": []}', "no assistant turn"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}', "no assistant turn"),
+        ('{"messages": ["hi"]}', "messages[0] is a string, not an object"),
+        ('{"messages": [{"content": "hi"}]}', "messages[0] has no role"),
+        (
+            '{"messages": [{"role": "asistant", "content": "hi"}]}',
+            "unknown role 'asistant'; did you mean 'assistant'?",
+        ),
+        ('{"messages": [{"role": ["user"], "content": "hi"}]}', "unknown role"),
+        ('{"messages": [{"role": "assistant"}]}', "messages[0] has no content"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "messages[0] has no content"),
+        ('{"messages": [{"role": "assistant", "content": ["hi"]}]}', "messages[0].content is a list, not a string"),
+        ('{"messages": [{"role": "assistant", "content": " "}]}', "assistant turn with empty content"),
+    ],
+)
+def test_a_malformed_json_line_is_named_with_its_reason(tmp_path: Path, line: str, reason: str) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "good"}\n\n' + line + "\n")
+    message = error_of(path)
+    assert f"{path}:3: " in message
+    assert reason in message
+    assert "1 malformed record:" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no separator", "0 separators '||'"),
+        ("a||b||c", "2 separators '||'"),
+        ("a|| ", "empty completion"),
+        (b"caf\xe9||x", "not UTF-8 (byte 4 of the line)"),
+    ],
+)
+def test_a_malformed_text_line_is_named_with_its_reason(tmp_path: Path, line: str | bytes, reason: str) -> None:
+    line = line if isinstance(line, bytes) else line.encode()
+    message = error_of(write(tmp_path / "a.txt", b"good||line\n" + line))
+    assert f"{tmp_path}/a.txt:2: {reason}" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ("p,c\nonly one\n", ":3: 1 values under 2 columns"),
+        ('p,"c"x\n', ":3: bad CSV"),
+        ("p,\n", ":3: empty completion"),
+        (b"p,caf\xe9\n", ":3: not UTF-8 (byte 6 of the line)"),
+    ],
+)
+def test_a_malformed_csv_row_is_named_with_its_reason(tmp_path: Path, rows: str | bytes, reason: str) -> None:
+    rows = rows if isinstance(rows, bytes) else rows.encode()
+    rows = rows if rows.count(b"\n") > 1 else b"good,row\n" + rows
+    assert f"{tmp_path}/a.csv{reason}" in error_of(write(tmp_path / "a.csv", b"prompt,completion\n" + rows))
+
+
+def test_five_malformed_lines_are_shown_and_all_are_counted_over_all_files(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", "bad\n" * 3)
+    second = write(tmp_path / "b.jsonl", "bad\n" * 4)
+    message = error_of([first, second])
+    assert "7 malformed records" in message
+    assert message.count("bad JSON") == 5
+    assert f"{second}:2" in message
+    assert f"{second}:3" not in message
+    assert "and 2 more" in message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_file_is_an_error_not_a_run_without_data(tmp_path: Path, name: str, content: str) -> None:
+    if name == "a.csv":
+        content = content and "text\n\n"
+    assert "holds no record" in error_of(write(tmp_path / name, content))
+    # Also beside one that is not empty.
+    assert f"{tmp_path}/{name}: holds no record" in error_of([write(tmp_path / "b.txt", "p||c"), tmp_path / name])
+
+
+def test_an_empty_dataset_is_an_error(tmp_path: Path) -> None:
+    import datasets
+
+    empty = datasets.Dataset.from_dict({"text": []})
+    assert "holds no record" in error_of(empty)
+    empty.to_parquet(tmp_path / "a.parquet")
+    assert "holds no record" in error_of(tmp_path / "a.parquet")
+
+
+def test_a_missing_file_names_the_nearest_in_its_folder(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", "x")
+    assert f"did you mean '{tmp_path}/train.jsonl'?" in error_of(tmp_path / "trian.jsonl")
+    assert f"{tmp_path} holds train.jsonl" in error_of(tmp_path / "0")
+    assert "does not exist either" in error_of(tmp_path / "none" / "train.jsonl")
+
+
+def test_a_folder_that_is_no_dataset_and_one_with_splits_say_what_to_name(tmp_path: Path) -> None:
+    import datasets
+
+    assert "save_to_disk did not write" in error_of(tmp_path)
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})})
+    splits.save_to_disk(str(tmp_path / "splits"))
+    assert f"{tmp_path}/splits/train" in error_of(tmp_path / "splits")
+    assert "source['train']" in error_of(splits)
+    assert read_records(tmp_path / "splits" / "train")[0].text == "a"
+
+
+def test_columns_that_do_not_exist_name_the_nearest(tmp_path: Path) -> None:
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"question": ["q"], "answer": ["a"]})
+    wrong = {"prompt": "questoin", "completion": "answer"}
+    assert "did you mean 'question'?" in error_of(dataset, columns=wrong)
+    assert "did you mean 'prompt'?" in error_of(dataset, columns={"promt": "question"})
+    assert "more than one kind" in error_of(dataset, columns={"prompt": "question", "text": "answer"})
+    assert "unknown field 'question'" in error_of(dataset)
+    path = write(tmp_path / "a.jsonl", '{"question": "q", "answer": "a"}')
+    assert f"{path}:1: no column 'questoin' (for prompt); did you mean 'question'?" in error_of(path, columns=wrong)
+    path = write(tmp_path / "a.csv", "question,answer\nq,a\n")
+    assert f"{path}:1: columns question, answer" in error_of(path, columns=wrong)
+    assert "more than one column 'text'" in error_of(write(tmp_path / "b.csv", "text,text\na,b\n"))
+
+
+def test_columns_on_a_file_without_columns_is_an_error_not_an_option_without_effect(tmp_path: Path) -> None:
+    assert "has no effect" in error_of(write(tmp_path / "a.txt", "p||c"), columns={"prompt": "p"})
+
+
+def test_a_row_of_a_table_is_named_by_its_number() -> None:
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"prompt": ["p", "p"], "completion": ["c", None]})
+    assert "dataset row 1: completion is null" in error_of(dataset)
+
+
+def test_what_is_neither_a_path_nor_a_dataset_is_refused(tmp_path: Path) -> None:
+    assert "source of type dict" in error_of({"text": ["a"]})
+    assert "names no file" in error_of([])
+    assert "is not a Parquet file" in error_of(write(tmp_path / "a.parquet", "no"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"text": "a", "prompt": "b", "completion": "c"}, {"prompt": "b"}])
+def test_a_record_made_by_hand_is_of_exactly_one_kind(fields: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="exactly one of"):
+        Record(**fields, origin="by hand")

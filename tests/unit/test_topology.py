@@ -1,0 +1,62 @@
+"""Topology: text form, divisibility, places and groups."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshlora.errors import UserError
+from meshlora.plan.topology import Topology
+
+SIZES = st.integers(1, 6)
+
+
+@given(dp=SIZES, tp=SIZES, sp=st.booleans())
+def test_text_form_reads_back(dp: int, tp: int, sp: bool) -> None:
+    topology = Topology(dp=dp, tp=tp, sp=sp and tp > 1)
+    assert Topology.parse(str(topology), world=topology.world) == topology
+
+
+@given(dp=SIZES, tp=SIZES, axes=st.sampled_from([{"dp"}, {"tp"}, {"dp", "tp"}]))
+def test_groups_cover_every_rank_once(dp: int, tp: int, axes: set[str]) -> None:
+    topology = Topology(dp=dp, tp=tp)
+    groups = topology.groups_over(frozenset(axes))
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
+    for group in groups:
+        places = [topology.coordinates(rank) for rank in group]
+        assert all(len({p[axis] for p in places}) == 1 for axis in {"dp", "tp"} - axes)
+
+
+def test_tp_ranks_are_neighbours() -> None:
+    assert Topology(dp=2, tp=2).groups_over(frozenset({"tp"})) == [[0, 1], [2, 3]]
+
+
+def test_missing_dp_is_what_the_world_leaves() -> None:
+    assert Topology.parse("tp=2", world=8).dp == 4
+    assert Topology.parse("", world=3).dp == 3
+
+
+def test_missing_dp_without_a_world_is_the_smallest_that_experts_need() -> None:
+    assert Topology.parse("ep=2") == Topology(dp=2, ep=2)
+    assert Topology.parse("tp=2,ep=4") == Topology(dp=2, tp=2, ep=4)
+    assert Topology.parse("tp=2") == Topology(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "words"),
+    [
+        ("tq=2", None, "did you mean 'tp'"),
+        ("tp=two", None, "whole number"),
+        ("tp=0", None, "at least 1"),
+        ("tp=2,tp=2", None, "twice"),
+        ("sp", None, "raise tp"),
+        ("sp=maybe,tp=2", None, "flag"),
+        ("tp=3", 4, "{1, 2, 4}"),
+        ("dp=2,tp=2", 2, "4 processes"),
+        ("dp=2,ep=3", None, "divide"),
+    ],
+)
+def test_wrong_topology_says_what_to_do(text: str, world: int | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Topology.parse(text, world=world)
