@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 SEED = 0
 NUM_TRAIN = 1800
 NUM_EVAL = 200
-MAX_ARGS = 4
+MAX_ARGS = 3
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def summary(name: str, *, verbs: tuple[str, ...]) -> str:
 
 
 def draw_arguments(field: Field, *, rng: random.Random) -> dict[str, str | None]:
-    """Zero to four arguments and their defaults (None: required), the required ones first as Python wants it."""
+    """Zero to three arguments and their defaults (None: required), the required ones first as Python wants it."""
     chosen = rng.sample(field.args, rng.randint(0, MAX_ARGS))
     defaults = {arg: rng.choice(ARGS[arg][1]) if ARGS[arg][1] else None for arg in chosen}
     return dict(sorted(defaults.items(), key=lambda item: item[1] is not None))

@@ -5,7 +5,9 @@ committed next to this file, so this script only needs to be run again to change
 
     OMP_NUM_THREADS=1 python examples/tiny_base/pretrain.py
 
-The text comes from the running interpreter's standard library, so another Python version gives other weights.
+One thread took 17 minutes (991 s of training). Held-out loss went 4.588 (step 249), 3.731 (999), 3.424 (1749), 3.371
+(the saved bfloat16 weights); a model that knows only token frequencies loses 6.389. The text comes from the running
+interpreter's standard library, here Python 3.11.7, so another version gives other weights.
 """
 
 from __future__ import annotations

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.targets import resolve_targets
-from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.parallel.groups import join, launcher_place, open_mesh
 from meshlora.parallel.inject import parallelize
 from meshlora.plan.rules import ModelPlan, plan_model
 from meshlora.plan.topology import Topology
+from meshlora.state.files import read_json
 from meshlora.state.weights import CheckpointSource, StateDictSource, checkpoint_files, fill
 
 DTYPES = {
@@ -79,9 +81,10 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     if adapter is not None:
-        targets = set(resolve_targets(hf_model, plan, peft_format.read_config(Path(adapter)), strict=False))
+        found = resolve_targets(hf_model, plan, peft_format.read_config(Path(adapter)), strict=False)
+        peft_format.check_adapter(Path(adapter), found, plan)  # before the base, which takes its time, is read
     else:
-        targets = set(resolve_targets(hf_model, plan, lora)) if lora else set()
+        found = resolve_targets(hf_model, plan, lora) if lora else {}
     if not isinstance(model, PretrainedConfig):
         checkpoint_files(Path(model))
     mesh = open_mesh(shape, device=join(device))
@@ -90,7 +93,7 @@ def load(
         if isinstance(model, PretrainedConfig)
         else CheckpointSource(Path(model), hf_model)
     )
-    parallelize(hf_model, plan, mesh, targets=targets, dtype=target_dtype)
+    parallelize(hf_model, plan, mesh, targets=set(found), dtype=target_dtype)
     fill(hf_model, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
@@ -118,11 +121,18 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"model {folder}", "it holds no config.json", "it should be the folder of one checkpoint")
+    stored = read_json(folder / "config.json")
+    model_type = stored.get("model_type") if isinstance(stored, dict) else None
+    if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in stored:
+        raise UserError(
+            f"{folder / 'config.json'}: model_type {model_type!r}",
+            f"transformers {transformers.__version__} has no such family",
+            did_you_mean(str(model_type), CONFIG_MAPPING),
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder / 'config.json'}", f"transformers refuses it ({reason})") from error
+    except Exception as error:  # each family checks its own fields, with exceptions of every kind
+        raise UserError(f"{folder / 'config.json'}", f"transformers refuses it ({reason(error)})") from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"model {folder}", "quantised checkpoints are not supported yet")
     return config
@@ -144,9 +154,10 @@ def build_meta(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model_type {config.model_type!r}", f"transformers cannot build it ({reason})") from error
+    except Exception as error:  # ImportError for an attention that is not installed, ZeroDivisionError for 0 heads
+        raise UserError(
+            f"model_type {config.model_type!r}", f"transformers cannot build it ({reason(error)})"
+        ) from error
     return model, plan_model(model, topology)
 
 
@@ -161,7 +172,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> 
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}", f"one of {', '.join(DTYPES)}", did_you_mean(dtype, DTYPES))
+        raise UserError(f"dtype {dtype!r}", f"it must be one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 

@@ -7,6 +7,7 @@ Does not own: whether model, data and topology fit together (`train.prepare`).
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -82,6 +83,8 @@ class TrainConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        _require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
+        _require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         for name in ("batch_size", "micro_batch_size", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
@@ -137,6 +140,16 @@ class RunConfig:
             )
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML, but a key that is given twice is an error rather than won by the second."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]} is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file and apply `--set key.path=value` overrides.
 
@@ -145,7 +158,7 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """
     file = Path(path)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
         raise UserError(f"{file}", "there is no such run file", near.removesuffix("known: ")) from None
@@ -215,6 +228,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         value = _as_number(value)  # YAML 1.1 reads 1e-4 as text
     if not _is(value, hint):
         raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
+    if hint is float and not abs(value) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats
+        raise UserError(f"{where}: {value!r}", "it must be a finite number")
     return float(value) if hint is float else value
 
 

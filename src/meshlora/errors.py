@@ -6,7 +6,10 @@ Owns: what a user's mistake looks like. Does not own: when it is raised, or how 
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
+
+_LONGEST_QUOTE = 400
 
 
 class MeshloraError(Exception):
@@ -49,4 +52,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
-    return "known: " + ", ".join(known)
+    return "known: " + textwrap.shorten(", ".join(known), _LONGEST_QUOTE, placeholder=" …")
+
+
+def reason(error: BaseException) -> str:
+    """What a library says of its own failure, on one line of bounded length."""
+    # "KeyError: 'rope'" says more than "'rope'"; the messages of these two are whole sentences.
+    name = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+    return textwrap.shorten(f"{name}{error}", _LONGEST_QUOTE, placeholder=" …")

@@ -299,6 +299,11 @@ MISTAKES: dict[str, Case] = {
         "dp=8",
         "raise train.batch_size or lower dp",
     ),
+    "learning_rate_beyond_all_floats": case(setting("train.lr", 10**400), "train.lr", "finite"),
+    "seed_beyond_64_bits": case(setting("train.seed", 2**63), "train.seed", "below 2**63"),
+    "key_given_twice": case(
+        lambda s: setattr(s, "text", yaml.safe_dump(s.tree) + "topology: dp=2\n"), "topology is given twice", "lines"
+    ),
     # The topology.
     "unknown_axis": case(setting("topology", "tpp=2"), "'tpp=2'", "'tpp' is not an axis", "did you mean 'tp'?"),
     "axis_that_is_not_a_number": case(setting("topology", "tp=two"), "'two'", "whole number", "tp=2"),
@@ -331,14 +336,14 @@ MISTAKES: dict[str, Case] = {
     ),
     "model_path_is_a_file": case(lambda s: s.set("model.path", str(s.model / "config.json")), "config.json", "folder"),
     "config_missing": case(remove("model/config.json"), "no config.json", "folder of one checkpoint"),
-    "config_cut_short": case(truncate("model/config.json", 100), "config.json", "refuses"),
+    "config_cut_short": case(truncate("model/config.json", 100), "config.json", "not a readable JSON file"),
     "config_is_a_list": case(text("model/config.json", "[]"), "config.json"),
     "config_of_a_wrong_type": case(
         lambda s: s.config(num_attention_heads="many"), "config.json", "num_attention_heads"
     ),
     "config_that_does_not_fit_itself": case(lambda s: s.config(hidden_size=60), "hidden", "60"),
     "config_without_model_type": case(text("model/config.json", "{}"), "config.json", "model_type"),
-    "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "lama"),
+    "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "'lama'", "did you mean 'llama'?"),
     "encoder_decoder": case(lambda s: s.family("t5"), "t5"),
     "mixture_of_experts": case(lambda s: s.family("mixtral"), "mixtral", "mixtures of experts", "not supported yet"),
     "family_without_a_tp_plan": case(lambda s: s.family("gpt2"), "gpt2", "tp=2", "not proved", "use tp=1"),
@@ -350,6 +355,10 @@ MISTAKES: dict[str, Case] = {
         lambda s: s.config(attention_dropout=0.1), "attention_dropout=0.1", "depend on the topology", "disable_dropout"
     ),
     "attention_that_is_not_known": case(setting("model.attn_implementation", "fast"), "fast", "eager"),
+    "attention_that_is_not_installed": case(
+        setting("model.attn_implementation", "flash_attention_2"), "llama", "cannot build it", "FlashAttention2"
+    ),
+    "no_attention_heads": case(lambda s: s.config(num_attention_heads=0), "config.json", "ZeroDivisionError"),
     "pickled_weights_only": case(pickled_weights_only, "pickled", "unpickles nothing", "convert it"),
     "no_weights": case(remove("model/model.safetensors"), "no model.safetensors"),
     "weights_cut_short": case(truncate("model/model.safetensors", 5000), "model.safetensors", "damaged", "again"),
@@ -379,7 +388,7 @@ MISTAKES: dict[str, Case] = {
     "weight_of_integers": case(
         lambda s: s.weights(lambda t: t.update({f"{UP}.weight": torch.zeros(128, 64, dtype=torch.int8)})),
         f"{UP}.weight",
-        "I8",
+        "integers",
         "not supported yet",
     ),
     # The tokenizer.
@@ -420,7 +429,7 @@ MISTAKES: dict[str, Case] = {
         lora(target_modules=["q_prj"]), "q_prj", "no linear layer", "did you mean 'q_proj'?"
     ),
     "lora_one_target_of_two_matches_nothing": case(
-        lora(target_modules=["q_proj", "up"]), "'up'", "no linear layer", "did you mean 'up_proj'?"
+        lora(target_modules=["q_proj", "up"]), "'up' matches no linear layer", "up_proj"
     ),
     "lora_target_pattern_is_not_a_regular_expression": case(
         lora(target_modules="(q_proj"), "'(q_proj'", "regular expression"
@@ -439,10 +448,26 @@ MISTAKES: dict[str, Case] = {
     ),
     "lora_layer_that_is_not_there": case(lora(layers_to_transform=[0, 7]), "layers_to_transform", "7", "2 layers"),
     "lora_rank_pattern_matches_nothing": case(
-        lora(rank_pattern={"v_proj": 8}), "rank_pattern", "'v_proj' matches none", "up_proj"
+        lora(rank_pattern={"v_proj": 8}), "rank_pattern", "'v_proj' matches none", "did you mean 'q_proj'?"
     ),
     "lora_alpha_pattern_matches_nothing": case(
         lora(alpha_pattern={"down_proj": 8}), "alpha_pattern", "'down_proj' matches none"
+    ),
+    "lora_target_is_a_number": case(lora(target_modules=3), "target_modules=3", "list of names"),
+    "lora_target_is_a_name_where_a_pattern_is_due": case(
+        lora(target_modules="q_proj"), "'q_proj'", "whole names", "[q_proj]"
+    ),
+    "lora_layers_are_text": case(lora(layers_to_transform=["0"]), "layers_to_transform=['0']", "whole number"),
+    "lora_rank_pattern_is_a_list": case(lora(rank_pattern=["q_proj"]), "rank_pattern=['q_proj']", "{q_proj: 8}"),
+    "lora_rank_pattern_is_not_a_regular_expression": case(
+        lora(rank_pattern={"(q": 8}), "rank_pattern='(q'", "regular expression"
+    ),
+    "lora_rslora_is_text": case(lora(use_rslora="yes"), "use_rslora='yes'", "true or false"),
+    "lora_exclude_matches_nothing": case(
+        lora(exclude_modules=["q_prj"]), "exclude_modules=['q_prj']", "'q_prj' matches no", "did you mean 'q_proj'?"
+    ),
+    "lora_exclude_leaves_nothing": case(
+        lora(exclude_modules=["q_proj", "up_proj"]), "matches no linear layer", "exclude_modules leaves"
     ),
     # An adapter to go on from.
     "adapter_folder_missing": case(
@@ -516,6 +541,21 @@ MISTAKES: dict[str, Case] = {
     "output_holds_a_run": case(earlier_run, "output", "holds a run already", "train.overwrite=true"),
     "output_is_a_file": case(text("output", ""), "output", "is a file", "folder"),
     "output_below_a_file": case(lambda s: s.set("train.output", str(s.folder / "run.yaml" / "x")), "run.yaml"),
+    "output_holds_an_adapter": case(
+        lambda s: (s.folder / "output" / "adapter").mkdir(parents=True), "holds a run already", "overwrite=true"
+    ),
+    "output_whose_adapter_the_run_goes_on_from": case(
+        several(
+            lambda s: shutil.copytree(s.adapter, s.folder / "output" / "adapter"),
+            lambda s: s.drop("lora"),
+            lambda s: s.set("adapter", str(s.folder / "output" / "adapter")),
+            setting("train.overwrite", True),
+        ),
+        "adapter=",
+        "would be overwritten",
+        "choose another output",
+    ),
+    "output_is_nameless": case(setting("train.output", ""), "train.output=''", "name of a folder"),
     # Other commands.
     "generate_below_absolute_zero": case(
         command("generate", "--model", "{folder}/model", "--prompt", "a", "--temperature", "-1"), "--temperature -1"
@@ -546,6 +586,32 @@ MISTAKES: dict[str, Case] = {
         ),
         "tokenizer in",
         "cannot be loaded",
+    ),
+    "generate_empty_prompt": case(command("generate", "--model", "{folder}/model", "--prompt", ""), "''", "no tokens"),
+    "generate_beyond_the_positions": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--max-new-tokens", "1000"),
+        "--max-new-tokens 1000",
+        "128 positions",
+        "shorten",
+    ),
+    "generate_seed_beyond_64_bits": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--seed", str(2**63)), "--seed", "2**63"
+    ),
+    "generate_adapter_of_another_model": case(
+        several(
+            lambda s: s.adapter_weights(narrower_adapter),
+            command("generate", "--model", "{folder}/model", "--prompt", "a", "--adapter", "{folder}/adapter"),
+        ),
+        "[4, 48]",
+        "another model",
+    ),
+    "generate_weight_of_wrong_shape": case(
+        several(
+            lambda s: s.weights(lambda t: t.update({f"{UP}.weight": torch.zeros(96, 64)})),
+            command("generate", "--model", "{folder}/model", "--prompt", "a"),
+        ),
+        f"{UP}.weight",
+        "[96, 64]",
     ),
     "plan_model_missing": case(
         command("plan", "--model", "nowhere", "--topology", "tp=2"), "nowhere", "no such folder"
@@ -618,6 +684,25 @@ def test_mistake_on_the_command_line(
         main(arguments)
     assert ended.value.code == 2
     assert_words(one_error(*capfd.readouterr()), (*words, "--help"))
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "words"),
+    [("cuda", 0, ("device: cuda", "no CUDA device")), ("auto", 1, ("2 processes", "there are 1", "start fewer"))],
+)
+def test_fewer_gpus_than_processes(
+    device: str,
+    num_gpus: int,
+    words: tuple[str, ...],
+    setup: Setup,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    setup.set("device", device)
+    setup.write()
+    assert_words(message_of(setup.command_lines()[1], setup, capfd), words)
 
 
 def test_the_run_that_is_broken_above_is_good(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:

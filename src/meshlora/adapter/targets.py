@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ def check_supported(config: LoraConfig) -> None:
         raise UnsupportedError(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
         )
+    _check_types(config)
     for what, rank in [("r", config.r), *((f"rank_pattern[{k!r}]", v) for k, v in (config.rank_pattern or {}).items())]:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise UserError(f"LoraConfig({what}={rank!r})", "a rank is a whole number of at least 1")
@@ -88,6 +89,36 @@ def check_supported(config: LoraConfig) -> None:
     for what, alpha in alphas:
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0 or math.isinf(alpha):
             raise UserError(f"LoraConfig({what}={alpha!r})", "lora_alpha is a number above 0", "2 * r is usual")
+
+
+def _check_types(config: LoraConfig) -> None:
+    """PEFT takes values of any type here, and fails far away or reads them as something else."""
+    layers = config.layers_to_transform
+    if layers is not None and not all(
+        type(i) is int for i in (layers if isinstance(layers, list | tuple) else [layers])
+    ):
+        raise UserError(f"LoraConfig(layers_to_transform={layers!r})", "it is a whole number or a list of them")
+    if not isinstance(config.use_rslora, bool):
+        raise UserError(f"LoraConfig(use_rslora={config.use_rslora!r})", "it is true or false")
+    for option in ("rank_pattern", "alpha_pattern"):
+        value = getattr(config, option) or {}
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise UserError(f"LoraConfig({option}={value!r})", "it maps patterns to numbers, as in {q_proj: 8}")
+        for pattern in value:
+            _check_regular_expression(option, pattern)
+    for option in ("target_modules", "exclude_modules"):
+        value = getattr(config, option) or ()
+        if isinstance(value, str):
+            _check_regular_expression(option, value)
+        elif not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+            raise UserError(f"LoraConfig({option}={value!r})", "it is a list of names or one regular expression")
+
+
+def _check_regular_expression(option: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"LoraConfig({option}={pattern!r})", f"it is not a regular expression ({error})") from error
 
 
 def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: bool = True) -> dict[str, Target]:
@@ -122,8 +153,9 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         raise UserError(
             f"target_modules={_shown(config.target_modules)}",
             "it matches no linear layer of the model"
-            + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else ""),
-            did_you_mean(_example_pattern(config), _suffixes(plan.linears)),
+            + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
+            + (" that exclude_modules leaves" if config.exclude_modules else ""),
+            _way_to_a_match(config, plan),
         )
     return {name: _target(name, config) for name in plan.linears if name in set(matched)}
 
@@ -174,14 +206,20 @@ def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str])
             raise UserError(
                 f"layers_to_transform={indices}", f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
             )
-    if not isinstance(config.target_modules, str):
-        for suffix in sorted(config.target_modules or ()):
+    for option in ("target_modules", "exclude_modules"):
+        given = getattr(config, option) or ()
+        for suffix in [] if isinstance(given, str) else sorted(given):
             if not any(name == suffix or name.endswith(f".{suffix}") for name in plan.linears):
                 raise UserError(
-                    f"target_modules={_shown(config.target_modules)}",
+                    f"{option}={_shown(given)}",
                     f"{suffix!r} matches no linear layer",
                     did_you_mean(suffix, _suffixes(plan.linears)),
                 )
+    excluded = config.exclude_modules
+    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in plan.linears):
+        raise UserError(
+            f"exclude_modules={excluded!r}", "it matches no linear layer", "a text is a pattern for whole names"
+        )
     for option in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, option) or {}:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in matched):
@@ -196,9 +234,13 @@ def _suffixes(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in names}
 
 
-def _example_pattern(config: LoraConfig) -> str:
+def _way_to_a_match(config: LoraConfig, plan: ModelPlan) -> str:
     given = config.target_modules
-    return given if isinstance(given, str) else next(iter(sorted(given or {""})))
+    if config.exclude_modules:
+        return "exclude less"
+    if isinstance(given, str):
+        return f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
+    return did_you_mean(next(iter(sorted(given or {""}))), _suffixes(plan.linears))
 
 
 def _shown(targets: Any) -> str:

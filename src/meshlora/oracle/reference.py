@@ -1,7 +1,7 @@
 """The reference: the same steps on one process by transformers + peft.
 
 Owns: what a single process would have produced. None of meshlora's layers, collectives, gradient sync or adapter code
-is used here; only the lift, which both sides need.
+is used here; only what both sides need: the token batches of a run, and the lift.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from meshlora.config import RunConfig
+from meshlora.data import GlobalBatches, TokenizedDataset, collate
 from meshlora.lift import lift
 
 _PREFIX = "base_model.model."
@@ -103,3 +105,32 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
+
+
+def train_run(
+    config: RunConfig, data: TokenizedDataset, *, steps: int, pad_token_id: int, adapter: str | Path, out: str | Path
+) -> list[float]:
+    """What one process makes of a whole run: starts from `adapter`, saves with peft to `out`, returns the losses.
+
+    The token batches are those of the run; everything after them is transformers, peft and torch.
+    """
+    options, torch_dtype = config.train, getattr(torch, config.model.dtype)
+    model = reference_model(
+        config.model.path, adapter, dtype=torch_dtype, attn_implementation=config.model.attn_implementation
+    )
+    order = GlobalBatches(len(data), options.batch_size, options.seed)
+
+    def micro_batches(step: int) -> list[MicroBatch]:
+        indices = order.batch(step)
+        parts = [indices[i : i + options.micro_batch_size] for i in range(0, len(indices), options.micro_batch_size)]
+        batches = [collate([data[int(i)] for i in part], pad_token_id=pad_token_id) for part in parts]
+        return [MicroBatch(b.input_ids, b.attention_mask, b.labels) for b in batches]
+
+    warmup = options.warmup_steps
+    rates = [options.lr * ((s + 1) / warmup if s < warmup else (steps - s) / (steps - warmup)) for s in range(steps)]
+    settings = AdamW(
+        rates, (options.beta1, options.beta2), options.eps, options.weight_decay, options.max_grad_norm or None
+    )
+    losses = train(model, (micro_batches(step) for step in range(steps)), settings)
+    model.save_pretrained(str(out))
+    return losses

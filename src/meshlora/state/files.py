@@ -80,6 +80,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise UserError(
             f"{path}", f"it is damaged or not a safetensors file ({error})", "copy or download it again"
         ) from None
+    except OSError as error:
+        raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
 
 
 def read_json(path: Path) -> Any:

@@ -46,6 +46,9 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the whole tensor; None where it is absent."""
 
+    def is_float(self, name: str) -> bool:
+        """Whether it holds floating-point numbers, rather than the integers of a quantised weight."""
+
     def read(self, name: str, part: Part | None) -> Tensor:
         """The whole tensor or one part of it, in memory of its own or to be copied."""
 
@@ -65,6 +68,9 @@ class StateDictSource:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self.tensors[name].shape) if name in self.tensors else None
 
+    def is_float(self, name: str) -> bool:
+        return self.tensors[name].is_floating_point()
+
     def read(self, name: str, part: Part | None) -> Tensor:
         tensor = self.tensors[name]
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.stop - part.start)
@@ -81,6 +87,7 @@ class _Stored:
     file: Path
     key: str
     shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it: F32, BF16, I8
 
 
 class CheckpointSource:
@@ -98,6 +105,9 @@ class CheckpointSource:
         if pieces is None:
             return None
         return (sum(p.shape[0] for p in pieces), *pieces[0].shape[1:]) if len(pieces) > 1 else pieces[0].shape
+
+    def is_float(self, name: str) -> bool:
+        return all(piece.dtype.startswith(("F", "BF")) for piece in self.stored[name])
 
     def read(self, name: str, part: Part | None) -> Tensor:
         pieces = self.stored[name]
@@ -132,9 +142,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index}", "it has no weight_map")
+        content = read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index}", "it has no weight_map from names to files", "download it again")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         for file in files:
             if file.parent != folder or not file.is_file():
@@ -155,7 +166,8 @@ def _stored_tensors(folder: Path) -> Iterator[_Stored]:
     for path in checkpoint_files(folder):
         with open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
-                yield _Stored(path, key, tuple(file.get_slice(key).get_shape()))
+                view = file.get_slice(key)
+                yield _Stored(path, key, tuple(view.get_shape()), view.get_dtype())
 
 
 def _named_for_model(folder: Path, model: nn.Module) -> dict[str, list[_Stored]]:
@@ -186,7 +198,7 @@ def fill(model: nn.Module, source: Source, mesh: Mesh, *, allow_unused: bool = F
     """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
 
     Raises:
-        UserError: a tensor is missing, of another shape, or is not used by the model.
+        UserError: what `check_checkpoint` refuses.
     """
     aliases = check_checkpoint(model, source, allow_unused=allow_unused)
     # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
@@ -212,7 +224,7 @@ def check_checkpoint(model: nn.Module, source: Source, *, allow_unused: bool = F
     """Every weight of `model` is in `source` and every one of `source` has a place; returns the names of tied weights.
 
     Raises:
-        UserError: weights are missing, or are not used by the model.
+        UserError: weights are missing, of another shape or not used by the model. UnsupportedError: they are integers.
     """
     aliases = _aliases(model)
     missing = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
@@ -230,29 +242,53 @@ def check_checkpoint(model: nn.Module, source: Source, *, allow_unused: bool = F
             f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
             "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true",
         )
+    _check_shapes(model, source, aliases)
     return aliases
+
+
+def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]]) -> None:
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = _stored_name(f"{path}.{leaf}" if path else leaf, source, aliases)
+            given, needed = source.shape(name), _whole_shape(module, parameter)
+            assert given is not None, name
+            if given != needed:
+                raise UserError(
+                    f"{source.describe()}: {name}",
+                    f"its shape is {list(given)}, config.json says {list(needed)}",
+                    "are the weights and config.json of one model?",
+                )
+            if not source.is_float(name):
+                raise UnsupportedError(
+                    f"{source.describe()}: {name}",
+                    "it holds integers, and quantised weights are not supported yet",
+                    "use the checkpoint that was quantised",
+                )
+
+
+def _stored_name(name: str, source: Source, aliases: dict[str, list[str]]) -> str:
+    return next(alias for alias in aliases[name] if source.shape(alias) is not None)
+
+
+def _whole_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
+    """Shape of a base parameter before any split."""
+    if not isinstance(module, ParallelLinear):
+        return tuple(parameter.shape)
+    rule = module.rule
+    return (rule.out_features, rule.in_features) if parameter.ndim == 2 else (rule.out_features,)
 
 
 def _read_local(
     name: str, module: nn.Module, old: Tensor, source: Source, aliases: dict[str, list[str]], mesh: Mesh
 ) -> Tensor:
-    stored = next(a for a in aliases[name] if source.shape(a) is not None)
-    shape, part = tuple(old.shape), None
+    part = None
     if isinstance(module, ParallelLinear):
         rule, tp = module.rule, mesh.tp
-        shape = (rule.out_features, rule.in_features) if old.ndim == 2 else (rule.out_features,)
         if rule.split is Split.COLUMN:
             part = Part.of(0, rule.out_features, rank=tp.rank, size=tp.size)
         elif rule.split is Split.ROW and old.ndim == 2:
             part = Part.of(1, rule.in_features, rank=tp.rank, size=tp.size)
-    given = source.shape(stored)
-    if given != shape:
-        raise UserError(f"{source.describe()}: {stored}", f"its shape is {given}, the configuration says {shape}")
-    tensor = source.read(stored, part)
-    if not tensor.is_floating_point():
-        raise UnsupportedError(
-            f"{source.describe()}: {stored}", f"weights of type {tensor.dtype} are not supported yet"
-        )
+    tensor = source.read(_stored_name(name, source, aliases), part)
     return tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
 
 

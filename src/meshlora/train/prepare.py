@@ -19,10 +19,13 @@ from meshlora.adapter.targets import Target, resolve_targets
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
-from meshlora.errors import UserError
+from meshlora.errors import UserError, reason
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
+
+# What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
+RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"tokenizer in {path}", f"it cannot be loaded ({reason})", "is tokenizer.json there and whole?"
+            f"tokenizer in {path}", f"it cannot be loaded ({reason(error)})", "is tokenizer.json there and whole?"
         ) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
@@ -117,15 +119,21 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _check_output(config: RunConfig) -> None:
     output = Path(config.train.output)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"train.output={output}", "it is a file; a folder is needed")
-    if (output / "metrics.jsonl").exists() and not config.train.overwrite:
+    parent = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"train.output={output}", f"{parent} is a file, a folder is needed", "choose another")
+    if any((output / name).exists() for name in RUN_CONTENT) and not config.train.overwrite:
         raise UserError(
             f"train.output={output}", "it holds a run already", "choose another, or --set train.overwrite=true"
         )
-    parent = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if config.adapter is not None and output.absolute() in Path(config.adapter).absolute().parents:
+        raise UserError(
+            f"adapter={config.adapter}",
+            f"it lies in train.output={output}, which starts empty",
+            "choose another output",
+        )
     if not _is_writable(parent):
-        raise UserError(f"train.output={output}", f"{parent} is not writable")
+        raise UserError(f"train.output={output}", f"{parent} is not writable", "choose another")
 
 
 def _is_writable(folder: Path) -> bool:
@@ -145,13 +153,13 @@ def _lora(config: RunConfig) -> LoraConfig:
     return lora_config(config.lora, "lora", unknown_is_error=True)
 
 
-def _check_fits(
-    tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology
-) -> None:
+def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
     """Tokens fit the model's vocabulary, sequences its positions."""
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
-            f"tokenizer with {len(tokenizer)} tokens", f"the model {config.model.path} has {hf_config.vocab_size}"
+            f"tokenizer with {len(tokenizer)} tokens",
+            f"the model {config.model.path} has embeddings for {hf_config.vocab_size}",
+            "is it the tokenizer of another model?",
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut
