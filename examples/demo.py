@@ -27,9 +27,9 @@ from meshlora.train.prepare import pad_token_id, prepare
 
 RUN = Path("examples/demo.yaml")
 BASE = "examples/tiny_base"
-PROMPTS = [
-    'def merge_sorted_records(records, key=None):\n    """',
-    'def open_remote_file(path, encoding="utf-8"):\n    """',
+PROMPTS = [  # held out: neither the prompts nor the functions' names occur in the training data
+    'def test_hidden_threads(name, daemon=True, timeout=None):\n    """',
+    'def list_paths(target):\n    """',
 ]
 LIMIT = 1e-5
 

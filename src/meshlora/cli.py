@@ -86,7 +86,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from meshlora.config import read_run
-    from meshlora.parallel.groups import launcher_place
+    from meshlora.parallel.groups import launcher_place, on_gpus
     from meshlora.train.launch import launch, rank_edge
     from meshlora.train.prepare import prepare
     from meshlora.train.run import train
@@ -97,7 +97,9 @@ def _train(options: argparse.Namespace) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
     if options.nproc is not None:
-        prepare(read_run(options.file, options.overrides), world=options.nproc)
+        config = read_run(options.file, options.overrides)
+        on_gpus(config.device, num_ranks=options.nproc)
+        prepare(config, world=options.nproc)
         overrides = [word for override in options.overrides for word in ("--set", override)]
         launch(["train", options.file, *overrides], nproc=options.nproc)
         return
@@ -127,7 +129,8 @@ def _check(options: argparse.Namespace) -> None:
         table.add_row(name, value)
     console = Console()
     console.print(table)
-    console.print("ready: meshlora train " + f"{options.file} --nproc {run.topology.world}", highlight=False)
+    command = f"meshlora train {options.file} --nproc {run.topology.world}"
+    console.print(f"ready: {command}", highlight=False, soft_wrap=True)
 
 
 def _size(data: object) -> str:

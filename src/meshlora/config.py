@@ -144,9 +144,13 @@ class _Loader(yaml.SafeLoader):
     """YAML, but a key that is given twice is an error rather than won by the second."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]} is given twice{node.start_mark}")
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.value in lines:
+                raise yaml.YAMLError(
+                    f"{key.value} is given twice, in lines {lines[key.value]} and {key.start_mark.line + 1}"
+                )
+            lines[str(key.value)] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 

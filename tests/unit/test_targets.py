@@ -26,7 +26,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "excluded by regex": {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},
     "layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
     "one layer": {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
-    "ranks": {"target_modules": ["q_proj", "v_proj", "up_proj"], "rank_pattern": {"v_proj": 2, r"layers\.1\..*up_proj": 3}},
+    "ranks": {
+        "target_modules": ["q_proj", "v_proj", "up_proj"],
+        "rank_pattern": {"v_proj": 2, r"layers\.1\..*up_proj": 3},
+    },
     "alphas": {
         "target_modules": ["q_proj", "v_proj"],
         "alpha_pattern": {"self_attn.q_proj": 32, r"layers.1.self_attn.v_proj": 5},

@@ -88,13 +88,10 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
     NCCL on GPUs, gloo on CPUs. Under SLURM the first host of the step is the rendezvous, unless MASTER_ADDR says else.
 
     Raises:
-        UserError: `device_type` is cuda and there is none.
+        UserError: what `on_gpus` refuses.
     """
-    has_cuda = torch.cuda.is_available()
-    if device_type == "cuda" and not has_cuda:
-        raise UserError("device: cuda", "this machine has no CUDA device that torch can use", "use device: cpu")
-    on_gpu = has_cuda and device_type in ("auto", "cuda")
     place = launcher_place()
+    on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1 if place else 1)
     device = torch.device("cuda", place.local_rank if place else 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -105,6 +102,26 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
         "nccl" if on_gpu else "gloo", rank=place.rank, world_size=place.world, timeout=timedelta(seconds=timeout_s)
     )
     return device
+
+
+def on_gpus(device_type: str, *, num_ranks: int) -> bool:
+    """Whether the `num_ranks` ranks of this machine compute on its GPUs.
+
+    Raises:
+        UserError: `device_type` is cuda and there is none, or there are fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device_type == "cpu" or (device_type == "auto" and not num_gpus):
+        return False
+    if not num_gpus:
+        raise UserError("device: cuda", "this machine has no CUDA device that torch can use", "use device: cpu")
+    if num_gpus < num_ranks:
+        raise UserError(
+            f"{num_ranks} processes on this machine",
+            f"each needs a GPU of its own, and there are {num_gpus}",
+            "start fewer, or use device: cpu",
+        )
+    return True
 
 
 def leave() -> None:

@@ -126,10 +126,11 @@ def _check_output(config: RunConfig) -> None:
         raise UserError(
             f"train.output={output}", "it holds a run already", "choose another, or --set train.overwrite=true"
         )
-    if config.adapter is not None and output.absolute() in Path(config.adapter).absolute().parents:
+    start = Path(config.adapter or "").absolute()
+    if any((output / name).absolute() in (start, *start.parents) for name in RUN_CONTENT):
         raise UserError(
             f"adapter={config.adapter}",
-            f"it lies in train.output={output}, which starts empty",
+            f"it is part of the run in train.output={output}, and would be overwritten",
             "choose another output",
         )
     if not _is_writable(parent):
