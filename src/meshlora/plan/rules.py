@@ -102,7 +102,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     }
     regions: list[Region] = []
     if topology.tp > 1:
-        styles = _styles_by_module(model)
+        styles = _styles_by_module(model, layers_name)
         for index, layer in enumerate(layers):
             for child_name, child in layer.named_children():
                 name = f"{layers_name}.{index}.{child_name}"
@@ -133,19 +133,21 @@ def _decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return f"{prefix}.{lists[0][0]}", lists[0][1]
 
 
-def _styles_by_module(model: PreTrainedModel) -> dict[str, str]:
-    """Module name -> style, from `config.base_model_tp_plan`."""
+def _styles_by_module(model: PreTrainedModel, layers_name: str) -> dict[str, str]:
+    """Module name -> style, from `config.base_model_tp_plan`, for what is inside the decoder layers.
+
+    Some versions of transformers also split the embedding; ours is whole on every rank.
+    """
     plan: dict[str, str] | None = getattr(model.config, "base_model_tp_plan", None)
     what = f"model_type {model.config.model_type!r}"
     if not plan:
         raise UnsupportedError(what, "transformers has no tensor-parallel plan for it", "use tp=1, with dp as you like")
+    plan = {f"{model.base_model_prefix}.{key}": style for key, style in plan.items()}
+    plan = {key: style for key, style in plan.items() if key.startswith(f"{layers_name}.")}
     unknown = {style for style in plan.values() if style not in _SPLITS.keys() | _KEPT_WHOLE | _REPLICATED}
     if unknown:
         raise UnsupportedError(what, f"its plan has styles that are not supported yet: {sorted(unknown)}", "use tp=1")
-    patterns = [
-        (re.compile(re.escape(f"{model.base_model_prefix}.{key}").replace(r"\*", r"\d+")), style)
-        for key, style in plan.items()
-    ]
+    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
     return {name: style for name, _ in model.named_modules() for pattern, style in patterns if pattern.fullmatch(name)}
 
 

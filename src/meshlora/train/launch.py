@@ -9,12 +9,14 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -33,6 +35,7 @@ _LOST_PEER = (
     "failed to connect",
     "Timed out waiting",
 )
+_RANK_0_FIRST_S = 5.0
 
 
 def launch(arguments: Sequence[str], *, nproc: int) -> None:
@@ -42,8 +45,9 @@ def launch(arguments: Sequence[str], *, nproc: int) -> None:
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
+        KeyboardInterrupt, MeshloraError: SIGINT or another signal came; the ranks have been ended first.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it better below
+    logging.disable(logging.CRITICAL)  # this process only waits from here; what torch logs is said better below
     os.environ["MESHLORA_LAUNCHED"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     config = LaunchConfig(
@@ -60,6 +64,12 @@ def launch(arguments: Sequence[str], *, nproc: int) -> None:
         elastic_launch(config, entrypoint=sys.executable)("-m", "meshlora", *arguments)
     except ChildFailedError as error:
         raise _first_cause(error) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        ended = MeshloraError(f"ended by signal {error.sigval:d} ({error.sigval.name})")
+        ended.exit_code = 128 + error.sigval
+        raise ended from None
 
 
 def _first_cause(error: ChildFailedError) -> RankFailedError:
@@ -108,7 +118,11 @@ def rank_edge() -> Iterator[None]:
         rank = place.rank if place else 0
         text = describe(error)
         leave_word(text)
-        if not _parent_speaks() and (rank == 0 or not isinstance(error, UserError)):
+        if not _parent_speaks():
+            if rank > 0 and isinstance(error, UserError):
+                # Every rank finds the same mistake, and the launcher ends the others when the first one ends: rank 0
+                # is given the time to say it. Who is still alive afterwards is alone with it.
+                time.sleep(_RANK_0_FIRST_S)
             print(f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}", file=sys.stderr)
         _end(error.exit_code if isinstance(error, MeshloraError) else 1)
 
@@ -117,7 +131,7 @@ def describe(error: BaseException) -> str:
     """What to say of an error: its message where we raised it on purpose, else with the traceback."""
     if isinstance(error, MeshloraError):
         return str(error)
-    if any(sign in str(error) for sign in _LOST_PEER):
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER):
         return LOST_CONTACT
     return "".join(traceback.format_exception(error)).rstrip()
 
