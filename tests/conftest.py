@@ -25,3 +25,13 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield lambda size: made.setdefault(size, Pool(size))
     for pool in made.values():
         pool.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests run where there is a GPU, and are not collected elsewhere."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.targets import resolve_targets
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora.parallel.groups import join, launcher_place, open_mesh
+from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
 from meshlora.plan.rules import ModelPlan, plan_model
 from meshlora.plan.topology import Topology
@@ -69,8 +69,7 @@ def load(
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
     config = read_model_config(model, trust_remote_code=trust_remote_code)
-    place = launcher_place()
-    shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=place.world if place else 1)
+    shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
     target_dtype = resolve_dtype(dtype, config)
     hf_model, plan = build_meta(
         config,

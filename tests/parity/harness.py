@@ -83,14 +83,20 @@ def run_reference(folder: Path, batch: MicroBatch, *, steps: int) -> Numbers:
     return Numbers(logits, loss, grads, norm, {name: p.detach().clone() for name, p in factors.items()})
 
 
-def run_ours(folder: Path, batch: MicroBatch, topology: str, steps: int) -> Numbers | None:
-    """meshlora on the calling ranks; the result on rank 0."""
+def run_ours(folder: Path, batch: MicroBatch, topology: str, steps: int, device: str = "cpu") -> Numbers | None:
+    """meshlora on the calling ranks; the result on rank 0, on the CPU."""
     model = meshlora.load(
-        folder / "model", adapter=folder / "adapter", topology=topology, dtype="float64", attn_implementation="eager"
+        folder / "model",
+        adapter=folder / "adapter",
+        topology=topology,
+        dtype="float64",
+        attn_implementation="eager",
+        device=device,
     ).train()
     mesh = runtime(model).mesh
     ids, mask, labels = (
-        t.tensor_split(mesh.dp.size)[mesh.dp.rank] for t in (batch.input_ids, batch.attention_mask, batch.labels)
+        t.tensor_split(mesh.dp.size)[mesh.dp.rank].to(mesh.device)
+        for t in (batch.input_ids, batch.attention_mask, batch.labels)
     )
 
     def backward() -> tuple[Tensor, float]:
@@ -100,12 +106,14 @@ def run_ours(folder: Path, batch: MicroBatch, topology: str, steps: int) -> Numb
         loss.backward()
         tokens = meshlora.finish_gradients(model, num_tokens=int((labels != -100).sum()))
         total = float(all_reduce_sum(loss.detach().reshape(1), mesh.dp)) / tokens
-        return all_gather(logits.detach(), mesh.dp), total
+        return all_gather(logits.detach(), mesh.dp).cpu(), total
 
     logits, loss = backward()
     factors = active_factors(model)
     grads = {
-        f.name: full_factor(f.parameter.grad, f.rule, mesh).clone() for f in factors if f.parameter.grad is not None
+        f.name: full_factor(f.parameter.grad, f.rule, mesh).cpu().clone()
+        for f in factors
+        if f.parameter.grad is not None
     }
     norm = meshlora.clip_gradients(model, None)
     optimizer = torch.optim.AdamW([f.parameter for f in factors], lr=LEARNING_RATE, weight_decay=0.0)

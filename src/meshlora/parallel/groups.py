@@ -82,6 +82,14 @@ def launcher_place() -> Place | None:
     return None
 
 
+def num_processes() -> int:
+    """Processes of this job, as far as they are known: of the open group, else of the launcher, else one."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    place = launcher_place()
+    return place.world if place else 1
+
+
 def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
     """Join the job that the launcher started, or stay alone; returns this rank's device.
 
@@ -99,7 +107,11 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
         return device
     _set_slurm_rendezvous()
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", rank=place.rank, world_size=place.world, timeout=timedelta(seconds=timeout_s)
+        "nccl" if on_gpu else "gloo",
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
     )
     return device
 

@@ -65,7 +65,8 @@ class ModelPlan:
 
     Attributes:
         model_type: the transformers `model_type`.
-        layers: name of the ModuleList of decoder layers; the residual stream is cut and joined at its ends.
+        layers: name of the ModuleList of decoder layers; the residual stream is cut and joined at its ends. Empty
+            where tp=1: nothing of the model's structure is then relied on.
         regions: the regions in module order; empty where tp=1.
         linears: name -> rule, for every linear of the model, split or whole.
     """
@@ -94,13 +95,14 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     """
     config = model.config
     check_family(config, topology)
-    layers_name, layers = _decoder_layers(model)
+    layers_name, layers = _decoder_layers(model) if topology.tp > 1 else ("", nn.ModuleList())
     linears = {
         name: LinearRule(name, Split.WHOLE, m.in_features, m.out_features, m.bias is not None)
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear)
     }
     regions: list[Region] = []
+    num_layers = len(layers) or config.num_hidden_layers
     if topology.tp > 1:
         styles = _styles_by_module(model, layers_name)
         for index, layer in enumerate(layers):
@@ -112,7 +114,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
                 f"model_type {config.model_type!r}", "its decoder layers own parameters directly", "use tp=1"
             )
         _check_divisible(config, topology, regions, linears)
-    return ModelPlan(config.model_type, topology, layers_name, len(layers), tuple(regions), linears)
+    return ModelPlan(config.model_type, topology, layers_name, num_layers, tuple(regions), linears)
 
 
 def layer_parameters_outside_children(layers: nn.ModuleList) -> list[str]:

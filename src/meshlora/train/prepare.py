@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -19,7 +20,7 @@ from meshlora.adapter.targets import Target, resolve_targets
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
-from meshlora.errors import UserError, reason
+from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
@@ -67,10 +68,17 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
     _check_output(config)
     lora = _lora(config)
     hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    dtype = resolve_dtype(config.model.dtype, hf_config)
+    if dtype == torch.float16:
+        raise UnsupportedError(
+            f"model.dtype {config.model.dtype} (float16)",
+            "training in float16 needs loss scaling, which is not supported yet",
+            "set model.dtype: bfloat16 or float32",
+        )
     model, plan = build_meta(
         hf_config,
         topology,
-        dtype=resolve_dtype(config.model.dtype, hf_config),
+        dtype=dtype,
         attn_implementation=config.model.attn_implementation,
         disable_dropout=config.model.disable_dropout,
         trust_remote_code=config.model.trust_remote_code,

@@ -94,7 +94,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for batch in self._micro_batches(data, np.arange(len(data))):
-            sums += torch.tensor([float(self._loss_sum(batch)), batch.num_trained_tokens], dtype=torch.float64)
+            sums += sums.new_tensor([float(self._loss_sum(batch)), batch.num_trained_tokens])
         self.model.train()
         loss, tokens = all_reduce_sum(sums, self.mesh.dp).tolist()
         return loss / tokens, int(tokens)
