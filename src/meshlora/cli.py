@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
     )
+    plan.add_argument("--trust-remote-code", action="store_true")
     plan.set_defaults(run=_plan)
 
     generate = commands.add_parser("generate", help="continue prompts on one process")
@@ -129,7 +131,8 @@ def _check(options: argparse.Namespace) -> None:
         table.add_row(name, value)
     console = Console()
     console.print(table)
-    command = f"meshlora train {options.file} --nproc {run.topology.world}"
+    overrides = [word for override in options.overrides for word in ("--set", override)]
+    command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
     console.print(f"ready: {command}", highlight=False, soft_wrap=True)
 
 
@@ -148,9 +151,12 @@ def _plan(options: argparse.Namespace) -> None:
     from meshlora.plan.table import gradient_table, plan_table
     from meshlora.plan.topology import Topology
 
-    config = read_model_config(options.model)
+    trust = options.trust_remote_code
+    config = read_model_config(options.model, trust_remote_code=trust)
     topology = Topology.parse(options.topology)
-    _, plan = build_meta(config, topology, dtype=resolve_dtype("auto", config), disable_dropout=True)
+    _, plan = build_meta(
+        config, topology, dtype=resolve_dtype("auto", config), disable_dropout=True, trust_remote_code=trust
+    )
     console = Console()
     console.print(plan_table(plan))
     if options.gradients:

@@ -26,7 +26,17 @@ ALLOWED = {
     "cli": {"plan", "parallel", "api", "config", "data", "train", "generate"},
     "__main__": {"cli"},
 }
-GRAD_COLLECTIVES = {"all_reduce", "broadcast", "_all_gather", "_reduce_scatter", "all_to_all_single"}
+QUIET = {
+    f"dist.{name}"
+    for name in (
+        "init_process_group",
+        "destroy_process_group",
+        "new_subgroups_by_enumeration",
+        "is_initialized",
+        "get_rank",
+        "get_world_size",
+    )
+}
 
 
 def _modules() -> list[tuple[str, Path, ast.Module]]:
@@ -77,9 +87,15 @@ def test_only_one_file_opens_process_groups() -> None:
 
 
 def test_only_one_file_calls_collectives() -> None:
-    calls = {f"dist.{name}" for name in GRAD_COLLECTIVES} | GRAD_COLLECTIVES
-    files = {str(f.relative_to(SOURCE)) for _, f, tree in _modules() if _calls(tree) & calls}
-    assert files == {"parallel/collectives.py"}
+    """`groups.py` may ask torch.distributed who is there, and open and close groups; it may not communicate."""
+    using = {
+        str(f.relative_to(SOURCE)): _calls(tree)
+        for _, f, tree in _modules()
+        if "torch.distributed as dist" in f.read_text()
+    }
+    assert using.keys() == {"parallel/groups.py", "parallel/collectives.py"}
+    called = {name for name in using["parallel/groups.py"] if name.startswith("dist.")}
+    assert called <= QUIET, called - QUIET
 
 
 def test_the_environment_is_read_in_two_files() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -48,11 +49,11 @@ def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) ->
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
     tensors = {f"{_PREFIX}{factor}.weight": t for factor, t in gather_adapter(model, name).items()}
-    failure: OSError | None = None
+    failure: OSError | SafetensorError | None = None
     if state.mesh.rank == 0:
         try:
             write_adapter(Path(path), tensors, _config_to_store(state.adapters[name].config, state.source))
-        except OSError as error:  # a full or read-only disk must end every rank, not leave them waiting
+        except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = error
     if not _agree(failure is None, state.mesh):
         raise MeshloraError(f"{path}: the adapter could not be written ({failure or 'see rank 0'})") from failure

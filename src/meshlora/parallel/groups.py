@@ -6,6 +6,7 @@ Does not own: the collectives themselves (`parallel.collectives`), starting proc
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def launcher_place() -> Place | None:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", "0")))
+    # Of the step, not of the job: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is alone.
+    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", "0")))
     return None
 
 
@@ -106,6 +108,9 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
     if place is None or dist.is_initialized():
         return device
     _set_slurm_rendezvous()
+    if not on_gpu:
+        # gloo's threads must end before the interpreter does, also in a script that never calls `leave`.
+        atexit.register(leave)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         rank=place.rank,

@@ -102,7 +102,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         if isinstance(m, nn.Linear)
     }
     regions: list[Region] = []
-    num_layers = len(layers) or config.num_hidden_layers
+    num_layers = len(layers) or config.get_text_config().num_hidden_layers
     if topology.tp > 1:
         styles = _styles_by_module(model, layers_name)
         for index, layer in enumerate(layers):
@@ -181,6 +181,9 @@ def _is_token_wise(module: nn.Module) -> bool:
 def _check_every_parameter_is_claimed(name: str, region: nn.Module, styles: dict[str, str]) -> None:
     """In a split region each parameter is split by the plan, declared replicated, or a scalar. Else: refuse."""
     for path, module in region.named_modules(prefix=name):
+        if styles.get(path) in _REPLICATED and isinstance(module, nn.Linear):
+            # Its gradient would be partial over tp, as its output is used by local heads only.
+            raise UnsupportedError(path, "a whole linear inside a split region is not supported yet", "use tp=1")
         if path in styles:
             continue
         for leaf, parameter in module.named_parameters(recurse=False):

@@ -114,7 +114,7 @@ class CheckpointSource:
         if len(pieces) == 1:
             return _read_slice(pieces[0], part)
         whole = torch.cat([_read_slice(p, None) for p in pieces])
-        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start).clone()
 
     def unused(self, wanted: set[str]) -> list[str]:
         return sorted(self.stored.keys() - wanted)

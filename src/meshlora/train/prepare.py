@@ -65,6 +65,12 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         UserError: the first thing that does not fit.
     """
     topology = Topology.parse(config.topology, world=world)
+    if config.train.batch_size < topology.dp:
+        raise UserError(
+            f"train.batch_size={config.train.batch_size}",
+            f"each of the dp={topology.dp} ranks needs at least one sequence a step",
+            "raise train.batch_size or lower dp",
+        )
     _check_output(config)
     lora = _lora(config)
     hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -164,13 +170,14 @@ def _lora(config: RunConfig) -> LoraConfig:
 
 def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
     """Tokens fit the model's vocabulary, sequences its positions."""
-    if len(tokenizer) > hf_config.vocab_size:
+    text_config = hf_config.get_text_config()
+    if len(tokenizer) > text_config.vocab_size:
         raise UserError(
             f"tokenizer with {len(tokenizer)} tokens",
-            f"the model {config.model.path} has embeddings for {hf_config.vocab_size}",
+            f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
             "is it the tokenizer of another model?",
         )
-    limit = getattr(hf_config, "max_position_embeddings", None)
+    limit = getattr(text_config, "max_position_embeddings", None)
     multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut
     if limit and math.ceil(config.data.max_length / multiple) * multiple > limit:
         padded = f", padded to a multiple of tp={multiple} under sp" if multiple > 1 else ""
