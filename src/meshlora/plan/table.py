@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from meshlora.plan.grads import Side, factor_rule
 from meshlora.plan.rules import ModelPlan, Split
@@ -12,7 +12,12 @@ def plan_table(plan: ModelPlan) -> Table:
     """One row per linear of the first layer that has it; layers with the same plan are folded."""
     tp = plan.topology.tp
     table = Table(
-        "linear", "split", "whole [out, in]", "on a rank", "layers", title=f"{plan.model_type} on {plan.topology}"
+        Column("linear", overflow="fold"),
+        "split",
+        "whole [out, in]",
+        "on a rank",
+        "layers",
+        title=f"{plan.model_type} on {plan.topology}",
     )
     for name, layers in _folded(plan).items():
         rule = plan.linears[layers[0]]
