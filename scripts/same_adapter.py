@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
 
 from meshlora.config import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
@@ -35,7 +37,9 @@ def main() -> int:
     options = _options()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    table = Table("dtype", "topology", "worst factor, relative", "largest loss gap", "last loss", "seconds", "same")
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+    table = Table("dtype", "topology", "worst factor, rel.", "largest loss gap", "last loss", "seconds", "same")
     good = True
     with tempfile.TemporaryDirectory() as folder, Console().status("") as status:
         for dtype in options.dtype:
@@ -54,7 +58,7 @@ def main() -> int:
                 good &= same
                 cells = (f"{worst.relative:.1e}", f"{gap:.1e}", f"{curve[-1]:.4f}", f"{seconds:.0f}")
                 table.add_row(dtype, topology, *cells, "yes" if same else "NO")
-    Console().print(table)
+    Console(width=max(100, Console().width)).print(table)
     return 0 if good else 1
 
 
