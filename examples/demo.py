@@ -28,7 +28,7 @@ from meshlora.train.prepare import pad_token_id, prepare
 RUN = Path("examples/demo.yaml")
 BASE = "examples/tiny_base"
 PROMPTS = [  # held out: neither the prompts nor the functions' names occur in the training data
-    'def test_hidden_threads(name, daemon=True, timeout=None):\n    """',
+    'def log_last_packets(data, port=0):\n    """',
     'def list_paths(target):\n    """',
 ]
 LIMIT = 1e-5
