@@ -73,14 +73,16 @@ def launch(arguments: Sequence[str], *, nproc: int) -> None:
 
 
 def _first_cause(error: ChildFailedError) -> RankFailedError:
-    """The failure to show: a rank's own word before a killed rank before one that only lost its peers, then by time.
+    """The failure to show: a rank's own word, then a killed rank, then one that lost its peers; of equals the first.
 
     torch stores whole seconds, and a rank loses its peers within the second in which the first one fails.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
-        kind = 2 if _message(failure.message) == LOST_CONTACT else int(failure.exitcode < 0)
+        lost = _message(failure.message) == LOST_CONTACT
+        # SIGTERM is what the launcher itself ends the others with.
+        kind = 3 if failure.exitcode == -signal.SIGTERM else 2 if lost else int(failure.exitcode < 0)
         return kind, failure.timestamp, rank
 
     rank, failure = min(error.failures.items(), key=order)

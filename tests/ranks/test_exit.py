@@ -1,0 +1,30 @@
+"""A process that is done ends well, also where nobody called `leave`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch
+from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.groups import join, open_mesh
+from meshlora.plan.topology import Topology
+
+join("cpu")
+mesh = open_mesh(Topology(tp=4))
+x = torch.nn.Parameter(torch.ones(1000, 1000))
+for _ in range(3):
+    y = all_reduce_sum(x.detach(), mesh.tp)
+"""
+
+
+def test_last_collective_does_not_abort_the_interpreter(tmp_path: Path) -> None:
+    """gloo's thread took the GIL of an interpreter that was shutting down; one run in two ended with SIGABRT."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(script)]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
