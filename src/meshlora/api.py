@@ -1,24 +1,23 @@
 """Loading a model onto a mesh: plan, leaves, weights, adapter.
 
-Owns: `load`, and the guard rails on the model it returns. Everything else it calls by name.
+Owns: `load`. Everything else it calls by name.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from peft import LoraConfig
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.targets import resolve_targets
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora.guards import check_no_dropout, guard_model, handle_dropout
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
 from meshlora.plan.rules import ModelPlan, plan_model
@@ -59,8 +58,8 @@ def load(
         dtype: of the base; default: what the checkpoint says. Adapters are fp32 (fp64 beside fp64).
         device: "auto", "cpu" or "cuda". seed: of the adapter, and of random weights.
         attn_implementation, trust_remote_code: as in transformers.
-        disable_dropout: set the model's own dropouts to 0. Without it a model that has any is refused, as their masks
-            would depend on the topology.
+        disable_dropout: set the dropouts of the model, and of `adapter`, to 0. Without it a model that has any is
+            refused, as their masks would depend on the topology.
         allow_unused_weights: accept a checkpoint that holds weights the model has no place for.
 
     Raises:
@@ -68,7 +67,7 @@ def load(
     """
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
-    config = read_model_config(model, trust_remote_code=trust_remote_code)
+    config = copy.deepcopy(read_model_config(model, trust_remote_code=trust_remote_code))  # the caller's stays as it is
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
     target_dtype = resolve_dtype(dtype, config)
     hf_model, plan = build_meta(
@@ -80,7 +79,9 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     if adapter is not None:
-        found = resolve_targets(hf_model, plan, peft_format.read_config(Path(adapter)), strict=False)
+        found = resolve_targets(
+            hf_model, plan, peft_format.read_config(Path(adapter), ignore_dropout=disable_dropout), strict=False
+        )
         peft_format.check_adapter(Path(adapter), found, plan)  # before the base, which takes its time, is read
     else:
         found = resolve_targets(hf_model, plan, lora) if lora else {}
@@ -96,11 +97,11 @@ def load(
     fill(hf_model, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
-    _guard(hf_model)
+    guard_model(hf_model, shape)
     if lora is not None:
         manage.add_adapter(hf_model, "default", lora, seed=seed)
     if adapter is not None:
-        peft_format.load_adapter(hf_model, adapter)
+        peft_format.load_adapter(hf_model, adapter, ignore_dropout=disable_dropout)
     manage.set_adapter(hf_model, "default" if hf_model.meshlora.adapters else None)
     return hf_model
 
@@ -147,7 +148,7 @@ def build_meta(
     trust_remote_code: bool = False,
 ) -> tuple[Any, ModelPlan]:
     """The model on the meta device and its plan: all that can be known, and refused, before any weight is read."""
-    _handle_dropout(config, disable=disable_dropout)
+    handle_dropout(config, disable=disable_dropout)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -157,6 +158,7 @@ def build_meta(
         raise UserError(
             f"model_type {config.model_type!r}", f"transformers cannot build it ({reason(error)})"
         ) from error
+    check_no_dropout(model)
     return model, plan_model(model, topology)
 
 
@@ -175,48 +177,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> 
     return DTYPES[dtype]
 
 
-def _handle_dropout(config: PretrainedConfig, *, disable: bool) -> None:
-    """The model's own dropouts: off on request, refused otherwise."""
-    names = [k for k, v in config.to_dict().items() if _is_dropout(k) and isinstance(v, int | float) and v > 0]
-    if names and not disable:
-        raise UnsupportedError(
-            f"{names[0]}={getattr(config, names[0])} in the model's configuration",
-            "its masks would depend on the topology",
-            "turn the model's own dropouts off: disable_dropout=True (in a run file, model.disable_dropout: true)",
-        )
-    for name in names:
-        setattr(config, name, 0.0)
-
-
-def _is_dropout(name: str) -> bool:
-    return ("dropout" in name or "pdrop" in name) and not name.startswith("classifier")
-
-
 def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """The state of a freshly initialised model: the same on every rank and topology."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return dict(AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict())
-
-
-def _guard(model: nn.Module) -> None:
-    """PEFT's and transformers' methods of the same purpose, on this model: ours, or a refusal.
-
-    transformers' own would inject layers that know nothing of the mesh, or save one rank's shard as the model.
-    """
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UserError(
-            "save_pretrained on a parallel model", "it would write one rank's shard", "use meshlora.save_adapter"
-        )
-
-    methods: dict[str, Callable[..., Any]] = {
-        "add_adapter": manage.add_adapter,
-        "set_adapter": manage.set_adapter,
-        "disable_adapter": manage.disable_adapter,
-        "load_adapter": peft_format.load_adapter,
-        "save_adapter": peft_format.save_adapter,
-    }
-    for name, function in methods.items():
-        object.__setattr__(model, name, functools.partial(function, model))
-    object.__setattr__(model, "save_pretrained", refuse)

@@ -7,6 +7,7 @@ Does not own: what is trained (`adapter.targets`), merging into the base.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,15 @@ def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) ->
     name = adapter or state.active
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
+    # On every rank, so that what cannot be stored ends all of them.
+    config = json.loads(json.dumps(_config_to_store(state.adapters[name].config, state.source)))
     tensors = {f"{_PREFIX}{factor}.weight": t for factor, t in gather_adapter(model, name).items()}
+    if broken := [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise MeshloraError(f"{path}: not saved, {broken[0]} holds values that are not finite")
     failure: OSError | SafetensorError | None = None
     if state.mesh.rank == 0:
         try:
-            write_adapter(Path(path), tensors, _config_to_store(state.adapters[name].config, state.source))
+            write_adapter(Path(path), tensors, config)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = error
     if not _agree(failure is None, state.mesh):
@@ -68,21 +73,23 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str
         (folder / WEIGHTS_FILE).chmod(0o644)
 
 
-def load_adapter(model: Any, path: str | Path, *, adapter: str = "default") -> None:
+def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", ignore_dropout: bool = False) -> None:
     """Attach the PEFT adapter in folder `path` as `adapter`, frozen until `set_adapter`, on any topology.
+
+    ignore_dropout: take an adapter that was trained with lora_dropout as one without.
 
     Raises:
         UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
     """
     state = runtime(model)
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(folder, ignore_dropout=ignore_dropout)
     targets = resolve_targets(model, state.plan, config, strict=False)
     attach(model, adapter, config, targets, _read_factors(folder / WEIGHTS_FILE, targets, state.plan))
 
 
-def read_config(folder: Path) -> LoraConfig:
-    """The `LoraConfig` stored in an adapter folder.
+def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
+    """The `LoraConfig` stored in an adapter folder, lora_dropout set to 0 where it is to be ignored.
 
     Raises:
         UserError: missing, not JSON, or not a LoRA adapter. UnsupportedError: an option that this peft does not know.
@@ -97,6 +104,8 @@ def read_config(folder: Path) -> LoraConfig:
     if not isinstance(stored, dict) or stored.get("peft_type") != "LORA":
         kind = stored.get("peft_type") if isinstance(stored, dict) else None
         raise UserError(f"{folder / CONFIG_FILE}", f"peft_type is {kind!r}", "only LORA adapters can be loaded")
+    if ignore_dropout:
+        stored["lora_dropout"] = 0.0
     return lora_config(stored, f"{folder / CONFIG_FILE}")
 
 
@@ -180,7 +189,7 @@ def _check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
 def _config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
     values = config.to_dict()
-    values["base_model_name_or_path"] = values.get("base_model_name_or_path") or source
+    values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
     values["inference_mode"] = True
     values["task_type"] = "CAUSAL_LM"
     return {key: _plain(value) for key, value in values.items()}

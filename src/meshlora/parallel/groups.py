@@ -83,7 +83,9 @@ def launcher_place() -> Place | None:
         return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
     # Of the step, not of the job: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is alone.
     if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", "0")))
+        # With --gpus-per-task=1 each task sees its own GPU alone, as number 0.
+        local_rank = 0 if torch.cuda.device_count() == 1 else int(env.get("SLURM_LOCALID", "0"))
+        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), local_rank)
     return None
 
 
@@ -104,6 +106,9 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
         UserError: what `on_gpus` refuses.
     """
     place = launcher_place()
+    if dist.is_initialized() and place is None:  # the script opened the group, and chose its device
+        on_gpu = on_gpus(device_type, num_ranks=1)
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1 if place else 1)
     device = torch.device("cuda", place.local_rank if place else 0) if on_gpu else torch.device("cpu")
     if on_gpu:

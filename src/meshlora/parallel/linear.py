@@ -40,12 +40,12 @@ class LoraLinearFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
-        y = F.linear(x2, weight, bias)
+        y = F.linear(x, weight, bias)  # not a view: some models change it in place
         z = x2 @ a.to(x.dtype).T
-        y.addmm_(z, b.to(x.dtype).T, alpha=scale)
+        y.view(-1, y.shape[-1]).addmm_(z, b.to(x.dtype).T, alpha=scale)
         ctx.save_for_backward(x2, weight, a, b, z)
         ctx.scale = scale
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -44,7 +44,8 @@ def write_json_atomically(path: Path, value: Any) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
 
-    Where `path` exists already its files are replaced one by one, each atomically.
+    A folder that is there already is put aside first and removed last: a configuration is never paired with weights of
+    another save. Files in it that the block did not write are kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
@@ -53,13 +54,20 @@ def new_folder(path: Path) -> Iterator[Path]:
         temporary.chmod(0o755)
         for file in temporary.iterdir():
             _fsync(file)
+        old = temporary.with_suffix(".old")
         if path.is_dir():
-            for file in sorted(temporary.iterdir()):  # adapter_config.json before adapter_model.safetensors
-                file.replace(path / file.name)
-            _fsync(path)
-        else:
+            for file in path.iterdir():
+                if file.is_file() and not (temporary / file.name).exists():
+                    shutil.copy2(file, temporary / file.name)
+            path.replace(old)
+        try:
             temporary.replace(path)
+        except BaseException:
+            if old.is_dir():
+                old.replace(path)
+            raise
         _fsync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

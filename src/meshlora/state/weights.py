@@ -40,6 +40,9 @@ class Part:
         return cls(dim, rank * whole // size, (rank + 1) * whole // size)
 
 
+_ROWS_AT_ONCE = 4096
+
+
 class Source(Protocol):
     """Where full tensors come from, a slice at a time."""
 
@@ -208,6 +211,7 @@ def fill(model: nn.Module, source: Source, mesh: Mesh, *, allow_unused: bool = F
         for leaf, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:
                 value = _read_local(f"{path}.{leaf}" if path else leaf, module, old, source, aliases, mesh)
+                _check_tied(aliases[f"{path}.{leaf}" if path else leaf], source)
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             setattr(module, leaf, made[id(old)])
 
@@ -270,6 +274,24 @@ def _stored_name(name: str, source: Source, aliases: dict[str, list[str]]) -> st
     return next(alias for alias in aliases[name] if source.shape(alias) is not None)
 
 
+def _check_tied(names: list[str], source: Source) -> None:
+    """Where a checkpoint stores a tied weight twice, both are the same; transformers would not tie them otherwise."""
+    first, *others = [name for name in names if source.shape(name) is not None]
+    for name in others:
+        shape = source.shape(first)
+        assert shape is not None
+        same = shape == source.shape(name)
+        for start in range(0, shape[0] if same else 0, _ROWS_AT_ONCE):
+            rows = Part(0, start, min(start + _ROWS_AT_ONCE, shape[0]))
+            same = same and torch.equal(source.read(first, rows), source.read(name, rows))
+        if not same:
+            raise UserError(
+                f"{source.describe()}: {first} and {name}",
+                "config.json ties them, but they differ",
+                "set tie_word_embeddings: false in config.json",
+            )
+
+
 def _whole_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
     """Shape of a base parameter before any split."""
     if not isinstance(module, ParallelLinear):
@@ -301,7 +323,9 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
             if leaf not in module._non_persistent_buffers_set and source.shape(name) is not None:
                 module._buffers[leaf] = source.read(name, None).to(device=mesh.device, dtype=old.dtype)
             elif old.is_meta:
-                module._buffers[leaf] = torch.empty_like(old, device=mesh.device)
+                # Not finite until the model's own rule has written it: a buffer that it forgets is found below.
+                poison = float("nan") if old.is_floating_point() else 0
+                module._buffers[leaf] = torch.full_like(old, poison, device=mesh.device)
                 computed = True
         if computed:
             # On the model's own default dtype: transformers computes scales in it.
@@ -311,3 +335,8 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
                 model._init_weights(module)
             finally:
                 torch.set_default_dtype(default)
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.isnan().any():
+                    raise UnsupportedError(
+                        f"{path}.{leaf}", "it is not stored, and the model's own initialisation does not compute it"
+                    )

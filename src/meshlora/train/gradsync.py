@@ -16,6 +16,9 @@ from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import Mesh
 
+# Marks a gradient tensor that is summed and divided: a second time would be silently wrong.
+_FINISHED = "_meshlora_finished"
+
 
 @torch.no_grad()
 def finish_gradients(model: Any, *, num_tokens: int) -> int:
@@ -38,6 +41,11 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     for factor in factors:
         if factor.parameter.grad is None:
             raise MeshloraError(f"{factor.name} has no gradient: was backward called, and did the forward use it?")
+        if hasattr(factor.parameter.grad, _FINISHED):
+            raise MeshloraError(
+                f"the gradient of {factor.name} is finished already: call finish_gradients once per optimizer step, "
+                "after the last backward, and zero_grad(set_to_none=True) after the step"
+            )
     # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly.
     total = int(all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp).item())
     if total == 0:
@@ -58,7 +66,10 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
     """
     mesh = runtime(model).mesh
     factors = active_factors(model)
-    whole, split = (_sum_of_squares([f for f in factors if (f.rule.split_dim is not None) == s]) for s in (False, True))
+    whole, split = (
+        _sum_of_squares([f for f in factors if (f.rule.split_dim is not None) == is_split], mesh)
+        for is_split in (False, True)
+    )
     norm = float((whole + all_reduce_sum(split, mesh.tp)).sqrt())
     if max_norm and norm > max_norm:
         for factor in factors:
@@ -76,10 +87,11 @@ def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale:
     flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes)).mul_(scale)
     for grad, result in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(result.view_as(grad))
+        setattr(grad, _FINISHED, True)
 
 
-def _sum_of_squares(factors: list[Factor]) -> Tensor:
-    device = factors[0].parameter.device if factors else torch.device("cpu")
+def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
     return sum(
-        (_grad(f).double().square().sum() for f in factors), start=torch.zeros((), dtype=torch.float64, device=device)
+        (_grad(f).double().square().sum() for f in factors),
+        start=torch.zeros((), dtype=torch.float64, device=mesh.device),
     ).reshape(1)

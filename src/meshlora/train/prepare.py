@@ -21,6 +21,7 @@ from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
 from meshlora.errors import UnsupportedError, UserError, reason
+from meshlora.guards import longest_fixed_rope
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
@@ -140,8 +141,8 @@ def _check_output(config: RunConfig) -> None:
         raise UserError(
             f"train.output={output}", "it holds a run already", "choose another, or --set train.overwrite=true"
         )
-    start = Path(config.adapter or "").absolute()
-    if any((output / name).absolute() in (start, *start.parents) for name in RUN_CONTENT):
+    start = Path(config.adapter or "").resolve()
+    if any((output / name).resolve() in (start, *start.parents) for name in RUN_CONTENT):
         raise UserError(
             f"adapter={config.adapter}",
             f"it is part of the run in train.output={output}, and would be overwritten",
@@ -176,6 +177,13 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunC
             f"tokenizer with {len(tokenizer)} tokens",
             f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
             "is it the tokenizer of another model?",
+        )
+    fixed = longest_fixed_rope(hf_config)
+    if fixed is not None and config.data.max_length > fixed:
+        raise UnsupportedError(
+            f"data.max_length={config.data.max_length}",
+            f"beyond {fixed} positions the model's rotary embedding depends on the batch, hence on the topology",
+            f"use at most {fixed}",
         )
     limit = getattr(text_config, "max_position_embeddings", None)
     multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut

@@ -82,6 +82,10 @@ class Trainer:
         if not math.isfinite(mean_loss):
             raise MeshloraError(f"step {step + 1}: the loss is {mean_loss}; lower train.lr, or look at the data")
         grad_norm = clip_gradients(self.model, options.max_grad_norm)
+        if not math.isfinite(grad_norm):
+            raise MeshloraError(
+                f"step {step + 1}: the gradient norm is {grad_norm}; lower train.lr, or look at the data"
+            )
         rate = linear(step, peak=options.lr, warmup_steps=options.warmup_steps, steps=self.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

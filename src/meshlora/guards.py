@@ -1,0 +1,126 @@
+"""Guards: what would depend on the topology, or work on one rank's part, is refused on the model itself.
+
+Owns: the model's own dropouts, rotary embeddings that look at the length of a batch, outputs that only a whole model
+has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow from the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshlora.adapter import manage, peft_format
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.topology import Topology
+
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path")
+_LENGTH_DEPENDENT = ("longrope", "dynamic")
+
+
+def handle_dropout(config: Any, *, disable: bool) -> None:
+    """Set the model's own dropouts to 0 in `config` and its sub-configurations, or refuse them.
+
+    Raises:
+        UnsupportedError: there are some, and `disable` is off.
+    """
+    for part in _configs(config):
+        for name, value in list(vars(part).items()):
+            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith("classifier")
+            if not is_dropout or isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                continue
+            if not disable:
+                raise UnsupportedError(
+                    f"{name}={value} in the model's configuration",
+                    "its masks would depend on the topology",
+                    "turn the model's own dropouts off: disable_dropout=True (in a run file, "
+                    "model.disable_dropout: true)",
+                )
+            setattr(part, name, type(value)(0))  # some families insist on whole numbers
+
+
+def check_no_dropout(model: nn.Module) -> None:
+    """No dropout is left in a built model, wherever its rate came from.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology")
+
+
+def longest_fixed_rope(config: Any) -> int | None:
+    """The length up to which rotary embeddings do not depend on the batch; None where they never do.
+
+    longrope and dynamic scaling look at the padded length of the whole batch, which differs between topologies.
+    """
+    limits: list[int] = []
+    for part in _configs(config):
+        rope = getattr(part, "rope_parameters", None) or {}
+        for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+            if entry.get("rope_type") in _LENGTH_DEPENDENT:
+                own = entry.get("original_max_position_embeddings")
+                limits += [n for n in (own, getattr(part, "original_max_position_embeddings", None)) if n]
+                limits.append(part.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def guard_model(model: Any, topology: Topology) -> None:
+    """Put the guards on a parallel model."""
+    _guard_methods(model)
+    limit = longest_fixed_rope(model.config)
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _check_outputs(model.config, kwargs, topology)
+        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        if limit is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > limit:
+            raise UnsupportedError(
+                f"a batch of {tokens.shape[1]} positions",
+                f"beyond {limit} the model's rotary embedding depends on the batch's length, hence on the topology",
+                f"train with sequences of at most {limit} tokens",
+            )
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> None:
+    """Hidden states and attentions of a layer exist in parts only."""
+    for name, in_parts in (("output_hidden_states", topology.sp), ("output_attentions", topology.tp > 1)):
+        wanted = kwargs.get(name)
+        if in_parts and (wanted if wanted is not None else getattr(config, name, False)):
+            raise UnsupportedError(f"{name}=True on {topology}", "a rank has a part of them only", "use tp=1 for it")
+
+
+def _guard_methods(model: Any) -> None:
+    """PEFT's and transformers' methods of the same purpose, on this model: ours, or a refusal.
+
+    transformers' own would inject layers that know nothing of the mesh, or save one rank's shard as the model.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError(
+            "save_pretrained on a parallel model", "it would write one rank's shard", "use meshlora.save_adapter"
+        )
+
+    methods: dict[str, Callable[..., Any]] = {
+        "add_adapter": manage.add_adapter,
+        "set_adapter": manage.set_adapter,
+        "disable_adapter": manage.disable_adapter,
+        "load_adapter": peft_format.load_adapter,
+        "save_adapter": peft_format.save_adapter,
+    }
+    for name, function in methods.items():
+        object.__setattr__(model, name, functools.partial(function, model))
+    object.__setattr__(model, "save_pretrained", refuse)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and all inside it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from _configs(value)
