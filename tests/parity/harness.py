@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.manage import active_factors, full_factor, gather_adapter, runtime
 from meshlora.oracle import reference
+from meshlora.oracle.compare import relative
 from meshlora.oracle.reference import MicroBatch
 from meshlora.parallel.collectives import all_gather, all_reduce_sum
 from meshlora.plan.twin import twin_config
@@ -124,14 +125,6 @@ def run_ours(folder: Path, batch: MicroBatch, topology: str, steps: int, device:
         optimizer.step()
     after = gather_adapter(model, "default")
     return Numbers(logits, loss, grads, norm, after) if mesh.rank == 0 else None
-
-
-def relative(ours: Tensor, ref: Tensor) -> float:
-    """Relative L2 distance; infinite where ours is not finite, or zero where the reference is not."""
-    assert ours.shape == ref.shape, (ours.shape, ref.shape)
-    if not torch.isfinite(ours).all() or (not ours.any() and ref.any()):
-        return float("inf")
-    return float((ours - ref).norm() / ref.norm().clamp_min(1e-300))
 
 
 def worst(ours: dict[str, Tensor], ref: dict[str, Tensor]) -> float:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.manage import gather_adapter
-from tests.parity.harness import make_batches, make_twin, relative
+from meshlora.oracle.compare import relative
+from tests.parity.harness import make_batches, make_twin
 from tests.pool import Pool
 
 

@@ -21,7 +21,7 @@ for _ in range(3):
 
 
 def test_last_collective_does_not_abort_the_interpreter(tmp_path: Path) -> None:
-    """gloo's thread took the GIL of an interpreter that was shutting down; one run in two ended with SIGABRT."""
+    """gloo's thread took the GIL of an interpreter that was shutting down; it ended with SIGABRT."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(script)]

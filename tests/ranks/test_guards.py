@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import meshlora
+from meshlora.oracle.compare import relative
 from meshlora.plan.twin import twin_config
 from meshlora.train.losses import summed_cross_entropy
-from tests.parity.harness import make_batches, make_twin, relative, run_reference
+from tests.parity.harness import make_batches, make_twin, run_reference
 from tests.pool import Pool, RankError
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -180,14 +180,3 @@ def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
 def factor_dtype(model: Any) -> torch.dtype:
     """Factors train in fp32, whatever the base is stored in; in float64 beside a float64 base."""
     return torch.float64 if model.dtype == torch.float64 else torch.float32
-
-
-def trainable_count(model: Any) -> int:
-    """Number of trainable elements of the active adapter, each logical element counted once."""
-    state = runtime(model)
-    assert state.active is not None
-    linears = state.plan.linears
-    return sum(
-        t.r * (linears[t.name].in_features + linears[t.name].out_features)
-        for t in state.adapters[state.active].targets.values()
-    )

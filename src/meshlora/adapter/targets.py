@@ -160,6 +160,12 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     return {name: _target(name, config) for name in plan.linears if name in set(matched)}
 
 
+def num_trainable(targets: Mapping[str, Target], plan: ModelPlan) -> int:
+    """Trainable elements of an adapter, each logical element counted once."""
+    rules = [(target.r, plan.linears[name]) for name, target in targets.items()]
+    return sum(r * (rule.in_features + rule.out_features) for r, rule in rules)
+
+
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
     """The configuration to store: a copy whose `target_modules` names what is trained (`"all-linear"` resolved)."""
     config = dataclasses.replace(config)

@@ -12,6 +12,7 @@ For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a value that all ranks ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,79 +73,38 @@ def _share(tensor: Tensor, axis: Axis) -> int:
     return tensor.shape[0] // axis.size
 
 
-class _CopyOneToEach(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+_Primitive = Callable[[Tensor, Axis], Tensor]
+
+
+class _Movement(Function):
+    """One primitive forward, its adjoint backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grads[0], ctx.axis), None
-
-
-class _ReduceEachToOne(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce_sum(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, move: _Primitive, move_back: _Primitive) -> Tensor:
+        ctx.axis, ctx.move_back = axis, move_back
+        return move(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.move_back(grads[0], ctx.axis), None, None, None
 
 
-class _GatherEachToEach(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_sum(grads[0], ctx.axis), None
+def _move(x: Tensor, axis: Axis, move: _Primitive, move_back: _Primitive) -> Tensor:
+    return x if axis.size == 1 else _Movement.apply(x, axis, move, move_back)
 
 
-class _ReduceScatterEachToEach(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter_sum(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.axis), None
-
-
-class _GatherEachToOne(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return local_slice(grads[0], ctx.axis), None
-
-
-class _SliceOneToEach(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return local_slice(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.axis), None
+def _identity(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
 def copy_one_to_each(x: Tensor, axis: Axis) -> Tensor:
     """one -> each. forward: identity; backward: sum over `axis`. Enters a split region."""
-    return x if axis.size == 1 else _CopyOneToEach.apply(x, axis)
+    return _move(x, axis, _identity, all_reduce_sum)
 
 
 def reduce_each_to_one(x: Tensor, axis: Axis) -> Tensor:
     """each -> one. forward: sum over `axis`; backward: identity. Leaves a split region."""
-    return x if axis.size == 1 else _ReduceEachToOne.apply(x, axis)
+    return _move(x, axis, all_reduce_sum, _identity)
 
 
 def gather_each_to_each(x: Tensor, axis: Axis) -> Tensor:
@@ -152,12 +112,12 @@ def gather_each_to_each(x: Tensor, axis: Axis) -> Tensor:
 
     Every rank gets all tokens, and its gradient for them is one term of a sum.
     """
-    return x if axis.size == 1 else _GatherEachToEach.apply(x, axis)
+    return _move(x, axis, all_gather, reduce_scatter_sum)
 
 
 def reduce_scatter_each_to_each(x: Tensor, axis: Axis) -> Tensor:
     """each -> each. forward: reduce-scatter on dim 0; backward: all-gather. Leaves a split region under sp."""
-    return x if axis.size == 1 else _ReduceScatterEachToEach.apply(x, axis)
+    return _move(x, axis, reduce_scatter_sum, all_gather)
 
 
 def gather_each_to_one(x: Tensor, axis: Axis) -> Tensor:
@@ -165,9 +125,9 @@ def gather_each_to_one(x: Tensor, axis: Axis) -> Tensor:
 
     For what every rank then computes alike: its gradient is already whole on every rank.
     """
-    return x if axis.size == 1 else _GatherEachToOne.apply(x, axis)
+    return _move(x, axis, all_gather, local_slice)
 
 
 def slice_one_to_each(x: Tensor, axis: Axis) -> Tensor:
     """one -> each. forward: this rank's slice of dim 0; backward: all-gather. Inverse of `gather_each_to_one`."""
-    return x if axis.size == 1 else _SliceOneToEach.apply(x, axis)
+    return _move(x, axis, local_slice, all_gather)

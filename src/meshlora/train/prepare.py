@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meshlora.adapter.peft_format import check_adapter, lora_config, read_config
-from meshlora.adapter.targets import Target, resolve_targets
+from meshlora.adapter.targets import Target, num_trainable, resolve_targets
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
@@ -52,8 +52,7 @@ class Prepared:
     @property
     def num_trainable(self) -> int:
         """Trainable elements, each counted once."""
-        linears = self.plan.linears
-        return sum(t.r * (linears[t.name].in_features + linears[t.name].out_features) for t in self.targets.values())
+        return num_trainable(self.targets, self.plan)
 
 
 def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshlora.adapter.manage import runtime, trainable_count
+from meshlora.adapter.manage import runtime
 from meshlora.api import load
 from meshlora.parallel.groups import join, leave
 from meshlora.train.metrics import Reporter
@@ -44,7 +44,7 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
         console=console,
     ) as reporter:
         reporter.say(
-            f"{run.plan.model_type} on {run.topology}: {trainable_count(model):,} trainable parameters, "
+            f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
             f"{len(run.train_data):,} sequences, {run.steps:,} steps"
         )
         Trainer(run, model, reporter).train()
