@@ -23,7 +23,7 @@ from meshlora.config import read_run
 from meshlora.generate import generate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.train.prepare import pad_token_id, prepare
+from meshlora.train.prepare import prepare
 
 RUN = Path("examples/demo.yaml")
 BASE = "examples/tiny_base"
@@ -66,7 +66,7 @@ def main() -> int:
             config,
             run.train_data,
             steps=run.steps,
-            pad_token_id=pad_token_id(run.tokenizer),
+            pad_token_id=run.pad_token_id,
             adapter=output / "initial",
             out=output / "reference",
         )

@@ -27,7 +27,7 @@ from meshlora.config import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
 from meshlora.plan.topology import Topology
-from meshlora.train.prepare import pad_token_id, prepare
+from meshlora.train.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTOR_LIMIT, LOSS_LIMIT = 1e-5, 1e-3
@@ -114,7 +114,7 @@ def _reference(folder: Path, options: argparse.Namespace, dtype: str) -> tuple[l
         config,
         run.train_data,
         steps=run.steps,
-        pad_token_id=pad_token_id(run.tokenizer),
+        pad_token_id=run.pad_token_id,
         adapter=folder / f"{dtype}-{first}" / "initial",
         out=folder / f"{dtype}-reference",
     )

@@ -10,7 +10,7 @@ import torch
 
 from meshlora.api import load, read_model_config
 from meshlora.errors import UserError
-from meshlora.train.prepare import load_tokenizer, pad_token_id
+from meshlora.train.prepare import load_tokenizer, padding_token_id
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def generate(
             **inputs.to(network.device),
             max_new_tokens=max_new_tokens,
             eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=pad_token_id(tokenizer),
+            pad_token_id=padding_token_id(tokenizer),
             **sampling,
         )
         yield tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from meshlora.config import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.train.prepare import pad_token_id, prepare
+from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from tests.pool import Pool
 
@@ -80,7 +80,7 @@ def reference(folder: Path, pools: Callable[[int], Pool]) -> tuple[Path, list[fl
         run.config,
         run.train_data,
         steps=run.steps,
-        pad_token_id=pad_token_id(run.tokenizer),
+        pad_token_id=run.pad_token_id,
         adapter=folder / "for-reference" / "initial",
         out=folder / "reference",
     )

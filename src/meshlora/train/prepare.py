@@ -39,7 +39,7 @@ class Prepared:
     plan: ModelPlan
     lora: LoraConfig
     targets: dict[str, Target]
-    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int
     train_data: TokenizedDataset
     eval_data: TokenizedDataset | None
     steps: int
@@ -104,7 +104,7 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         raise UserError(
             f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
         )
-    return Prepared(config, topology, plan, lora, targets, tokenizer, train_data, eval_data, steps)
+    return Prepared(config, topology, plan, lora, targets, padding_token_id(tokenizer), train_data, eval_data, steps)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -123,7 +123,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """What padding is made of; masked out, so any id will do."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:

@@ -26,7 +26,7 @@ from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import summed_cross_entropy
 from meshlora.train.metrics import Reporter, StepMetrics
-from meshlora.train.prepare import Prepared, pad_token_id
+from meshlora.train.prepare import Prepared
 from meshlora.train.schedule import linear
 
 
@@ -128,6 +128,6 @@ class Trainer:
         for part in shares:
             yield collate(
                 [data[int(i)] for i in part],
-                pad_token_id=pad_token_id(self.run.tokenizer),
+                pad_token_id=self.run.pad_token_id,
                 token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
             )
