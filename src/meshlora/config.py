@@ -62,6 +62,8 @@ class TrainConfig:
         lr: peak learning rate: linear warm-up over warmup_steps, then linear to zero.
         max_grad_norm: of the global gradient; 0 turns clipping off.
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
+        replica_check_every: steps between comparisons of the copies of each factor, which are compared before every
+            save too; 0: never.
     """
 
     output: str
@@ -80,6 +82,7 @@ class TrainConfig:
     eval_every: int = 0
     save_every: int = 0
     log_every: int = 10
+    replica_check_every: int = 100
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -88,8 +91,8 @@ class TrainConfig:
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         for name in ("batch_size", "micro_batch_size", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        names = ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "eval_every", "save_every")
-        for name in names:
+        counts = ("warmup_steps", "seed", "eval_every", "save_every", "replica_check_every")
+        for name in (*counts, "weight_decay", "max_grad_norm"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")

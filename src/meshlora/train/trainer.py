@@ -27,6 +27,7 @@ from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import summed_cross_entropy
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
+from meshlora.train.replicas import check_replicas
 from meshlora.train.schedule import linear
 
 
@@ -43,6 +44,7 @@ class Trainer:
         self.mesh = runtime(self.model).mesh
         self.batches = self.run.batches
         self.output = Path(options.output)
+        self.last_saved: Path | None = None
         self.optimizer = torch.optim.AdamW(
             [factor.parameter for factor in active_factors(self.model)],
             lr=options.lr,
@@ -55,16 +57,18 @@ class Trainer:
         """All steps, with evaluations and saves between them, and the finished adapter at the end."""
         options = self.run.config.train
         self.model.train()
-        save_adapter(self.model, self.output / "initial")
+        self._save("initial", done=0)
         for step in range(self.run.steps):
             self.reporter.step(self.train_step(step))
             done = step + 1
+            if options.replica_check_every and done % options.replica_check_every == 0:
+                check_replicas(self.model, step=done, last_saved=self.last_saved)
             if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
                 self._report_evaluation(done)
             if options.save_every and done % options.save_every == 0 and done < self.run.steps:
-                save_adapter(self.model, self.output / "checkpoints" / f"step-{done:06d}")
+                self._save(f"checkpoints/step-{done:06d}", done=done)
         self._report_evaluation(self.run.steps)
-        save_adapter(self.model, self.output / "adapter")
+        self._save("adapter", done=self.run.steps)
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step over the global batch."""
@@ -102,6 +106,13 @@ class Trainer:
         self.model.train()
         loss, tokens = all_reduce_sum(sums, self.mesh.dp).tolist()
         return loss / tokens, int(tokens)
+
+    def _save(self, name: str, *, done: int) -> None:
+        """Write the adapter to folder `name` of the output; a drift saves nothing."""
+        if self.run.config.train.replica_check_every:
+            check_replicas(self.model, step=done, last_saved=self.last_saved)
+        save_adapter(self.model, self.output / name)
+        self.last_saved = self.output / name
 
     def _report_evaluation(self, step: int) -> None:
         if self.run.eval_data is not None:
