@@ -8,12 +8,13 @@ y = x W^T + s (x A^T) B^T with A `[r, in]` on the input side and B `[out, r]` on
 |--------|-----------------------|-----------------------|
 | column | whole: sum over tp dp | split on 0: dp        |
 | row    | split on 1: dp        | whole: sum over tp dp |
-| whole  | whole: dp             | whole: dp             |
+| whole  | whole: dp, mean of tp | whole: dp, mean of tp |
 
 Column A: dA = sum over the tp ranks of s (g_i B_i)^T x, as each rank holds only its own output features.
 Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term.
 Whole: every tp rank computes the same thing from the same tokens, so nothing is partial over tp. This holds under sp
-too, as a whole region gathers all tokens, and its output slice sends back the whole gradient.
+too, as a whole region gathers all tokens, and its output slice sends back the whole gradient. The mean over tp changes
+nothing where these computations agree to the bit, and keeps the copies equal where kernels are not deterministic.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class FactorRule:
     Attributes:
         split_dim: the dim that is split over tp, None where the factor is whole on every tp rank.
         grad_axes: axes over which its gradient is a partial sum and has to be added up.
+        mean_axes: axes over which every rank computes its whole gradient by itself; the mean is taken.
     """
 
     split_dim: int | None
     grad_axes: frozenset[str]
+    mean_axes: frozenset[str] = frozenset()
 
 
 _RULES = {
@@ -49,8 +52,8 @@ _RULES = {
     (Split.COLUMN, Side.OUTPUT): FactorRule(0, frozenset({"dp"})),
     (Split.ROW, Side.INPUT): FactorRule(1, frozenset({"dp"})),
     (Split.ROW, Side.OUTPUT): FactorRule(None, frozenset({"dp", "tp"})),
-    (Split.WHOLE, Side.INPUT): FactorRule(None, frozenset({"dp"})),
-    (Split.WHOLE, Side.OUTPUT): FactorRule(None, frozenset({"dp"})),
+    (Split.WHOLE, Side.INPUT): FactorRule(None, frozenset({"dp"}), mean_axes=frozenset({"tp"})),
+    (Split.WHOLE, Side.OUTPUT): FactorRule(None, frozenset({"dp"}), mean_axes=frozenset({"tp"})),
 }
 
 

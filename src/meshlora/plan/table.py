@@ -31,12 +31,12 @@ def plan_table(plan: ModelPlan) -> Table:
 
 def gradient_table(plan: ModelPlan) -> Table:
     """One row per kind of factor: where its gradient is a partial sum."""
-    table = Table("base", "factor", "split on dim", "gradient summed over", title="gradient axes")
+    table = Table("base", "factor", "split on dim", "gradient summed over", "mean over", title="gradient axes")
     for split in Split:
         for side in Side:
             rule = factor_rule(split, side)
             dim = "-" if rule.split_dim is None else str(rule.split_dim)
-            table.add_row(str(split), f"lora_{side}", dim, ", ".join(sorted(rule.grad_axes)))
+            table.add_row(str(split), f"lora_{side}", dim, ", ".join(sorted(rule.grad_axes)), ", ".join(rule.mean_axes))
     return table
 
 

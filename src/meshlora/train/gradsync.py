@@ -1,7 +1,7 @@
 """Finishing gradients: from partial sums on every rank to the gradient one process would have.
 
-Owns: the sum over each factor's gradient axes, one flat bucket per distinct set of axes; division by the global number
-of trained tokens; the one true global norm. Does not own: which axes those are (`plan.grads`).
+Owns: the sum over each factor's gradient axes (and mean axes), one flat bucket per distinct set of axes; division by
+the global number of trained tokens; the one true global norm. Does not own: which axes those are (`plan.grads`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     total = int(all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp).item())
     if total == 0:
         raise MeshloraError("no rank has a trained token in this step, so its mean loss is not defined")
-    for axes in sorted({f.rule.grad_axes for f in factors}, key=sorted):
-        _sum_bucket([_grad(f) for f in factors if f.rule.grad_axes == axes], axes, mesh, scale=1 / total)
+    for axes, mean_axes in sorted({(f.rule.grad_axes, f.rule.mean_axes) for f in factors}, key=_in_order):
+        grads = [_grad(f) for f in factors if (f.rule.grad_axes, f.rule.mean_axes) == (axes, mean_axes)]
+        _sum_bucket(grads, axes | mean_axes, mesh, scale=1 / (total * mesh.over(mean_axes).size))
     return total
 
 
@@ -70,7 +71,8 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
         _sum_of_squares([f for f in factors if (f.rule.split_dim is not None) == is_split], mesh)
         for is_split in (False, True)
     )
-    norm = float((whole + all_reduce_sum(split, mesh.tp)).sqrt())
+    # Over all ranks, though dp ranks hold the same: one sum gives every rank the same bits, several might not.
+    norm = float((whole + all_reduce_sum(split, mesh.world) / mesh.dp.size).sqrt())
     if max_norm and norm > max_norm:
         for factor in factors:
             _grad(factor).mul_(max_norm / (norm + 1e-6))  # the same epsilon as torch.nn.utils.clip_grad_norm_
@@ -80,6 +82,11 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
 def _grad(factor: Factor) -> Tensor:
     assert factor.parameter.grad is not None, factor.name
     return factor.parameter.grad
+
+
+def _in_order(axes: tuple[frozenset[str], frozenset[str]]) -> tuple[list[str], ...]:
+    """The same order on every rank."""
+    return tuple(map(sorted, axes))
 
 
 def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale: float) -> None:
