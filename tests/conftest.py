@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,7 +14,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 
+from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.request import Request, prepare_proof
 from tests.pool import Pool
+
+Prove = Callable[..., list[Outcome]]
 
 torch.set_num_threads(1)
 
@@ -25,6 +30,32 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield lambda size: made.setdefault(size, Pool(size))
     for pool in made.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """The processes of the session's proofs."""
+    with Processes() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def prove(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Prove:
+    """`prove(family=..., topologies=(...), ...)`: the outcomes of a request, with references of this session only."""
+    cache = tmp_path_factory.mktemp("proofs")
+
+    def run(**request: Any) -> list[Outcome]:
+        return list(run_proof(prepare_proof(Request(**{"cache_dir": cache, **request})), processes))
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches of this session's own, here and in what the tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

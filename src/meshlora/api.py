@@ -20,6 +20,7 @@ from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import check_no_dropout, guard_model, handle_dropout
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
+from meshlora.plan.families import check_proved
 from meshlora.plan.rules import ModelPlan, plan_model
 from meshlora.plan.topology import Topology
 from meshlora.state.files import read_json
@@ -65,14 +66,45 @@ def load(
     Raises:
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: what is not proved to be exact.
     """
+    shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
+    check_proved(read_model_config(model, trust_remote_code=trust_remote_code), shape)
+    return load_without_proof(
+        model,
+        topology=shape,
+        lora=lora,
+        adapter=adapter,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        disable_dropout=disable_dropout,
+        allow_unused_weights=allow_unused_weights,
+    )
+
+
+def load_without_proof(
+    model: str | Path | PretrainedConfig,
+    *,
+    topology: Topology,
+    lora: LoraConfig | None = None,
+    adapter: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    disable_dropout: bool = False,
+    allow_unused_weights: bool = False,
+) -> Any:
+    """`load` for those who prove what they load: it does not ask for the list of proved families."""
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
     config = copy.deepcopy(read_model_config(model, trust_remote_code=trust_remote_code))  # the caller's stays as it is
-    shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
     target_dtype = resolve_dtype(dtype, config)
     hf_model, plan = build_meta(
         config,
-        shape,
+        topology,
         dtype=target_dtype,
         attn_implementation=attn_implementation,
         disable_dropout=disable_dropout,
@@ -87,7 +119,7 @@ def load(
         found = resolve_targets(hf_model, plan, lora) if lora else {}
     if not isinstance(model, PretrainedConfig):
         checkpoint_files(Path(model))
-    mesh = open_mesh(shape, device=join(device))
+    mesh = open_mesh(topology, device=join(device))
     source: Any = (
         StateDictSource(_random_weights(config, target_dtype, seed))
         if isinstance(model, PretrainedConfig)
@@ -97,7 +129,7 @@ def load(
     fill(hf_model, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
-    guard_model(hf_model, shape)
+    guard_model(hf_model, topology)
     if lora is not None:
         manage.add_adapter(hf_model, "default", lora, seed=seed)
     if adapter is not None:

@@ -1,4 +1,4 @@
-"""The command line: `meshlora train | check | plan | generate`.
+"""The command line: `meshlora train | verify | check | plan | generate`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
 wrong. Does not own: anything that happens in between.
@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,6 +33,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(arguments)
+    options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
     run: Callable[[argparse.Namespace], None] = options.run
     try:
         run(options)
@@ -51,7 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train an adapter as a run file says")
     _add_run_arguments(train)
     train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train.add_argument(
+        "--no-preflight",
+        action="store_true",
+        help="train without a proof that this model, adapter and topology train as one process would; only families "
+        "that are proved for everyone are then accepted",
+    )
     train.set_defaults(run=_train)
+
+    _add_verify(commands)
 
     check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
     _add_run_arguments(check)
@@ -79,6 +89,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="prove that a model, an adapter and a topology train as one process would",
+        description="Compare training on each topology with transformers + peft on one process, tensor by tensor. "
+        "Exit code 0: proved; 1: they differ; 2: the request is wrong, or refused.",
+    )
+    verify.add_argument("--model", metavar="FOLDER", help="checkpoint")
+    verify.add_argument("--family", metavar="MODEL_TYPE", help="any model_type of transformers; needs no files")
+    verify.add_argument(
+        "--twin", action="store_true", help="shrink the model's configuration; its weights are not read"
+    )
+    verify.add_argument(
+        "--topology", required=True, action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated"
+    )
+    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all-linear")
+    verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+    verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
+    verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
+    verify.add_argument("--json", metavar="FILE", help="write the result, as docs/verify.md describes")
+    verify.add_argument("--html", metavar="FILE", help="write a report to look at")
+    verify.add_argument(
+        "--mutation", action="append", default=[], metavar="NAME", help="put this fault in, or all; it must be caught"
+    )
+    verify.add_argument("--seed", type=int, default=0)
+    verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    verify.add_argument("--trust-remote-code", action="store_true")
+    verify.set_defaults(run=_verify)
+
+
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="RUN.yaml", help="the run file")
     parser.add_argument(
@@ -89,9 +130,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> None:
     from meshlora.config import read_run
     from meshlora.parallel.groups import launcher_place, on_gpus
-    from meshlora.train.launch import launch, rank_edge
+    from meshlora.train.launch import launch, launched_by_us, rank_edge
     from meshlora.train.prepare import prepare
     from meshlora.train.run import train
+    from meshlora.verify.preflight import preflight
 
     place = launcher_place()
     if options.nproc is not None and place is not None:
@@ -101,12 +143,38 @@ def _train(options: argparse.Namespace) -> None:
     if options.nproc is not None:
         config = read_run(options.file, options.overrides)
         on_gpus(config.device, num_ranks=options.nproc)
-        prepare(config, world=options.nproc)
+        preflight(prepare(config, world=options.nproc), skip=options.no_preflight)
         overrides = [word for override in options.overrides for word in ("--set", override)]
         launch(["train", options.file, *overrides], nproc=options.nproc)
         return
     with rank_edge():
-        train(prepare(read_run(options.file, options.overrides), world=place.world if place else 1))
+        run = prepare(read_run(options.file, options.overrides), world=place.world if place else 1)
+        if not launched_by_us() and (place is None or place.rank == 0):
+            preflight(run, skip=options.no_preflight)
+        train(run)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from meshlora.verify.command import verify
+    from meshlora.verify.mutations import MUTATIONS
+    from meshlora.verify.request import DEFAULT_LORA, Request, read_lora
+
+    request = Request(
+        topologies=tuple(options.topology),
+        model=options.model,
+        family=options.family,
+        twin=options.twin,
+        lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
+        dtype=options.dtype,
+        steps=options.steps,
+        seed=options.seed,
+        data=options.data,
+        nproc=options.nproc,
+        mutations=tuple(MUTATIONS) if "all" in options.mutation else tuple(options.mutation),
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+    )
+    verify(request, command=options.words, json_file=options.json, html_file=options.html)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -115,6 +183,7 @@ def _check(options: argparse.Namespace) -> None:
 
     from meshlora.config import read_run
     from meshlora.train.prepare import prepare
+    from meshlora.verify.preflight import preflight_state
 
     run = prepare(read_run(options.file, options.overrides))
     table = Table(show_header=False, box=None)
@@ -133,6 +202,7 @@ def _check(options: argparse.Namespace) -> None:
     console.print(table)
     overrides = [word for override in options.overrides for word in ("--set", override)]
     command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
+    console.print(preflight_state(run), highlight=False, soft_wrap=True)
     console.print(f"ready: {command}", highlight=False, soft_wrap=True)
 
 

@@ -10,20 +10,21 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.train.losses import summed_cross_entropy
-from tests.parity.harness import compare, make_batches, make_twin, run_ours, run_reference
+from tests.conftest import Prove
+from tests.twins import make_batches, make_twin
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_one_gpu_matches_one_process_on_the_cpu_in_float64(family: str, tmp_path: Path) -> None:
-    folder = make_twin(tmp_path, family)
-    ref = run_reference(folder, make_batches(), steps=2)
-    ours = run_ours(folder, make_batches(), "", 2, "cuda")
-    assert ours is not None
-    errors = compare(ours, ref)
-    assert all(errors[phase] <= 1e-11 for phase in ("logits", "loss", "gradients", "grad_norm")), errors
-    assert errors["adapter"] <= 1e-6
+def test_one_gpu_matches_one_process_in_float64(family: str, prove: Prove) -> None:
+    (outcome,) = prove(family=family, topologies=("",), steps=2, device="cuda")
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+def test_as_many_gpus_as_there_are_match_one_process_in_float64(prove: Prove) -> None:
+    for outcome in prove(family="llama", topologies=("auto",), nproc=min(4, torch.cuda.device_count()), device="cuda"):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
 def test_bf16_base_trains_fp32_factors_on_the_gpu(tmp_path: Path) -> None:

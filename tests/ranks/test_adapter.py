@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.manage import gather_adapter
 from meshlora.oracle.compare import relative
-from tests.parity.harness import make_batches, make_twin
 from tests.pool import Pool
+from tests.twins import make_batches, make_twin
 
 
 @pytest.fixture(scope="module")

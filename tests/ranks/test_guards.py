@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.oracle.compare import relative
+from meshlora.oracle.reference import loss_sum, reference_model
 from meshlora.plan.twin import twin_config
 from meshlora.train.losses import summed_cross_entropy
-from tests.parity.harness import make_batches, make_twin, run_reference
 from tests.pool import Pool, RankError
+from tests.twins import make_batches, make_twin
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
@@ -125,11 +126,12 @@ def test_buffer_that_nobody_computes_is_refused() -> None:
 def test_model_that_changes_a_linears_output_in_place_trains_on_one_process(tmp_path: Path) -> None:
     folder = make_twin(tmp_path, "falcon", hidden_dropout=0.0, attention_dropout=0.0)
     batch = make_batches()
-    ref = run_reference(folder, batch, steps=1)
+    peft_model = reference_model(folder / "model", folder / "adapter", dtype=torch.float64, attn_implementation="eager")
+    expected = loss_sum(peft_model, batch)[1].detach()
     model = meshlora.load(folder / "model", adapter=folder / "adapter", dtype="float64", attn_implementation="eager")
     with meshlora.lift():
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    assert relative(logits.detach(), ref.logits) < 1e-11
+    assert relative(logits.detach(), expected) < 1e-11
 
 
 def test_adapter_with_values_that_are_not_finite_is_not_saved(tmp_path: Path) -> None:

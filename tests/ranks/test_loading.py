@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.plan.twin import twin_config
-from tests.parity.harness import make_batches
 from tests.pool import Pool
+from tests.twins import make_batches
 
 # Loads one rank's share alone in a process of its own and prints, in bytes: growth of peak memory, shard, largest.
 _MEASURE = """

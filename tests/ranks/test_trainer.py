@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -67,7 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(file: Path, world: int) -> None:
-    train(prepare(read_run(file), world=world))
+    run = prepare(read_run(file), world=world)
+    if world > 1:  # elsewhere ranks meet in `join`, before the output folder is made; in a pool they have met already
+        dist.barrier()
+    train(run)
 
 
 @pytest.fixture(scope="module")

@@ -291,6 +291,9 @@ MISTAKES: dict[str, Case] = {
     "negative_learning_rate": case(setting("train.lr", -1.0), "train.lr=-1.0", "above 0"),
     "learning_rate_not_finite": case(setting("train.lr", float("inf")), "train.lr", "inf", "finite"),
     "weight_decay_not_a_number": case(setting("train.weight_decay", float("nan")), "train.weight_decay", "nan"),
+    "replica_check_less_often_than_never": case(
+        setting("train.replica_check_every", -1), "train.replica_check_every=-1", "not negative"
+    ),
     "zero_steps": case(setting("train.steps", 0), "train.steps=0", "at least 1"),
     "zero_micro_batch": case(setting("train.micro_batch_size", 0), "train.micro_batch_size=0", "at least 1"),
     "batch_smaller_than_dp": case(
@@ -346,8 +349,8 @@ MISTAKES: dict[str, Case] = {
     "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "'lama'", "did you mean 'llama'?"),
     "encoder_decoder": case(lambda s: s.family("t5"), "t5"),
     "mixture_of_experts": case(lambda s: s.family("mixtral"), "mixtral", "mixtures of experts", "not supported yet"),
-    "family_without_a_tp_plan": case(lambda s: s.family("gpt2"), "gpt2", "tp=2", "not proved", "use tp=1"),
-    "family_that_is_not_proved": case(lambda s: s.family("stablelm"), "stablelm", "not proved", "llama"),
+    "family_without_a_tp_plan": case(lambda s: s.family("gpt2"), "gpt2", "no tensor-parallel plan", "use tp=1"),
+    "family_that_transformers_changes_on_loading": case(lambda s: s.family("youtu"), "youtu", "padding token"),
     "quantised_checkpoint": case(
         lambda s: s.config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised", "not supported yet"
     ),

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, collate
+from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
+from meshlora.oracle.capture import Capture, copy
+from meshlora.oracle.case import Case
+from meshlora.oracle.trace import Trace
 
 _PREFIX = "base_model.model."
 
@@ -44,25 +48,40 @@ class AdamW:
 
 
 def reference_model(
-    folder: str | Path, adapter: str | Path, *, dtype: torch.dtype, attn_implementation: str | None = None
+    folder: str | Path,
+    adapter: str | Path,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
-    """The checkpoint with the PEFT adapter, trainable, on one process."""
+    """The checkpoint with the PEFT adapter, trainable, on one process, without dropout."""
     from peft import PeftModel
 
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
     base = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attn_implementation, local_files_only=True
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
     )
-    for name, value in base.config.to_dict().items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
-            raise ValueError(f"{name}={value}: the reference runs without dropout")
     model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    for name, module in model.named_modules():
+        assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of the accused's layers
     return model.train()
 
 
 def loss_sum(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64."""
     with lift(next(model.parameters()).dtype == torch.float64):
-        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
+        inner = getattr(model, "get_base_model", lambda: model)()
+        logits = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     return loss, logits
 
@@ -75,8 +94,13 @@ def accumulate(model: nn.Module, batches: Iterable[MicroBatch]) -> float:
         loss.backward()
         total += float(loss.detach())
         tokens += int((batch.labels != -100).sum())
-    for parameter in trainable(model).values():
-        assert parameter.grad is not None
+    for name, parameter in trainable(model).items():
+        if parameter.grad is None:
+            raise UnsupportedError(
+                f"an adapter on {name.rpartition('.')[0]}",
+                "one process gives it no gradient: text does not pass through it",
+                "leave it out with exclude_modules",
+            )
         parameter.grad /= tokens
     return total / tokens
 
@@ -107,6 +131,24 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def micro_batches_of(
+    data: TokenizedDataset, *, batch_size: int, micro_batch_size: int, seed: int, step: int, pad_token_id: int
+) -> list[MicroBatch]:
+    """The sequences of optimizer step `step`, in the run's global order, in pieces of `micro_batch_size`."""
+    indices = GlobalBatches(len(data), batch_size, seed).batch(step)
+    parts = [indices[i : i + micro_batch_size] for i in range(0, len(indices), micro_batch_size)]
+    batches = [collate([data[int(i)] for i in part], pad_token_id=pad_token_id) for part in parts]
+    return [MicroBatch(b.input_ids, b.attention_mask, b.labels) for b in batches]
+
+
+def linear_rates(lr: float, *, warmup_steps: int, steps: int) -> list[float]:
+    """Up over the warm-up, then down to zero at `steps`."""
+    return [
+        lr * ((s + 1) / warmup_steps if s < warmup_steps else (steps - s) / (steps - warmup_steps))
+        for s in range(steps)
+    ]
+
+
 def train_run(
     config: RunConfig, data: TokenizedDataset, *, steps: int, pad_token_id: int, adapter: str | Path, out: str | Path
 ) -> list[float]:
@@ -118,19 +160,91 @@ def train_run(
     model = reference_model(
         config.model.path, adapter, dtype=torch_dtype, attn_implementation=config.model.attn_implementation
     )
-    order = GlobalBatches(len(data), options.batch_size, options.seed)
 
     def micro_batches(step: int) -> list[MicroBatch]:
-        indices = order.batch(step)
-        parts = [indices[i : i + options.micro_batch_size] for i in range(0, len(indices), options.micro_batch_size)]
-        batches = [collate([data[int(i)] for i in part], pad_token_id=pad_token_id) for part in parts]
-        return [MicroBatch(b.input_ids, b.attention_mask, b.labels) for b in batches]
+        return micro_batches_of(
+            data,
+            batch_size=options.batch_size,
+            micro_batch_size=options.micro_batch_size,
+            seed=options.seed,
+            step=step,
+            pad_token_id=pad_token_id,
+        )
 
-    warmup = options.warmup_steps
-    rates = [options.lr * ((s + 1) / warmup if s < warmup else (steps - s) / (steps - warmup)) for s in range(steps)]
+    rates = linear_rates(options.lr, warmup_steps=options.warmup_steps, steps=steps)
     settings = AdamW(
         rates, (options.beta1, options.beta2), options.eps, options.weight_decay, options.max_grad_norm or None
     )
     losses = train(model, (micro_batches(step) for step in range(steps)), settings)
     model.save_pretrained(str(out))
     return losses
+
+
+def trace_case(case: Case, *, precision: str) -> Trace:
+    """What one process makes of `case`, computed in `precision` from weights that are stored in the case's dtype."""
+    model = _case_model(case, case.adapter, precision)
+    factors = trainable(model)
+    optimizer = torch.optim.AdamW(list(factors.values()), lr=case.lr, eps=case.eps, weight_decay=0.0)
+    trace = Trace(initial=_copies(factors))
+    rates = linear_rates(case.lr, warmup_steps=0, steps=case.steps)
+    for step, rate in enumerate(rates):
+        batches = _case_batches(case, step)
+        optimizer.zero_grad(set_to_none=True)
+        if step == 0:
+            with Capture(model.get_base_model()) as capture:
+                loss = accumulate(model, batches)
+            trace.micro_batches, trace.order = capture.micro_batches, list(capture.micro_batches[0].forward)
+            trace.gradients = {name: copy(p.grad) for name, p in factors.items() if p.grad is not None}
+        else:
+            loss = accumulate(model, batches)
+        norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        trace.losses.append(loss)
+        trace.grad_norms.append(float(norm))
+        trace.num_tokens.append(sum(int((b.labels != -100).sum()) for b in batches))
+    trace.final = _copies(factors)
+    trace.final_logits = _first_logits(case, model)
+    return trace
+
+
+def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor]:
+    """What PEFT finds in the adapter folder `saved`: (factors, logits of the first micro-batch) in float64."""
+    model = _case_model(case, saved, "float64")
+    return _copies(trainable(model)), _first_logits(case, model)
+
+
+def _case_model(case: Case, adapter: str | Path, precision: str) -> Any:
+    """float64 of a model that is stored in a lower precision: the same values, computed without rounding."""
+    model = reference_model(
+        case.model,
+        adapter,
+        dtype=getattr(torch, case.dtype),
+        attn_implementation="eager",
+        trust_remote_code=case.trust_remote_code,
+    )
+    if precision != case.dtype:
+        model = model.double()
+    return model.to(case.device)
+
+
+def _case_batches(case: Case, step: int) -> list[MicroBatch]:
+    batches = micro_batches_of(
+        case.data,
+        batch_size=case.batch_size,
+        micro_batch_size=case.micro_batch_size,
+        seed=case.seed,
+        step=step,
+        pad_token_id=case.pad_token_id,
+    )
+    device = case.device
+    return [MicroBatch(b.input_ids.to(device), b.attention_mask.to(device), b.labels.to(device)) for b in batches]
+
+
+@torch.no_grad()
+def _first_logits(case: Case, model: Any) -> Tensor:
+    return copy(loss_sum(model, _case_batches(case, 0)[0])[1])
+
+
+def _copies(factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: copy(parameter) for name, parameter in factors.items()}

@@ -60,7 +60,7 @@ class Mesh:
         return self.over(set(self.topology.sizes))
 
     def over(self, axes: set[str] | frozenset[str]) -> Axis:
-        """The group that spans `axes`: the ranks that agree with this one on every other axis."""
+        """The group that spans `axes`: the ranks that agree with this one on every other axis; alone over none."""
         return self._axes[frozenset(axes)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
@@ -97,10 +97,23 @@ def num_processes() -> int:
     return place.world if place else 1
 
 
-def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
+def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch.device:
+    """Make this process rank `rank` of a job of its parent's, on one machine; the ranks meet in the file `store`.
+
+    Whatever launcher the parent was started by, this process is not a rank of that job.
+    """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+        os.environ.pop(name, None)
+    if world > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    return join(device_type, store=store)
+
+
+def join(device_type: str = "auto", *, timeout_s: float = 600.0, store: str | None = None) -> torch.device:
     """Join the job that the launcher started, or stay alone; returns this rank's device.
 
-    NCCL on GPUs, gloo on CPUs. Under SLURM the first host of the step is the rendezvous, unless MASTER_ADDR says else.
+    NCCL on GPUs, gloo on CPUs. Under SLURM the first host of the step is the rendezvous, unless MASTER_ADDR says else;
+    with `store` that file is.
 
     Raises:
         UserError: what `on_gpus` refuses.
@@ -121,6 +134,7 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
         atexit.register(leave)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}" if store else None,
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=timeout_s),
@@ -174,7 +188,7 @@ def open_mesh(topology: Topology, *, device: torch.device | None = None) -> Mesh
             f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
         )
     names = tuple(topology.sizes)
-    subsets = [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(1, 2 ** len(names))]
+    subsets = [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
     axes = {subset: _open_axis(topology.groups_over(subset), rank, world) for subset in subsets}
     return Mesh(topology, rank, device or torch.device("cpu"), axes)
 

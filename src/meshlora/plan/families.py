@@ -54,16 +54,24 @@ PROVED = frozenset(
     }
 )
 
+# What one process would do with these is not what their files say.
+_REFUSED = {
+    "youtu": "transformers zeroes the padding token's embedding whenever it loads this family, and meshlora reads the "
+    "stored one",
+}
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
 def check_family(config: Any, topology: Topology) -> None:
-    """Refuse what is not proved.
+    """Refuse what cannot be right whatever the proofs say.
 
     Raises:
-        UnsupportedError: mixture of experts, or a family without a proof where tp > 1.
+        UnsupportedError: expert parallelism, a mixture of experts, an encoder-decoder, a family of `_REFUSED`.
     """
     what = f"model_type {config.model_type!r}"
+    if config.model_type in _REFUSED:
+        raise UnsupportedError(what, _REFUSED[config.model_type])
     if topology.ep * topology.etp > 1:
         raise UnsupportedError(
             f"topology {topology}", "expert parallelism is not supported yet", "leave out ep and etp"
@@ -72,9 +80,17 @@ def check_family(config: Any, topology: Topology) -> None:
         raise UnsupportedError(what, "mixtures of experts are not supported yet")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(what, "only decoder-only language models are supported")
+
+
+def check_proved(config: Any, topology: Topology) -> None:
+    """Refuse a split that nobody has proved.
+
+    Raises:
+        UnsupportedError: a family without a proof where tp > 1.
+    """
     if topology.tp > 1 and config.model_type not in PROVED:
         raise UnsupportedError(
-            what,
+            f"model_type {config.model_type!r}",
             f"its split over tp={topology.tp} is not proved against one process",
             "use tp=1, with dp as you like; the proved families are " + ", ".join(sorted(PROVED)),
         )

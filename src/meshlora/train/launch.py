@@ -120,7 +120,7 @@ def rank_edge() -> Iterator[None]:
         rank = place.rank if place else 0
         text = describe(error)
         leave_word(text)
-        if not _parent_speaks():
+        if not launched_by_us():
             if rank > 0 and isinstance(error, UserError):
                 # Every rank finds the same mistake, and the launcher ends the others when the first one ends: rank 0
                 # is given the time to say it. Who is still alive afterwards is alone with it.
@@ -148,8 +148,8 @@ def leave_word(text: str) -> None:
         Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
-def _parent_speaks() -> bool:
-    """Whether our own launcher is the parent, and will say the first cause itself."""
+def launched_by_us() -> bool:
+    """Whether our own launcher is the parent: it has made all checks, and will say the first cause itself."""
     return os.environ.get("MESHLORA_LAUNCHED") == "1"
 
 

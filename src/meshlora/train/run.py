@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from meshlora.adapter.manage import runtime
-from meshlora.api import load
+from meshlora.api import load_without_proof
 from meshlora.parallel.groups import join, leave
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
@@ -16,10 +16,10 @@ from meshlora.train.trainer import Trainer
 
 
 def train(run: Prepared, *, console: Console | None = None) -> None:
-    """Train as `run` says. Every rank of the job calls this."""
+    """Train as `run` says. Every rank of the job calls this; that the run is proved is its caller's part."""
     config = run.config
     join(config.device)
-    model = load(
+    model = load_without_proof(
         config.model.path,
         lora=run.lora if config.adapter is None else None,
         adapter=config.adapter,

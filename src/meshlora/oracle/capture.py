@@ -1,0 +1,157 @@
+"""Capture: copies of what every module returned, and of the gradients that came back to it.
+
+Owns: the hooks and what they copy, in plain tensors, with the tokens that each forward was run on; the count of
+collectives. Used on both sides. Does not own: putting the parts of several ranks together (`oracle.unshard`).
+
+Everything is copied when it is seen: in-place operations overwrite what an output's memory holds. Only calls inside a
+forward of the whole model count; a module that is run again to recompute activations is not captured twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Inside a PEFT layer: the frozen layer, captured by itself, and the parts of the adapter, which have no counterpart.
+_BASE, _ADAPTER = ".base_layer", ".lora_"
+
+
+@dataclass
+class MicroBatchCapture:
+    """One forward and its backward.
+
+    Attributes:
+        input_ids, attention_mask: `[B, S]`.
+        forward: module -> output, in order of completion; several calls of a module are `name#word` or `name#1`. The
+            whole model's output, its logits, has the name "".
+        backward: module -> gradient of the output.
+        base: target of an adapter -> output without the adapter, where the model keeps it apart.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    forward: dict[str, Tensor] = field(default_factory=dict)
+    backward: dict[str, Tensor] = field(default_factory=dict)
+    base: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Capture:
+    """Hooks on a Hugging Face causal LM. A context manager; `micro_batches` grows by one with each forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.micro_batches: list[MicroBatchCapture] = []
+        self.is_forward = False
+        self._calls: Counter[str] = Counter()
+        self._without_graph: set[str] = set()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Capture:
+        self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        for name, module in self.model.named_modules():
+            if _ADAPTER not in name:
+                self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
+        self.micro_batches.append(MicroBatchCapture(copy(ids), copy(mask)))
+        self.is_forward = True
+        self._calls.clear()
+        self._without_graph.clear()
+
+    def _hook(self, name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensor = first_tensor(output)
+            if tensor is None or not tensor.is_floating_point() or not self.micro_batches:
+                return
+            # Several calls are told apart by a word among the arguments (a rotary embedding's layer type, in an order
+            # that may differ between processes), else by their number.
+            call = name + "".join(f"#{word}" for word in (*args, *kwargs.values()) if isinstance(word, str))
+            if self.is_forward:
+                self._calls[call] += 1
+                key = call if self._calls[call] == 1 else f"{call}#{self._calls[call] - 1}"
+                self._keep(name, key, tensor)
+            elif call in self._without_graph:
+                self._watch_gradient(call, tensor)
+
+        return hook
+
+    def _keep(self, name: str, key: str, tensor: Tensor) -> None:
+        micro = self.micro_batches[-1]
+        if name.endswith(_BASE):
+            micro.base[name.removesuffix(_BASE)] = copy(tensor)
+            return
+        micro.forward[key] = copy(tensor)
+        if tensor.requires_grad:
+            self._watch_gradient(key, tensor)
+        else:
+            self._without_graph.add(key)
+        if name == "":
+            self.is_forward = False
+
+    def _watch_gradient(self, key: str, tensor: Tensor) -> None:
+        """Copy the gradient of an output when it comes; recomputed outputs have one where the first had no graph."""
+        micro = self.micro_batches[-1]
+        self._without_graph.discard(key)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: micro.backward.__setitem__(key, copy(grad)))
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The tensor that a module returned, alone, first in a tuple, or first in a transformers output."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that shares nothing."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives by phase and kind at dispatch level, whoever calls them.
+
+    Attributes:
+        phase: under which name the next one is counted; None: not at all.
+        counts: (phase, kind) -> calls. sent: (phase, kind) -> bytes that this rank put in.
+    """
+
+    KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: str | None = None
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if "c10d" in space and self.phase is not None:
+            plain = name.replace("_", "")
+            kind = next((k for k in self.KINDS if k in plain), plain)
+            self.counts[self.phase, kind] += 1
+            # Of a gather or a reduce-scatter both tensors are among the arguments; the smaller is one rank's part.
+            sizes = [t.numel() * t.element_size() for t in tensors(args)]
+            self.sent[self.phase, kind] += min(sizes, default=0) if kind == "allgather" else max(sizes, default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors(item)

@@ -1,0 +1,154 @@
+"""A case: everything that determines what one process would produce, and nothing else.
+
+Owns: the fields, the tokens that are trained on, and the hash under which a reference run is cached.
+Does not own: topologies (a case has none), running anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import meshlora
+from meshlora.data import Sequence, TokenizedDataset
+from meshlora.errors import UserError
+
+# Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
+_LENGTHS = (17, 11, 15, 9, 13)
+_SOURCES = ("lift.py", "plan/twin.py", "oracle/case.py", "oracle/capture.py", "oracle/inputs.py", "oracle/reference.py")
+# Checkpoint files above this size are told apart by size and time of change instead of by content.
+_HASHED_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training problem.
+
+    Attributes:
+        model: folder of the checkpoint. adapter: folder of the PEFT adapter that both start from, A and B non-zero.
+        model_type: of the configuration. dtype: of the base.
+        lora: the user's LoRA configuration as plain values, for fresh adapters.
+        input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
+        steps: optimizer steps. batch_size: sequences in each, over all ranks; micro_batch_size: at once on one rank.
+        lr: peak of a linear decay to zero. max_grad_norm: low enough to clip in every step.
+        eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
+            into large steps, and a gradient of the wrong size shows in what it makes of it.
+        device: "cpu" or "cuda".
+    """
+
+    model: str
+    adapter: str
+    model_type: str
+    dtype: str
+    lora: dict[str, Any]
+    input_ids: tuple[int, ...]
+    is_trained: tuple[bool, ...]
+    offsets: tuple[int, ...]
+    steps: int
+    batch_size: int
+    micro_batch_size: int
+    seed: int
+    lr: float = 1e-2
+    max_grad_norm: float = 1e-2
+    eps: float = 1e-5
+    pad_token_id: int = 0
+    trust_remote_code: bool = False
+    device: str = "cpu"
+
+    @property
+    def data(self) -> TokenizedDataset:
+        """The sequences as both sides read them."""
+        return TokenizedDataset(
+            np.array(self.input_ids, dtype=np.int32),
+            np.array(self.is_trained, dtype=bool),
+            np.array(self.offsets, dtype=np.int64),
+        )
+
+
+def batch_size_for(largest_dp: int) -> int:
+    """Sequences per step: an odd number, so that dp ranks have unequal shares and some need a dummy micro-batch."""
+    return 2 * max(4, largest_dp) + 1
+
+
+def random_tokens(*, num_sequences: int, vocab_size: int, seed: int) -> TokenizedDataset:
+    """Sequences of unequal length, each with an untrained start of unequal length."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    lengths = [_LENGTHS[i % len(_LENGTHS)] for i in range(num_sequences)]
+    ids = generator.integers(min(3, vocab_size - 1), vocab_size, size=sum(lengths), dtype=np.int32)
+    offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    is_trained = np.ones(len(ids), dtype=bool)
+    for index, start in enumerate(offsets[:-1]):
+        is_trained[start : start + 2 + index % 3] = False
+    return TokenizedDataset(ids, is_trained, offsets)
+
+
+def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:
+    """The first `number` sequences of `data` that differ from each other and have a trained token.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    seen: dict[tuple[int, ...], Sequence] = {}
+    for sequence in data:
+        if len(seen) < number and sequence.is_trained[1:].any():
+            seen.setdefault(tuple(sequence.input_ids.tolist()), sequence)
+    if len(seen) < number:
+        raise UserError(f"{source}: {len(seen)} different sequences", f"{number} are needed", "give a longer file")
+    chosen = list(seen.values())
+    offsets = np.cumsum([0, *(len(s.input_ids) for s in chosen)]).astype(np.int64)
+    return TokenizedDataset(
+        np.concatenate([s.input_ids for s in chosen]), np.concatenate([s.is_trained for s in chosen]), offsets
+    )
+
+
+def versions() -> dict[str, str]:
+    """What a number was measured with."""
+    packages = ("torch", "transformers", "peft", "safetensors")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"meshlora": meshlora.__version__, "python": platform.python_version(), **found}
+
+
+def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
+    """The hash of everything that goes into a reference run.
+
+    inputs: what stands for the files of model and adapter (`file_fingerprint`, or the configuration of a twin). The
+    paths themselves do not count.
+    """
+    values = {k: v for k, v in dataclasses.asdict(case).items() if k not in ("model", "adapter")}
+    return digest([json.dumps(values, sort_keys=True, default=str), *inputs, json.dumps(versions()), *_own_sources()])
+
+
+def digest(parts: Iterable[str]) -> str:
+    """The first 24 hexadecimal digits of a hash over `parts`."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(f"{len(part)}:{part}".encode())
+    return whole.hexdigest()[:24]
+
+
+def file_fingerprint(folder: Path) -> list[str]:
+    """One line for every file of a checkpoint folder that a model is made of."""
+    return [_fingerprint(file) for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".py")]
+
+
+def _fingerprint(file: Path) -> str:
+    stat = file.stat()
+    if stat.st_size > _HASHED_BYTES:
+        return f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
+    with file.open("rb") as stream:
+        return f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}"
+
+
+def _own_sources() -> list[str]:
+    """The reference's own code: a change in it makes earlier results void."""
+    root = Path(meshlora.__file__).parent
+    return [(root / name).read_text(encoding="utf-8") for name in _SOURCES]

@@ -1,0 +1,254 @@
+"""Faults: what a mutation puts in the place of one function of the product.
+
+Owns: the wrong code, on purpose. Each function here takes the original and gives its replacement, or is the
+replacement itself.
+Does not own: which faults there are and what they break (`verify.mutations`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlora.adapter import manage, peft_format
+from meshlora.adapter.manage import active_factors, adapter_factors, runtime
+from meshlora.parallel import collectives, region
+from meshlora.parallel.groups import launcher_place
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.plan.grads import Side
+from meshlora.plan.rules import Split
+
+# (owner, name, original -> replacement): what a fault replaces.
+Change = tuple[Any, str, Callable[[Any], Any]]
+
+
+def then(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A replacement that calls the original and passes its result, and the arguments, to `function`."""
+    return lambda original: lambda *args, **kwargs: function(original(*args, **kwargs), *args, **kwargs)
+
+
+def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda original: function
+
+
+# --- outputs of row-parallel layers
+
+
+def bias_before_reduction(original: Any) -> Any:
+    def leave(self: ParallelLinear, y: Tensor) -> Tensor:
+        # The sum over tp then has the bias tp times: tp - 1 times here, once where it belongs.
+        return original(self, y if self.bias is None else y + self.bias * (1 - 1 / self.tp.size))
+
+    return leave
+
+
+def reversed_columns(original: Any) -> Any:
+    return lambda dim, whole, *, rank, size: original(dim, whole, rank=size - 1 - rank if dim else rank, size=size)
+
+
+# --- gradients at region borders
+
+
+def reduce_in_each_column_linear(original: Any) -> Any:
+    def forward(self: ParallelLinear, x: Tensor) -> Tensor:
+        return original(self, collectives.copy_one_to_each(x, self.tp) if self.rule.split is Split.COLUMN else x)
+
+    return forward
+
+
+NO_REDUCTION_AT_ENTRY: tuple[Change, ...] = (
+    (region, "copy_one_to_each", instead(lambda x, axis: x)),
+    (region, "gather_each_to_each", instead(collectives.gather_each_to_one)),
+)
+
+# --- sums over gradient axes
+
+
+def without_axis(axis: str, *, split: Split | None = None, side: Side | None = None) -> Change:
+    def replace(original: Any) -> Any:
+        def factor_rule(of_split: Split, of_side: Side) -> Any:
+            rule = original(of_split, of_side)
+            if split not in (None, of_split) or side not in (None, of_side):
+                return rule
+            return dataclasses.replace(rule, grad_axes=rule.grad_axes - {axis})
+
+        return factor_rule
+
+    return manage, "factor_rule", replace
+
+
+def averaged_over_tp(original: Any) -> Any:
+    def sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Any, *, scale: float) -> None:
+        original(grads, axes, mesh, scale=scale / (mesh.tp.size if "tp" in axes else 1))
+
+    return sum_bucket
+
+
+# --- tokens and micro-batches
+
+
+def scaled_before(scale: Callable[[int, int, int], float]) -> Callable[[Any], Any]:
+    """finish_gradients on gradients multiplied by scale(tokens of all ranks, of this rank, dp)."""
+
+    def replace(original: Any) -> Any:
+        def finish(model: Any, *, num_tokens: int) -> int:
+            mesh = runtime(model).mesh
+            total = int(collectives.all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp))
+            for factor in active_factors(model):
+                assert factor.parameter.grad is not None
+                factor.parameter.grad.mul_(scale(total, max(num_tokens, 1), mesh.dp.size))
+            return original(model, num_tokens=num_tokens)
+
+        return finish
+
+    return replace
+
+
+def local_count(original: Any) -> Any:
+    def finish(model: Any, *, num_tokens: int) -> int:
+        total = original(model, num_tokens=num_tokens)
+        for factor in active_factors(model):
+            assert factor.parameter.grad is not None
+            factor.parameter.grad.mul_(total / max(num_tokens, 1))
+        return total
+
+    return finish
+
+
+def mean_times_ten(logits: Tensor, labels: Tensor) -> Tensor:
+    """Every micro-batch weighs as if it had ten tokens."""
+    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total * 10 / (labels != -100).sum().clamp(min=1)
+
+
+def counted_dummy(batch: Any, sequences: Any, **_: Any) -> Any:
+    if sequences:
+        return batch
+    return dataclasses.replace(batch, labels=batch.input_ids.clone(), num_trained_tokens=batch.input_ids.numel())
+
+
+def labels_lost_at_cuts(batch: Any, sequences: Any, *, token_multiple: int = 1, **_: Any) -> Any:
+    """Shifting inside a slice of the tokens leaves its last token without a label."""
+    labels = batch.labels.clone()
+    labels.view(token_multiple, -1)[:, -1] = -100
+    # Padding has no labels to lose, so one is also lost where every slice ends in padding.
+    trained = (batch.labels != -100).nonzero()
+    if len(trained) and torch.equal(labels, batch.labels):
+        labels[tuple(trained[-1])] = -100
+    return dataclasses.replace(batch, labels=labels, num_trained_tokens=int((labels != -100).sum()))
+
+
+# --- drawing and scaling
+
+
+def seed_of_rank(original: Any) -> Any:
+    return lambda target, rule, *, init, seed: original(target, rule, init=init, seed=seed + rank())
+
+
+def other_b(factors: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
+    return factors | {"B": factors["B"] * (1 + 0.01 * rank())}
+
+
+def local_fan_in(original: Any) -> Any:
+    def attach(model: Any, name: str, config: Any, targets: Any, full: Any) -> None:
+        plan = runtime(model).plan
+        widths = {n: math.sqrt(plan.topology.tp if plan.linears[n].split is Split.ROW else 1) for n in full}
+        original(model, name, config, targets, {n: {"A": f["A"] * widths[n], "B": f["B"]} for n, f in full.items()})
+
+    return attach
+
+
+def on_rank_0_only(original: Any) -> Any:
+    def attach(model: Any, name: str, config: Any, targets: Any, full: Any) -> None:
+        if rank() > 0:
+            full = {module: {side: torch.zeros_like(t) for side, t in f.items()} for module, f in full.items()}
+        original(model, name, config, targets, full)
+
+    return attach
+
+
+def scaling(change: Callable[[float, int], float]) -> Callable[[Any], Any]:
+    def replace(original: Any) -> Any:
+        def add_adapter(self: ParallelLinear, name: str, factors: Any, *, scaling: float) -> None:
+            original(self, name, factors, scaling=change(scaling, self.tp.size))
+
+        return add_adapter
+
+    return replace
+
+
+def rank() -> int:
+    place = launcher_place()
+    return place.rank if place else 0
+
+
+# --- sequence parallelism
+
+
+def next_slice(original: Any) -> Any:
+    return lambda x, axis: original(x, dataclasses.replace(axis, rank=(axis.rank + 1) % axis.size))
+
+
+def blocks_reversed(y: Tensor, x: Tensor, axis: Any) -> Tensor:
+    return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
+
+
+def blind_whole_regions(original: Any) -> Any:
+    """The block gets its rank's tokens, and zeros in the place of all others."""
+
+    def install(module: Any, of: Any, cut: region.TokenCut, *, sp: bool) -> None:
+        if of.is_split:
+            original(module, of, cut, sp=sp)
+            return
+
+        def own_tokens(x: Tensor) -> Tensor:
+            whole = cut.whole(x, terms=False)
+            mine = torch.zeros(whole.shape[0] * whole.shape[1], 1, dtype=x.dtype, device=x.device)
+            mine.tensor_split(cut.tp.size)[cut.tp.rank].fill_(1)
+            return whole * mine.view(*whole.shape[:2], 1)
+
+        region._map_input(module, of.name, own_tokens)
+        region._map_output(module, cut.cut)
+
+    return install
+
+
+# --- files
+
+
+def in_file(change: Callable[[Tensor, int, int], Tensor], *, split: bool) -> Change:
+    """change(full tensor, dim, tp) on the factors that are split over tp, or on those that are whole."""
+
+    def gathered(full: dict[str, Tensor], model: Any, adapter: str) -> dict[str, Tensor]:
+        rules = {factor.name: factor.rule.split_dim for factor in adapter_factors(model, adapter)}
+        tp = runtime(model).mesh.tp.size
+        return {
+            name: change(t, rules[name] or 0, tp) if (rules[name] is not None) == split else t
+            for name, t in full.items()
+        }
+
+    return peft_format, "gather_adapter", then(gathered)
+
+
+def first_shard_only(full: Tensor, dim: int, tp: int) -> Tensor:
+    shards = full.tensor_split(tp, dim)
+    return torch.cat([shards[0], *(torch.zeros_like(shard) for shard in shards[1:])], dim)
+
+
+def replicas_counted(squares: Tensor, factors: list[Any], mesh: Any) -> Tensor:
+    return squares * (mesh.tp.size if factors and factors[0].rule.split_dim is None else 1)
+
+
+def clip_first(original: Any) -> Any:
+    def finish(model: Any, *, num_tokens: int) -> int:
+        parameters = [factor.parameter for factor in active_factors(model)]
+        torch.nn.utils.clip_grad_norm_(parameters, 1e-3 * max(num_tokens, 1))
+        return original(model, num_tokens=num_tokens)
+
+    return finish

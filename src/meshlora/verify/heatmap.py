@@ -1,0 +1,191 @@
+"""The map of the report: modules down, phases across, and how bad each cell is.
+
+Owns: which tensor belongs into which cell, the layers that can be folded, and the shade of an error. Does not own: the
+colours (`report.css`) and the markup (`report.html.j2`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+Tensor = dict[str, Any]  # an entry of the document: name, relative, limit, passed, note
+Key = tuple[str, str]  # phase, and factor: "" where the phase is of modules
+
+COLUMNS = (
+    ("forward", "", "forward"),
+    ("backward", "", "backward"),
+    ("gradients", "A", "gradient A"),
+    ("gradients", "B", "gradient B"),
+    ("deltas", "A", "delta A"),
+    ("deltas", "B", "delta B"),
+    ("saved_file", "A", "saved A"),
+    ("saved_file", "B", "saved B"),
+)
+CALM_SHADES, ALARM_SHADES = 12, 7
+_ROW_OF = {"logits of PEFT": "logits"}
+_LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One tensor on the map.
+
+    Attributes:
+        limit: None where it is that of the column. of: on the row of a layer, the module inside that is worst.
+        span: 2 where one tensor stands for both factors.
+    """
+
+    shade: str
+    relative: float | None
+    passed: bool
+    limit: float | None
+    note: str
+    of: str = ""
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module. split: what the plan makes of it."""
+
+    name: str
+    label: str
+    split: str
+    cells: list[Cell | None]
+
+
+@dataclass
+class Group:
+    """One layer with its modules, or one module by itself. heads: the worst inside, by column."""
+
+    name: str
+    is_layer: bool
+    failed: bool
+    heads: list[Cell | None]
+    rows: list[Row]
+    is_open: bool = False
+
+
+@dataclass
+class HeatMap:
+    """The map of one run. decades: how far below the limit the calmest shade begins."""
+
+    run: dict[str, Any]
+    decades: float
+    limits: list[float] = field(init=False)
+    groups: list[Group] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = _rows(self.run.get("tensors", {}))
+        self.limits = [self._usual_limit((phase, side)) for phase, side, _ in COLUMNS]
+        groups: dict[str, list[str]] = {}
+        for module in self._rows:
+            layer = _LAYER.match(module)
+            groups.setdefault(layer.group(1) if layer else module, []).append(module)
+        self.groups = [self._group(name, modules) for name, modules in groups.items()]
+        layers = [group for group in self.groups if group.is_layer]
+        for group in [layer for layer in layers if layer.failed][:1] or layers[:1]:
+            group.is_open = True
+
+    @property
+    def can_fold(self) -> bool:
+        return any(group.is_layer for group in self.groups)
+
+    def _usual_limit(self, key: Key) -> float:
+        """The limit that most cells of a column have: the others carry their own."""
+        counts = Counter(row[key]["limit"] for row in self._rows.values() if key in row)
+        return counts.most_common(1)[0][0] if counts else 0.0
+
+    def _group(self, name: str, modules: list[str]) -> Group:
+        is_layer = len(modules) > 1
+        return Group(
+            name,
+            is_layer,
+            any(not tensor["passed"] for module in modules for tensor in self._rows[module].values()),
+            [self._worst(name, modules, column) for column in range(len(COLUMNS))] if is_layer else [],
+            [
+                Row(
+                    module,
+                    module if not is_layer else "whole layer" if module == name else module.removeprefix(f"{name}."),
+                    self.run.get("splits", {}).get(module, ""),
+                    self._cells(module),
+                )
+                for module in modules
+            ],
+        )
+
+    def _worst(self, name: str, modules: list[str], column: int) -> Cell | None:
+        key = COLUMNS[column][:2]
+        inside = [(module, self._rows[module][key]) for module in modules if key in self._rows[module]]
+        if not inside:
+            return None
+        module, tensor = max(inside, key=lambda i: (not i[1]["passed"], excess(i[1]["relative"], i[1]["limit"])))
+        return self._cell(tensor, column, of=module.removeprefix(f"{name}.") if module != name else "")
+
+    def _cells(self, module: str) -> list[Cell | None]:
+        """A cell a column; what is of a whole module where factors are shown takes the columns of both."""
+        row, cells = self._rows[module], []
+        for column, (phase, side, _) in enumerate(COLUMNS):
+            if not side or (phase, "") not in row:
+                cells.append(self._cell(row[phase, side], column) if (phase, side) in row else None)
+            elif side == "A":
+                cells.append(self._cell(row[phase, ""], column, span=2))
+        return cells
+
+    def _cell(self, tensor: Tensor, column: int, *, of: str = "", span: int = 1) -> Cell:
+        limit = None if tensor["limit"] == self.limits[column] else tensor["limit"]
+        shade = shade_of(tensor, decades=self.decades)
+        return Cell(shade, tensor["relative"], tensor["passed"], limit, tensor["note"], of, span)
+
+
+def _rows(tensors: dict[str, list[Tensor]]) -> dict[str, dict[Key, Tensor]]:
+    """Module -> its tensors, modules in execution order. Of two with one name, the one that fails."""
+    rows: dict[str, dict[Key, Tensor]] = {}
+    for phase in ("forward", "logits", "backward", "gradients", "deltas", "saved_file"):
+        for tensor in tensors.get(phase, []):
+            name: str = tensor["name"]
+            module, found, side = name.rpartition(".lora_")
+            if not found:
+                module, side = _ROW_OF.get(name, name), ""
+            key = ("forward" if phase == "logits" else phase, side[:1])
+            row = rows.setdefault(module, {})
+            if key not in row or row[key]["passed"]:
+                row[key] = tensor
+    return rows
+
+
+def excess(relative: float | None, limit: float | None) -> float:
+    """How many times the limit; infinite where it is not finite, or must be exact and is not."""
+    if relative is None or (relative and not limit):
+        return math.inf
+    return relative / limit if limit else 0.0
+
+
+def shade_of(tensor: Tensor, *, decades: float) -> str:
+    """z: exactly zero; c0..c11: the decades below the limit; a0..a6: from the limit to 1."""
+    relative, limit = tensor["relative"], tensor["limit"]
+    if tensor["passed"]:
+        if not relative or not limit:
+            return "z"
+        return f"c{_step(1 + math.log10(relative / limit) / decades, CALM_SHADES)}"
+    if not relative or not limit or limit >= 1:
+        return f"a{ALARM_SHADES - 1}"
+    return f"a{_step(math.log10(relative / limit) / -math.log10(limit), ALARM_SHADES)}"
+
+
+def _step(place: float, shades: int) -> int:
+    return min(max(math.floor(place * shades), 0), shades - 1)
+
+
+def scale(runs: list[dict[str, Any]], *, decades: float) -> list[tuple[str, float, float, float]]:
+    """The shades in numbers: (what, where the calm ones begin, the least and the greatest limit)."""
+    kinds: dict[str, set[float]] = {}
+    for run in runs:
+        for phase, tensors in run.get("tensors", {}).items():
+            kind = "delta, saved" if phase in ("deltas", "saved_file") else "forward to gradient"
+            kinds.setdefault(kind, set()).update(tensor["limit"] for tensor in tensors if tensor["limit"])
+    return [(what, min(found) / 10.0**decades, min(found), max(found)) for what, found in kinds.items() if found]

@@ -1,0 +1,157 @@
+"""Our side of a proof, on one rank: the product's own loader, trainer and file writer, watched from outside.
+
+Owns: what is recorded where. The code that runs is that of `meshlora train`; nothing here computes a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from meshlora.adapter import manage, peft_format
+from meshlora.adapter.manage import active_factors, adapter_factors, runtime
+from meshlora.api import load_without_proof
+from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.oracle.capture import Capture, CollectiveCounter, copy
+from meshlora.oracle.case import Case
+from meshlora.oracle.trace import Trace
+from meshlora.plan.budget import micro_batch_budget, step_budget
+from meshlora.plan.topology import Topology
+from meshlora.train import trainer as trainer_module
+from meshlora.train.metrics import Reporter
+from meshlora.train.prepare import Prepared
+from meshlora.train.trainer import Trainer
+from meshlora.verify.mutations import applied
+
+
+def run_case(case: Case, topology: str, folder: str, mutation: str | None = None) -> None:
+    """Run `case` on the calling ranks; leaves `rank-N.safetensors` and the saved adapter `saved/` in `folder`."""
+    with applied(mutation):
+        _run_case(case, Topology.parse(topology), Path(folder))
+
+
+def _run_case(case: Case, topology: Topology, folder: Path) -> None:
+    model = load_without_proof(
+        case.model,
+        topology=topology,
+        adapter=case.adapter,
+        dtype=case.dtype,
+        device=case.device,
+        attn_implementation="eager",
+        trust_remote_code=case.trust_remote_code,
+        disable_dropout=True,
+        allow_unused_weights=True,
+    )
+    state = runtime(model)
+    trace = Trace(initial=_locals(model, "default"), facts=_facts(model))
+    trace.fresh = _fresh(model, case, "fresh")
+    trace.fresh_both = _fresh(model, case, "fresh_both")
+    run = Prepared(
+        _run_config(case, str(topology), folder),
+        topology,
+        state.plan,
+        state.adapters["default"].config,
+        dict(state.adapters["default"].targets),
+        case.pad_token_id,
+        case.data,
+        None,
+        case.steps,
+    )
+    trainer = Trainer(run, model, Reporter(folder / "unused", steps=case.steps, log_every=1, is_main=False))
+    model.train()
+    for step in range(case.steps):
+        with _watch(model, trace) if step == 0 else contextlib.nullcontext():
+            metrics = trainer.train_step(step)
+        trace.losses.append(metrics.loss)
+        trace.grad_norms.append(metrics.grad_norm)
+        trace.num_tokens.append(metrics.tokens)
+    trace.final = _locals(model, "default")
+    peft_format.save_adapter(model, folder / "saved")
+    trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
+
+
+@contextlib.contextmanager
+def _watch(model: Any, trace: Trace) -> Iterator[None]:
+    """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
+    clip, finish = trainer_module.clip_gradients, trainer_module.finish_gradients
+    counter = CollectiveCounter()
+
+    def recording_clip(model: Any, max_norm: float | None) -> float:
+        trace.gradients = {
+            f.name: copy(f.parameter.grad) for f in active_factors(model) if f.parameter.grad is not None
+        }
+        return clip(model, max_norm)
+
+    def counted_finish(model: Any, *, num_tokens: int) -> int:
+        counter.phase = "step"
+        try:
+            return finish(model, num_tokens=num_tokens)
+        finally:
+            counter.phase = None
+
+    def set_phase(phase: str) -> Any:
+        return lambda *_: setattr(counter, "phase", phase)
+
+    with contextlib.ExitStack() as stack:
+        begin = model.register_forward_pre_hook(set_phase("forward"), prepend=True)
+        end = model.register_forward_hook(set_phase("backward"))
+        stack.callback(begin.remove)
+        stack.callback(end.remove)
+        stack.enter_context(mock.patch.object(trainer_module, "clip_gradients", recording_clip))
+        stack.enter_context(mock.patch.object(trainer_module, "finish_gradients", counted_finish))
+        capture = stack.enter_context(Capture(model))
+        stack.enter_context(counter)
+        yield
+    plan = runtime(model).plan
+    trace.micro_batches = capture.micro_batches
+    trace.collectives = {" ".join(key): number for key, number in counter.counts.items()}
+    per_micro_batch = micro_batch_budget(plan)
+    budget = Counter({key: n * len(capture.micro_batches) for key, n in per_micro_batch.items()})
+    budget += step_budget(plan, [f.rule for f in active_factors(model)])
+    trace.budget = {" ".join(key): number for key, number in budget.items()}
+
+
+def _locals(model: Any, adapter: str) -> dict[str, Tensor]:
+    """Name -> what this rank holds of each factor."""
+    return {factor.name: copy(factor.parameter) for factor in adapter_factors(model, adapter)}
+
+
+def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
+    """The factors of an adapter that is drawn from the user's configuration, "fresh_both" with B drawn too."""
+    values = dict(case.lora)
+    if name == "fresh_both":
+        values["init_lora_weights"] = False
+    manage.add_adapter(model, name, peft_format.lora_config(values, "lora"), seed=case.seed)
+    return _locals(model, name)
+
+
+def _facts(model: Any) -> dict[str, str]:
+    plan = runtime(model).plan
+    regions = {r.name: "split region" if r.is_split else "whole region" for r in plan.regions}
+    return regions | {name: str(rule.split) for name, rule in plan.linears.items()}
+
+
+def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
+    """The run file that a user would have written for this case."""
+    return RunConfig(
+        model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code),
+        data=DataConfig("unused"),
+        train=TrainConfig(
+            str(folder),
+            steps=case.steps,
+            batch_size=case.batch_size,
+            micro_batch_size=case.micro_batch_size,
+            lr=case.lr,
+            eps=case.eps,
+            max_grad_norm=case.max_grad_norm,
+            seed=case.seed,
+        ),
+        adapter=case.adapter,
+        topology=topology,
+    )

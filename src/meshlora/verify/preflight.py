@@ -1,0 +1,183 @@
+"""The preflight: before a run starts, its model's twin is proved on its topology with its adapter, once.
+
+Owns: what stands for a run (its proof's request and key), the memory of passed proofs, and the refusal. The proof
+itself is that of `meshlora verify`, on CPUs, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import meshlora
+from meshlora.api import read_model_config
+from meshlora.errors import UnsupportedError
+from meshlora.oracle.case import digest, versions
+from meshlora.plan.families import check_proved
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import shrink_config
+from meshlora.state.files import read_json, write_json_atomically
+from meshlora.train.prepare import Prepared
+from meshlora.verify.document import document, is_proved
+from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.report import write_report
+from meshlora.verify.request import CACHE, Proof, Request, prepare_proof
+
+# What a machine can run beside the job: dp ranks beyond two show nothing that two do not.
+_MOST_RANKS = 8
+
+
+def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
+    """Prove that `run` trains as one process would, or remember that it was proved.
+
+    skip: take only what is proved for every user of a family, and say what that gives up.
+
+    Raises:
+        UnsupportedError: the twin trains differently, or does not have every kind of block that the model has; with
+            `skip`, a family without a proof.
+    """
+    console = console or Console()
+    if skip:
+        check_proved(_config(run), run.topology)
+        console.print(
+            "no preflight: that this model, adapter and topology train as one process would is not proved on this "
+            "machine",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    proof, key = _proof_of(run, cache_dir)
+    record = _record(cache_dir, key)
+    if record.is_file():
+        return
+    started = time.perf_counter()
+    what = f"{run.plan.model_type} on {proof.topologies[0]}"
+    console.print(
+        f"preflight: proving a twin of {what} against transformers + peft on one process (once; about half a minute)",
+        highlight=False,
+        soft_wrap=True,
+    )
+    with Processes() as processes:
+        outcomes = list(run_proof(proof, processes))
+    seconds = time.perf_counter() - started
+    _remember(proof, outcomes, seconds, record, what)
+    console.print(f"preflight: {what} proved in {seconds:.0f} s", highlight=False, soft_wrap=True)
+
+
+def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
+    """What `meshlora check` says of the preflight of `run`.
+
+    Raises:
+        UnsupportedError: it cannot be proved, whatever the numbers are.
+    """
+    _, key = _proof_of(run, cache_dir)
+    record = _record(cache_dir, key)
+    if record.is_file():
+        return f"preflight: proved, {read_json(record)['date']}"
+    return "preflight: train will prove this combination first (about half a minute)"
+
+
+def _remember(proof: Proof, outcomes: list[Outcome], seconds: float, record: Path, what: str) -> None:
+    """Store a passed proof; refuse a failed one, with its report."""
+    command = (
+        f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}  # the twin of your own "
+        "configuration: --model FOLDER --twin"
+    )
+    record.parent.mkdir(parents=True, exist_ok=True)
+    full = document(proof, outcomes, command=command, seconds=seconds, details=True)
+    if not is_proved(outcomes):
+        report = record.with_suffix(".html")
+        write_report(full, report)
+        found = outcomes[0].divergence
+        cause = f"{found.phase} of {found.name}: {found.cause}" if found else outcomes[0].error.splitlines()[-1]
+        raise UnsupportedError(
+            what,
+            f"its twin does not train as one process would ({cause})",
+            f"the report is {report}; use another topology, or tp=1 with dp as you like",
+        )
+    short = document(proof, outcomes, command=command, seconds=seconds)
+    write_json_atomically(record, short | {"date": time.strftime("%Y-%m-%d %H:%M")})
+
+
+def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
+    """The proof that stands for `run`, and the key under which it is remembered."""
+    config = shrink_config(_config(run), tp=run.topology.tp)
+    topology = provable(run.topology)
+    request = Request(
+        topologies=(str(topology),),
+        model=config,
+        lora=_lora_on_twin(run, config, topology),
+        device="cpu",
+        trust_remote_code=run.config.model.trust_remote_code,
+        cache_dir=cache_dir,
+    )
+    proof = prepare_proof(request)
+    _check_same_blocks(run.plan, proof.plans[topology])
+    return proof, digest([proof.key, str(topology), json.dumps(versions()), *_sources()])
+
+
+def provable(topology: Topology) -> Topology:
+    """`topology`, or with fewer dp ranks where it needs more processes than a machine can spare."""
+    if topology.world <= _MOST_RANKS:
+        return topology
+    return Topology(dp=2 if 2 * topology.tp <= _MOST_RANKS else 1, tp=topology.tp, sp=topology.sp)
+
+
+def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, Any]:
+    """The run's adapter on the twin: the same rank and scale, on the same kinds of linears.
+
+    Layers and linears that are named by number do not exist in a twin: there each kind of linear that has an adapter
+    somewhere has one in every layer.
+    """
+    bare = prepare_proof(Request(topologies=(str(topology),), model=config, device="cpu"))
+    kinds = set(map(kind_of, run.targets))
+    lora = run.lora
+    return {
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "use_rslora": lora.use_rslora,
+        "init_lora_weights": lora.init_lora_weights,
+        "target_modules": sorted(name for name in bare.plans[topology].linears if kind_of(name) in kinds),
+    }
+
+
+def kind_of(name: str) -> str:
+    """`model.layers.17.mlp.up_proj` -> `model.layers.*.mlp.up_proj`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _check_same_blocks(plan: ModelPlan, twin: ModelPlan) -> None:
+    """A proof of the twin says something of the model only where the twin has every kind of block that it has."""
+    missing = _kinds(plan) - _kinds(twin)
+    if missing:
+        name, how = min(missing)
+        raise UnsupportedError(
+            f"{plan.model_type}: {name} ({how})",
+            "its twin has no such block, so a proof of the twin would not cover it",
+            "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight",
+        )
+
+
+def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
+    regions = {(kind_of(r.name), "split region" if r.is_split else "whole region") for r in plan.regions}
+    return regions | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
+
+
+def _config(run: Prepared) -> Any:
+    return read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
+
+
+def _record(cache_dir: Path, key: str) -> Path:
+    return cache_dir.expanduser() / "passed" / f"{key}.json"
+
+
+def _sources() -> Iterable[str]:
+    """The product's own code: a proof of other code is no proof."""
+    root = Path(meshlora.__file__).parent
+    return [file.read_text(encoding="utf-8") for file in sorted(root.rglob("*.py"))]

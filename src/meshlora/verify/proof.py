@@ -1,0 +1,183 @@
+"""A proof: one reference run, our runs on each topology, and the verdict on each.
+
+Owns: the cache of reference runs, the processes, and the order of work. Does not own: the request and its checks
+(`verify.request`), what is compared (`oracle.judge`), what runs on a rank (`verify.ours`), how results are shown
+(`verify.show`, `verify.report`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from peft import LoraConfig
+from safetensors import safe_open
+from torch import Tensor
+
+from meshlora.errors import MeshloraError, UserError
+from meshlora.oracle.case import Case
+from meshlora.oracle.diagnose import Divergence, first_divergence
+from meshlora.oracle.judge import Evidence, Phase, judge
+from meshlora.oracle.trace import Trace
+from meshlora.oracle.worker import make_reference, read_back_to
+from meshlora.plan.topology import Topology
+from meshlora.state.files import new_folder
+from meshlora.verify.ours import run_case
+from meshlora.verify.pool import Pool, RankError
+from meshlora.verify.request import Proof
+
+_REFERENCE_TIMEOUT_S = 7200.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run and its verdict.
+
+    Attributes:
+        phases: empty where the run broke off. divergence: where ours first leaves the reference, None where nowhere.
+        error: what a rank raised. losses: ours and the reference's, per step.
+        collectives, budget: "phase kind" -> calls on the busiest rank, and what the plan has.
+    """
+
+    topology: Topology
+    mutation: str | None
+    phases: list[Phase]
+    divergence: Divergence | None
+    seconds: float
+    error: str = ""
+    losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    collectives: dict[str, int] = field(default_factory=dict)
+    budget: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor of every phase is within its limit."""
+        return not self.error and all(phase.passed for phase in self.phases)
+
+
+class Processes:
+    """The processes of proofs: one for references, and a pool of ranks for each number of ranks. A context manager."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, str], Pool] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def reference(self, device: str) -> Pool:
+        """The process of the reference: no layer of meshlora is made in it."""
+        return self._pools.setdefault((0, device), Pool(1, device=device))
+
+    def ranks(self, number: int, device: str) -> Pool:
+        """`number` ranks of ours."""
+        return self._pools.setdefault((number, device), Pool(number, device=device))
+
+
+def run_proof(
+    proof: Proof, processes: Processes, *, progress: Callable[[str], None] = lambda text: None
+) -> Iterator[Outcome]:
+    """The outcomes as they come: for each topology without a fault, then with each mutation that can show on it.
+
+    Raises:
+        MeshloraError: the reference itself could not be computed. UserError: a rank refuses the model.
+    """
+    worker = processes.reference(proof.case.device)
+    worker.start()
+    processes.ranks(proof.topologies[0].world, proof.case.device).start()
+    progress("the reference: transformers + peft on one process")
+    case, reference, rounded = _reference(proof, worker)
+    for topology in proof.topologies:
+        for mutation in (None, *proof.mutations_on(topology)):
+            progress(f"{topology}" + (f" with {mutation}" if mutation else ""))
+            pool = processes.ranks(topology.world, case.device)
+            yield _run(case, reference, rounded, topology, mutation, pool, worker)
+
+
+def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, Trace | None]:
+    """The cached reference, made now where there is none; the case with the folders of its inputs."""
+    folder = proof.request.cache_dir.expanduser() / proof.key
+    if not (folder / "reference.safetensors").is_file():
+        with new_folder(folder) as new:
+            twin = proof.config if proof.is_twin else None
+            try:
+                worker.run(make_reference, proof.case, twin, str(new), timeout_s=_REFERENCE_TIMEOUT_S)
+            except RankError as error:
+                if isinstance(error.cause, UserError):
+                    raise error.cause from None
+                raise MeshloraError(f"the reference itself fails on this model:\n{error}") from error
+    case = dataclasses.replace(
+        proof.case, model=proof.case.model or str(folder / "model"), adapter=str(folder / "adapter")
+    )
+    rounded = folder / "rounded.safetensors"
+    return (
+        case,
+        Trace.load(folder / "reference.safetensors"),
+        Trace.load(rounded) if case.dtype != "float64" else None,
+    )
+
+
+def _run(
+    case: Case,
+    reference: Trace,
+    rounded: Trace | None,
+    topology: Topology,
+    mutation: str | None,
+    pool: Pool,
+    worker: Pool,
+) -> Outcome:
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="meshlora-"))
+    try:
+        pool.run(run_case, case, str(topology), str(folder), mutation)
+        ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
+        note = worker.run(read_back_to, case, str(folder / "saved"), str(folder / "read.safetensors"))[0]
+        saved, logits = _saved(folder / "read.safetensors") if not note else ({}, None)
+    except RankError as error:
+        if isinstance(error.cause, UserError) and mutation is None:
+            raise error.cause from None
+        text = str(error).strip()
+        return Outcome(topology, mutation, [], None, time.perf_counter() - started, text)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    init = LoraConfig(**case.lora).init_lora_weights
+    evidence = Evidence(
+        topology,
+        case.dtype,
+        reference,
+        rounded,
+        ranks,
+        saved,
+        logits,
+        note,
+        init,
+        case.seed,
+    )
+    phases = judge(evidence)
+    return Outcome(
+        topology,
+        mutation,
+        phases,
+        first_divergence(phases, evidence),
+        time.perf_counter() - started,
+        losses=(ranks[0].losses, reference.losses),
+        collectives={k: max(t.collectives.get(k, 0) for t in ranks) for t in ranks for k in t.collectives},
+        budget=ranks[0].budget,
+        facts=ranks[0].facts,
+    )
+
+
+def _saved(file: Path) -> tuple[dict[str, Tensor], Tensor]:
+    with safe_open(file, framework="pt") as stored:
+        tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118 - it is not a dict
+    return tensors, tensors.pop("logits")

@@ -1,0 +1,301 @@
+"""What is to be proved: the request in a user's words, checked before any process starts.
+
+Owns: the rules of a request, which topologies "auto" means, and where sequences come from. Does not own: running it
+(`verify.proof`), the shapes of twins (`plan.twin`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import LoraConfig
+from transformers import PretrainedConfig
+
+from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.targets import resolve_targets
+from meshlora.api import build_meta, read_model_config, resolve_dtype
+from meshlora.data import TokenizedDataset, read_records, tokenize
+from meshlora.errors import UnsupportedError, UserError, reason
+from meshlora.guards import handle_dropout
+from meshlora.oracle.case import (
+    Case,
+    batch_size_for,
+    case_hash,
+    distinct_sequences,
+    file_fingerprint,
+    random_tokens,
+)
+from meshlora.parallel.groups import on_gpus
+from meshlora.plan.rules import ModelPlan, Split
+from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.twin import shrink_config, twin_config
+from meshlora.train.prepare import load_tokenizer, padding_token_id
+from meshlora.verify.mutations import find
+
+DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+CACHE = Path("~/.cache/meshlora/proofs")
+_AUTO_PROCESSES = 4
+_MICRO_BATCH_SIZE = 2
+_DTYPES = ("float64", "float32", "bfloat16")
+_MAX_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be proved.
+
+    Attributes:
+        model: folder of a checkpoint, or a configuration that is run with random weights; family: or a `model_type`.
+        twin: shrink the model's configuration instead of reading its weights.
+        topologies: as text; "auto" is every one that the model and the number of processes allow.
+        lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run.
+        data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
+        mutations: faults to put in, one a run, after the runs without any.
+    """
+
+    topologies: tuple[str, ...]
+    model: str | PretrainedConfig | None = None
+    family: str | None = None
+    twin: bool = False
+    lora: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_LORA))
+    dtype: str = "float64"
+    steps: int = 3
+    seed: int = 0
+    data: str | None = None
+    nproc: int | None = None
+    mutations: tuple[str, ...] = ()
+    device: str = "auto"
+    trust_remote_code: bool = False
+    cache_dir: Path = CACHE
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A request that passed its checks.
+
+    Attributes:
+        config: of the model or its twin. plans: topology -> plan, in the order of the runs.
+        case: without the folders of its inputs where these are made for it. key: the hash of all that goes into the
+            reference.
+    """
+
+    request: Request
+    config: PretrainedConfig
+    plans: dict[Topology, ModelPlan]
+    case: Case
+    key: str
+
+    @property
+    def topologies(self) -> list[Topology]:
+        """In the order of the runs."""
+        return list(self.plans)
+
+    @property
+    def is_twin(self) -> bool:
+        """Whether the weights are random, made for this proof."""
+        return not self.case.model
+
+    def mutations_on(self, topology: Topology) -> list[str]:
+        """Those of the request that can show on `topology` with this model and adapter."""
+        return [name for name in self.request.mutations if find(name).needs <= self.features_on(topology)]
+
+    def features_on(self, topology: Topology) -> set[str]:
+        """What a run on `topology` has for a mutation to show."""
+        plan, config = self.plans[topology], LoraConfig(**self.case.lora)
+        has = {name for name in ("dp", "tp") if getattr(topology, name) > 1} | ({"sp"} if topology.sp else set())
+        if any(rule.split is Split.ROW and rule.has_bias for rule in plan.linears.values()):
+            has.add("row_bias")
+        if any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions):
+            has.add("whole_mixer")
+        if config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1:
+            has.add("scale")
+        return has
+
+
+def prepare_proof(request: Request) -> Proof:
+    """Check a request: everything that can be refused before a process starts.
+
+    Raises:
+        UserError: the request is wrong, or a topology is refused.
+    """
+    if request.steps < 1:
+        raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
+    if request.nproc is not None and request.nproc < 1:
+        raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
+    for name in request.mutations:
+        find(name)
+    given = _topologies(request)
+    largest_tp = max((t.tp for t in given), default=request.nproc or _AUTO_PROCESSES)
+    config, is_twin = _config(request, tp=largest_tp)
+    dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
+    lora = lora_config(request.lora, "lora", unknown_is_error=True)
+    plans = _plans(request, config, given, lora, dtype)
+    device = _device(request.device, max(t.world for t in plans))
+    batch_size = batch_size_for(max(t.dp for t in plans))
+    data, pad = _sequences(request, config, number=batch_size * request.steps)
+    case = Case(
+        model="" if is_twin else str(request.model),
+        adapter="",
+        model_type=config.model_type,
+        dtype=dtype,
+        lora=json.loads(json.dumps(request.lora)),
+        input_ids=tuple(data.input_ids.tolist()),
+        is_trained=tuple(data.is_trained.tolist()),
+        offsets=tuple(data.offsets.tolist()),
+        steps=request.steps,
+        batch_size=batch_size,
+        micro_batch_size=_MICRO_BATCH_SIZE,
+        seed=request.seed,
+        pad_token_id=pad,
+        trust_remote_code=request.trust_remote_code,
+        device=device,
+    )
+    files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
+    return Proof(request, config, plans, case, case_hash(case, inputs=files))
+
+
+def read_lora(path: str | Path) -> dict[str, Any]:
+    """Fields of `peft.LoraConfig` from a YAML file, alone or under the key `lora`, as in a run file.
+
+    Raises:
+        UserError: not readable, not a mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--lora {path}", "there is no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({reason(error)})") from None
+    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
+        values = values["lora"]
+    if not isinstance(values, dict):
+        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
+    return values
+
+
+def _topologies(request: Request) -> list[Topology]:
+    """Those that are given in words; "auto" stands for none yet."""
+    found = []
+    for text in request.topologies:
+        if text.strip() == "auto":
+            continue
+        has_dp = any(part.partition("=")[0].strip() == "dp" for part in text.split(","))
+        topology = Topology.parse(text, world=None if has_dp else request.nproc)
+        if request.nproc is not None and topology.world > request.nproc:
+            raise UserError(f"topology {topology}", f"it needs {topology.world} processes, --nproc is {request.nproc}")
+        found.append(topology)
+    return list(dict.fromkeys(found))
+
+
+def _plans(
+    request: Request, config: PretrainedConfig, given: list[Topology], lora: LoraConfig, dtype: str
+) -> dict[Topology, ModelPlan]:
+    """Topology -> plan; a topology that was asked for by name and is refused is an error."""
+
+    def plan(topology: Topology) -> ModelPlan:
+        model, plan = build_meta(
+            config,
+            topology,
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            disable_dropout=True,
+            trust_remote_code=request.trust_remote_code,
+        )
+        resolve_targets(model, plan, lora)
+        return plan
+
+    plans = {topology: plan(topology) for topology in given}
+    if "auto" not in [text.strip() for text in request.topologies]:
+        return plans
+    plan(Topology())  # what is refused everywhere is refused with its reason
+    for topology in _every_topology(request.nproc or _AUTO_PROCESSES):
+        try:
+            plans.setdefault(topology, plan(topology))
+        except UserError:
+            continue
+    return plans
+
+
+def _every_topology(processes: int) -> list[Topology]:
+    """All with more than one process, whose number divides `processes`; small ones first."""
+    return [
+        Topology(dp=world // tp, tp=tp, sp=sp)
+        for world in divisors(processes)[1:]
+        for tp in divisors(world)
+        for sp in (False, True)
+        if tp > 1 or not sp
+    ] or [Topology()]
+
+
+def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
+    """(the configuration to run, whether its weights are random)."""
+    if (request.model is None) == (request.family is None):
+        given = "neither" if request.model is None else "both"
+        raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
+    if request.family is not None:
+        if request.twin:
+            raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
+        config = with_biases(_twin(request.family, tp))
+    else:
+        assert request.model is not None
+        config = read_model_config(request.model, trust_remote_code=request.trust_remote_code)
+        if not request.twin and not isinstance(request.model, PretrainedConfig):
+            handle_dropout(config, disable=True)
+            return config, False
+        config = shrink_config(config, tp=tp) if request.twin else copy.deepcopy(config)
+    handle_dropout(config, disable=True)
+    return config, True
+
+
+def _twin(family: str, tp: int) -> PretrainedConfig:
+    try:
+        return twin_config(family, tp=tp)
+    except UserError:
+        raise
+    except Exception as error:  # families check their own fields, with exceptions of every kind
+        raise UnsupportedError(f"model_type {family!r}", f"no twin of it can be built ({reason(error)})") from error
+
+
+def with_biases(config: PretrainedConfig) -> PretrainedConfig:
+    """The biases that a family can have, switched on: without one a fault in adding it could not show."""
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, None) is False:
+            setattr(config, name, True)
+    return config
+
+
+def _device(wanted: str, ranks: int) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
+    on_gpus(wanted, num_ranks=ranks)
+    return wanted
+
+
+def _sequences(request: Request, config: PretrainedConfig, *, number: int) -> tuple[TokenizedDataset, int]:
+    """(the sequences to train on, the id of padding)."""
+    text_config = config.get_text_config()
+    if request.data is None:
+        pad = getattr(text_config, "pad_token_id", None)
+        pad = pad if isinstance(pad, int) and 0 <= pad < text_config.vocab_size else 0
+        return random_tokens(num_sequences=number, vocab_size=text_config.vocab_size, seed=request.seed), pad
+    if not isinstance(request.model, str) or request.twin:
+        raise UserError(
+            f"--data {request.data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin"
+        )
+    tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+    limit = getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH
+    data = tokenize(read_records([request.data]), tokenizer, max_length=min(limit, _MAX_LENGTH))
+    return distinct_sequences(data, number, source=request.data), padding_token_id(tokenizer)
+
+
+def _config_text(config: PretrainedConfig) -> str:
+    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    return json.dumps(values, sort_keys=True, default=str)

@@ -1,0 +1,226 @@
+"""`meshlora verify` from words to files: exit codes, the documented JSON, the report; a fault is never hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from meshlora.adapter import manage
+from meshlora.cli import main
+from meshlora.plan.grads import FactorRule
+from meshlora.state.weights import Part
+from meshlora.verify import command
+from meshlora.verify import mutations as registry
+from meshlora.verify.pool import Pool
+from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.request import Request, prepare_proof
+
+PHASES = {
+    "sequences",
+    "loaded_adapter",
+    "forward",
+    "logits",
+    "loss",
+    "backward",
+    "gradients",
+    "grad_norm",
+    "deltas",
+    "saved_file",
+    "fresh_adapter",
+    "collectives",
+}
+PHASE_KEYS = {"passed", "worst_relative", "worst_name", "limit", "num_tensors"}
+DIVERGENCE_KEYS = {"phase", "name", "relative", "ranks", "ratio", "cause", "num_failed"}
+WORDS = ["verify", "--family", "llama", "--topology", "tp=2,sp"]
+
+
+@pytest.fixture(autouse=True)
+def _shared_processes(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
+    """The session's processes instead of new ones."""
+
+    class Shared:
+        def __enter__(self) -> Processes:
+            return processes
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(command, "Processes", Shared)
+
+
+def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, report = tmp_path / "out.json", tmp_path / "report.html"
+    words = [
+        *WORDS,
+        "--topology",
+        "dp=2",
+        "--mutation",
+        "row_output_averaged",
+        "--json",
+        str(file),
+        "--html",
+        str(report),
+    ]
+    assert main(words) == 0
+    written = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert written["schema_version"] == 1
+    assert written["passed"] is True
+    assert written["command"].startswith("meshlora verify --family llama --topology tp=2,sp")
+    assert {"model_type": "llama", "dtype": "float64", "seed": 0, "steps": 3}.items() <= written.items()
+    assert {"torch", "transformers", "peft", "meshlora", "python"} <= written["versions"].keys()
+    assert [(r["topology"], r["mutation"], r["passed"]) for r in written["runs"]] == [
+        ("tp=2,sp", None, True),
+        ("tp=2,sp", "row_output_averaged", False),
+        ("dp=2", None, True),
+    ]
+    for run in written["runs"]:
+        assert run["phases"].keys() == PHASES
+        assert all(phase.keys() == PHASE_KEYS for phase in run["phases"].values())
+        assert run["seconds"] > 0
+    good, bad, _ = written["runs"]
+    assert good["first_divergence"] is None
+    assert good["phases"]["gradients"]["num_tensors"] == 28
+    assert 0 < good["phases"]["gradients"]["worst_relative"] < good["phases"]["gradients"]["limit"] == 1e-11
+    assert bad["first_divergence"].keys() == DIVERGENCE_KEYS
+    assert bad["first_divergence"]["ratio"] == 0.5
+    assert bad["invariant"] == "the output of a row-parallel linear is a sum over tp, not a mean"
+    said = capsys.readouterr().out
+    assert "row_output_averaged" in said
+    assert "1 of 1 killed: 100%" in said
+    assert "cannot show here: row_output_averaged (needs tp)" in said
+    assert "<html" in report.read_text()
+
+
+def test_fault_that_survives_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A squared scale is no fault where the scale is 1; here the registry claims that it shows."""
+    (tmp_path / "lora.yaml").write_text("{r: 4, lora_alpha: 4, target_modules: all-linear}")
+    name = "lora_scale_squared"
+    claimed = dataclasses.replace(registry.MUTATIONS[name], needs=frozenset())
+    monkeypatch.setitem(registry.MUTATIONS, name, claimed)
+    words = [*WORDS, "--lora", str(tmp_path / "lora.yaml"), "--mutation", name, "--json", str(tmp_path / "out.json")]
+    assert main(words) == 1
+    assert json.loads((tmp_path / "out.json").read_text())["passed"] is False
+
+
+def _other_way_round(function: str) -> Callable[..., Any]:
+    """`local_part` and `full_factor` with the tp ranks counted backwards: one undoes the other."""
+    original = getattr(manage, function)
+
+    def reversed_ranks(tensor: Any, rule: FactorRule, mesh: Any) -> Any:
+        if rule.split_dim is None:
+            return original(tensor, rule, mesh)
+        if function == "local_part":
+            return tensor.tensor_split(mesh.tp.size, rule.split_dim)[mesh.tp.size - 1 - mesh.tp.rank].clone()
+        shards = original(tensor, rule, mesh).tensor_split(mesh.tp.size, rule.split_dim)
+        return manage.torch.cat(shards[::-1], rule.split_dim)
+
+    return reversed_ranks
+
+
+def _backwards(dim: int, whole: int, *, rank: int, size: int) -> Part:
+    return Part(dim, (size - 1 - rank) * whole // size, (size - rank) * whole // size)
+
+
+def _with_fault(kind: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Body of a rank: `function` with a fault in how the product slices and joins."""
+    with (
+        mock.patch.object(manage, "local_part", _other_way_round("local_part")),
+        mock.patch.object(manage, "full_factor", _other_way_round("full_factor")),
+    ):
+        if kind == "adapter":
+            return function(*args)
+        with mock.patch.object(Part, "of", _backwards):
+            return function(*args)
+
+
+class _Faulty:
+    """A pool whose ranks run with a fault; the process of the reference runs without."""
+
+    def __init__(self, pool: Pool, kind: str) -> None:
+        self.pool, self.kind = pool, kind
+
+    def start(self) -> None:
+        self.pool.start()
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return self.pool.run(_with_fault, self.kind, function, *args, **options)
+
+
+class _FaultyProcesses:
+    def __init__(self, processes: Processes, kind: str) -> None:
+        self.processes, self.kind = processes, kind
+
+    def reference(self, device: str) -> Pool:
+        return self.processes.reference(device)
+
+    def ranks(self, number: int, device: str) -> Any:
+        return _Faulty(self.processes.ranks(number, device), self.kind)
+
+
+def _prove_with_fault(processes: Processes, kind: str, cache_dir: Path) -> Iterator[Outcome]:
+    proof = prepare_proof(Request(("tp=2",), family="llama", cache_dir=cache_dir))
+    return run_proof(proof, _FaultyProcesses(processes, kind))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("adapter", "loaded_adapter"), ("adapter and base", "loaded_adapter")])
+def test_fault_in_the_products_own_slicing_is_caught(
+    kind: str, phase: str, processes: Processes, tmp_path: Path
+) -> None:
+    """Shards in reversed order when they are cut and when they are joined: the product alone cannot see it."""
+    (outcome,) = _prove_with_fault(processes, kind, tmp_path)
+    assert not outcome.passed
+    assert outcome.divergence is not None
+    assert outcome.divergence.phase == phase
+    assert "another rank's slice" in outcome.divergence.cause
+    if kind == "adapter":  # then the shards do not fit the base either
+        assert not next(p for p in outcome.phases if p.name == "forward").passed
+
+
+def test_difference_without_a_mutation_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(proof: Any, _: Any, **options: Any) -> Iterator[Outcome]:
+        return run_proof(proof, _FaultyProcesses(processes, "adapter"), **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "run_proof", run)
+    assert main(WORDS) == 1
+    captured = capsys.readouterr()
+    assert "DIFFERS" in captured.out
+    assert "first difference: loaded_adapter of model.layers.0.self_attn.q_proj.lora_B on ranks 0, 1" in captured.out
+    assert captured.err.startswith("error: tp=2,sp differs from one process: loaded_adapter of model.layers.0.")
+
+
+def test_rank_that_fails_is_shown_with_its_first_cause(
+    monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "run_proof", lambda proof, _, **o: run_proof(proof, _Failing(processes), **o))
+        assert main(WORDS) == 1
+    captured = capsys.readouterr()
+    assert "rank 1 is out of luck" in captured.err
+    assert "ranks without an answer" in captured.out
+
+
+class _Failing(_FaultyProcesses):
+    def __init__(self, processes: Processes) -> None:
+        super().__init__(processes, "")
+
+    def ranks(self, number: int, device: str) -> Any:
+        pool = self.processes.ranks(number, device)
+        faulty = _Faulty(pool, "")
+        faulty.run = lambda function, *args, **options: pool.run(_fails, function, *args, **options)  # type: ignore[method-assign]
+        return faulty
+
+
+def _fails(function: Callable[..., Any], *args: Any) -> Any:
+    from meshlora.verify.faults import rank
+
+    if rank() == 1:
+        raise RuntimeError("rank 1 is out of luck")
+    return function(*args)

@@ -1,0 +1,189 @@
+"""The preflight: a proof before the first step, remembered; a combination that fails is refused, with its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshlora.config import read_run
+from meshlora.errors import UnsupportedError
+from meshlora.plan.topology import Topology
+from meshlora.train.prepare import Prepared, prepare
+from meshlora.verify import preflight as module
+from meshlora.verify.preflight import preflight, preflight_state, provable
+from meshlora.verify.proof import Outcome, Processes, run_proof
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny_base"
+
+
+@pytest.fixture(autouse=True)
+def _shared_processes(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
+    class Shared:
+        def __enter__(self) -> Processes:
+            return processes
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(module, "Processes", Shared)
+
+
+def _run_file(folder: Path, **changes: Any) -> Path:
+    """A run file, as JSON, which is YAML too."""
+    (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
+    tree: dict[str, Any] = {
+        "model": {"path": str(TINY), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "cache_dir": str(folder / "tokens")},
+        "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 2, "micro_batch_size": 1},
+        "lora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
+        "topology": "tp=2,sp",
+        "device": "cpu",
+        **changes,
+    }
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    return folder / "run.yaml"
+
+
+def _prepared(folder: Path, **changes: Any) -> Prepared:
+    return prepare(read_run(_run_file(folder, **changes)))
+
+
+def _count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The topologies that are proved from here on."""
+    seen: list[str] = []
+
+    def run(proof: Any, processes: Processes, **options: Any) -> Iterator[Outcome]:
+        seen.append(str(proof.topologies[0]))
+        return run_proof(proof, processes, **options)
+
+    monkeypatch.setattr(module, "run_proof", run)
+    return seen
+
+
+def test_combination_is_proved_once_and_again_when_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proved, cache = _count(monkeypatch), tmp_path / "cache"
+    run = _prepared(tmp_path)
+    assert preflight_state(run, cache_dir=cache).startswith("preflight: train will prove this")
+    preflight(run, cache_dir=cache)
+    assert "proved in" in capsys.readouterr().out
+    assert preflight_state(run, cache_dir=cache).startswith("preflight: proved, 20")
+    preflight(run, cache_dir=cache)
+    preflight(_prepared(tmp_path, train={"output": str(tmp_path / "other"), "steps": 7}), cache_dir=cache)
+    assert capsys.readouterr().out == ""
+    assert proved == ["tp=2,sp"]
+
+    other_lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    for changes in ({"topology": "tp=2"}, {"lora": other_lora}):
+        preflight(_prepared(tmp_path, **changes), cache_dir=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_sources", lambda: ["other code"])
+        preflight(run, cache_dir=cache)
+    assert proved == ["tp=2,sp", "tp=2", "tp=2,sp", "tp=2,sp"]
+
+
+def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> None:
+    run = _prepared(tmp_path)
+    other = tmp_path / "model"
+    other.mkdir()
+    for file in TINY.iterdir():
+        (other / file.name).symlink_to(file)
+    (other / "config.json").unlink()
+
+    def key(**changes: Any) -> str:
+        config = json.loads((TINY / "config.json").read_text()) | changes
+        (other / "config.json").write_text(json.dumps(config))
+        moved = dataclasses.replace(run.config.model, path=str(other))
+        return module._proof_of(
+            dataclasses.replace(run, config=dataclasses.replace(run.config, model=moved)), tmp_path / "cache"
+        )[1]
+
+    assert key() == module._proof_of(run, tmp_path / "cache")[1]
+    assert key(hidden_act="gelu") != key()
+    assert key(vocab_size=4096, max_position_embeddings=4096) == key()  # sizes are the twin's own
+
+
+def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(proof: Any, processes: Processes, **_: Any) -> Iterator[Outcome]:
+        """The proof with a fault in the product, which is not told."""
+        request = dataclasses.replace(proof.request, mutations=("row_output_averaged",))
+        _, mutated = run_proof(dataclasses.replace(proof, request=request), processes)
+        yield dataclasses.replace(mutated, mutation=None)
+
+    monkeypatch.setattr(module, "run_proof", run)
+    prepared, cache = _prepared(tmp_path), tmp_path / "cache"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="does not train as one process would") as caught:
+            preflight(prepared, cache_dir=cache)
+    assert "row-parallel output averaged over tp instead of summed" in str(caught.value)
+    report = Path(re.findall(r"the report is (\S+\.html);", str(caught.value))[0])
+    assert "row-parallel output averaged" in report.read_text()
+    assert preflight_state(prepared, cache_dir=cache).startswith("preflight: train will prove")
+
+
+def test_skipping_says_what_it_gives_up_and_takes_only_families_that_are_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proved, run = _count(monkeypatch), _prepared(tmp_path)
+    preflight(run, skip=True, console=Console(soft_wrap=True))
+    assert "is not proved on this machine" in capsys.readouterr().out
+    monkeypatch.setattr("meshlora.plan.families.PROVED", frozenset({"qwen2"}))
+    with pytest.raises(UnsupportedError, match="not proved against one process"):
+        preflight(run, skip=True)
+    assert proved == []
+
+
+def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
+    run = _prepared(tmp_path)
+    name = "model.layers.3.self_attn.q_proj"
+    odd = dataclasses.replace(run.plan.linears[name], name="model.layers.3.self_attn.extra_proj")
+    plan = dataclasses.replace(run.plan, linears={**run.plan.linears, odd.name: odd})
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.\*\.self_attn\.extra_proj \(column\): its twin has no"):
+        preflight_state(dataclasses.replace(run, plan=plan), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("dp=2,tp=4,sp", "dp=2,tp=4,sp"),
+        ("dp=64,tp=4,sp", "dp=2,tp=4,sp"),
+        ("dp=64,tp=8", "tp=8"),
+        ("dp=64", "dp=2"),
+    ],
+)
+def test_large_topologies_are_proved_with_fewer_dp_ranks(given: str, expected: str) -> None:
+    assert str(provable(Topology.parse(given))) == expected
+
+
+def test_adapter_on_chosen_layers_is_proved_on_the_same_kinds_of_linears(tmp_path: Path) -> None:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "layers_to_transform": [4]}
+    proof, _ = module._proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
+    assert proof.case.lora["target_modules"] == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+
+
+def test_train_proves_before_it_trains_and_only_the_first_time(tmp_path: Path) -> None:
+    """The whole way, by the command: two ranks of a launcher of our own, then two of torchrun."""
+    file = _run_file(tmp_path)
+    own = [sys.executable, "-m", "meshlora", "train", str(file), "--nproc", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshlora"]
+    again = [sys.executable, *torchrun, "train", str(file), "--set", "train.overwrite=true"]
+    said = []
+    for command in (own, again):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0].index("preflight: llama on tp=2,sp proved in") < said[0].index("step 1/1")
+    assert "preflight" not in said[1]

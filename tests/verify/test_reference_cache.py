@@ -1,0 +1,99 @@
+"""A cached reference is used again only where everything that goes into it is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshlora.oracle import case as case_module
+from meshlora.oracle.case import Case, case_hash, file_fingerprint
+from meshlora.verify.request import Request, prepare_proof
+from tests.conftest import Prove
+
+BASE = prepare_proof(Request(("tp=2",), family="llama"))
+CHANGED: dict[str, Any] = {
+    "model_type": "qwen2",
+    "dtype": "float32",
+    "lora": {"r": 4},
+    "input_ids": (5, *BASE.case.input_ids[1:]),
+    "is_trained": (*BASE.case.is_trained[:-1], False),
+    "offsets": (0, 16, *BASE.case.offsets[2:]),
+    "steps": 4,
+    "batch_size": 8,
+    "micro_batch_size": 1,
+    "seed": 1,
+    "lr": 1e-3,
+    "max_grad_norm": 1.0,
+    "eps": 1e-8,
+    "pad_token_id": 1,
+    "trust_remote_code": True,
+    "device": "cuda",
+}
+
+
+def test_every_field_of_a_case_counts_but_the_folders() -> None:
+    assert {f.name for f in dataclasses.fields(Case)} - CHANGED.keys() == {"model", "adapter"}
+    before = case_hash(BASE.case, inputs=["config"])
+    for name, value in CHANGED.items():
+        assert case_hash(dataclasses.replace(BASE.case, **{name: value}), inputs=["config"]) != before, name
+    for name in ("model", "adapter"):
+        assert case_hash(dataclasses.replace(BASE.case, **{name: "elsewhere"}), inputs=["config"]) == before
+    assert case_hash(BASE.case, inputs=["another config"]) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 4},
+        {"seed": 1},
+        {"dtype": "float32"},
+        {"family": "mistral"},
+        {"lora": {"r": 4, "target_modules": ["q_proj"]}},
+    ],
+)
+def test_request_that_changes_what_is_computed_has_another_key(change: dict[str, Any]) -> None:
+    values = {"topologies": ("tp=2",), "family": "llama", **change}
+    assert prepare_proof(Request(**values)).key != BASE.key
+
+
+def test_topologies_share_a_reference_as_long_as_the_batch_is_the_same() -> None:
+    assert prepare_proof(Request(("tp=2,sp", "dp=2,tp=2", "dp=4"), family="llama")).key == BASE.key
+
+
+def test_versions_and_the_references_own_code_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = case_hash(BASE.case, inputs=[])
+    with monkeypatch.context() as patch:
+        patch.setattr(case_module, "versions", lambda: {"torch": "0.0"})
+        assert case_hash(BASE.case, inputs=[]) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(case_module, "_own_sources", lambda: ["other code"])
+        assert case_hash(BASE.case, inputs=[]) != before
+    assert case_hash(BASE.case, inputs=[]) == before
+
+
+@pytest.mark.parametrize("hashed_bytes", [2**28, 0], ids=["small files by content", "large files by size and time"])
+def test_files_of_a_checkpoint_count(hashed_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case_module, "_HASHED_BYTES", hashed_bytes)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = file_fingerprint(tmp_path)
+    (tmp_path / "README.md").write_text("no part of the model")
+    assert file_fingerprint(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"Weights, changed")
+    assert file_fingerprint(tmp_path) != before
+
+
+def test_reference_runs_once_and_again_where_its_files_are_gone(prove: Prove, tmp_path: Path) -> None:
+    def run() -> float:
+        (outcome,) = prove(family="llama", topologies=("",), cache_dir=tmp_path, steps=1)
+        assert outcome.passed, (outcome.divergence, outcome.error)
+        (file,) = tmp_path.glob("*/reference.safetensors")
+        return file.stat().st_mtime_ns
+
+    first = run()
+    assert run() == first
+    shutil.rmtree(next(tmp_path.iterdir()))
+    assert run() != first

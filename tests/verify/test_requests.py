@@ -1,0 +1,116 @@
+"""A wrong request: one message that names what was given, the rule and the way out, before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshlora.cli import main
+from meshlora.plan.topology import Topology
+from meshlora.verify import command
+from meshlora.verify.request import Request, prepare_proof
+
+TINY = "examples/tiny_base"
+FAMILY = ["--family", "llama"]
+TP2 = ["--topology", "tp=2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(command, "run_proof", started)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (TP2, "neither of --model and --family"),
+        ([*FAMILY, "--model", TINY, *TP2], "both of --model and --family"),
+        ([*FAMILY, "--twin", *TP2], "leave out --twin"),
+        (FAMILY, "--topology"),
+        (["--family", "lama", *TP2], "did you mean 'llama'?"),
+        ([*FAMILY, "--topology", "tq=2"], "'tq' is not an axis"),
+        (["--model", TINY, "--topology", "tp=3"], "tp must divide"),
+        ([*FAMILY, "--topology", "tp=2,ep=2"], "expert parallelism is not supported yet"),
+        ([*FAMILY, "--topology", "tp=4", "--nproc", "2"], "tp must divide the number of processes"),
+        ([*FAMILY, "--topology", "dp=2,tp=2", "--nproc", "2"], "it needs 4 processes, --nproc is 2"),
+        ([*FAMILY, *TP2, "--nproc", "0"], "at least 1 process"),
+        ([*FAMILY, *TP2, "--steps", "0"], "at least 1 optimizer step"),
+        ([*FAMILY, *TP2, "--dtype", "float16"], "one of float64, float32, bfloat16"),
+        ([*FAMILY, *TP2, "--dtype", "fp64"], "must be one of"),
+        ([*FAMILY, *TP2, "--mutation", "row_output_not_reducd"], "did you mean 'row_output_not_reduced'?"),
+        ([*FAMILY, *TP2, "--lora", "nowhere.yaml"], "there is no such file"),
+        ([*FAMILY, *TP2, "--data", "train.jsonl"], "a twin has no tokenizer"),
+        ([*FAMILY, *TP2, "--json", "/nowhere/out.json"], "its folder does not exist"),
+        ([*FAMILY, *TP2, "--html", "/tmp"], "it is a folder"),
+        ([*FAMILY, *TP2, "--device", "cuda"], "no CUDA device"),
+        (["--model", "nowhere", *TP2], "there is no such folder"),
+        (["--family", "mixtral", *TP2], "mixtures of experts are not supported yet"),
+        (["--family", "youtu", "--topology", "dp=2"], "zeroes the padding token's embedding"),
+        (["--family", "gpt2", *TP2], "no tensor-parallel plan"),
+    ],
+)
+def test_wrong_request_is_refused_with_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["verify", *words])
+    except SystemExit as exit_:  # argparse
+        code = int(exit_.code or 0)
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert message in said
+    assert said.startswith("error: ")
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("r: [", "not readable YAML"),
+        ("- 8", "fields of peft.LoraConfig"),
+        ("rank: 8", "is not an option of this peft"),
+        ("{r: 8, target_modules: [q_prj]}", "did you mean 'q_proj'?"),
+        ("{r: 8, target_modules: all-linear, use_dora: true}", "use_dora"),
+    ],
+)
+def test_wrong_lora_file_is_refused(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lora.yaml").write_text(content)
+    assert main(["verify", *FAMILY, *TP2, "--lora", str(tmp_path / "lora.yaml")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lora_file_may_be_a_part_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: x}\nlora: {r: 3, target_modules: [q_proj]}\n")
+    with pytest.raises(AssertionError, match="processes were started"):
+        main(["verify", *FAMILY, *TP2, "--lora", str(tmp_path / "run.yaml")])
+
+
+def test_auto_is_every_topology_that_family_and_processes_allow() -> None:
+    proof = prepare_proof(Request(("auto",), family="llama", nproc=4))
+    assert list(map(str, proof.topologies)) == [
+        "dp=2", "tp=2", "tp=2,sp", "dp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4", "tp=4,sp",
+    ]  # fmt: skip
+    # No tensor-parallel plan: dp alone.
+    assert prepare_proof(Request(("auto",), family="opt", nproc=4)).topologies == [Topology(dp=2), Topology(dp=4)]
+
+
+def test_missing_dp_is_what_nproc_leaves() -> None:
+    assert prepare_proof(Request(("tp=2",), family="llama", nproc=4)).topologies == [Topology(dp=2, tp=2)]
+    assert prepare_proof(Request(("tp=2",), family="llama")).topologies == [Topology(tp=2)]
+
+
+def test_twin_of_a_model_keeps_its_flags_and_real_weights_are_its_own(tmp_path: Path) -> None:
+    config = json.loads(Path(TINY, "config.json").read_text()) | {"mlp_bias": True, "num_hidden_layers": 40}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    proof = prepare_proof(Request(("tp=2",), model=str(tmp_path), twin=True))
+    assert proof.is_twin
+    assert proof.config.mlp_bias
+    assert proof.config.num_hidden_layers < 5
+    assert not prepare_proof(Request(("tp=2",), model=TINY)).is_twin
