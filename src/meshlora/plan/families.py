@@ -1,58 +1,23 @@
 """Families: which `model_type`s are proved to train right when they are split.
 
 Owns: the list of proofs and the refusals that follow from the configuration alone.
-Each name in `PROVED` has a float64 parity run against one-process transformers + peft behind it
-(`tests/parity/test_families.py`): unproven means refused. With tp=1 the model's own code runs unchanged and any dense
-family is accepted.
+Each name in `PROVED` has a float64 proof against one-process transformers + peft behind it, on tp=2 and tp=2,sp
+(`tests/parity/test_families.py` repeats them): unproven means refused. With tp=1 the model's own code runs unchanged
+and any dense family is accepted. `meshlora train` proves each run's own combination besides (`verify.preflight`).
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from meshlora.errors import UnsupportedError
 from meshlora.plan.topology import Topology
 
-PROVED = frozenset(
-    {
-        "apertus",
-        "arcee",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt_neox",
-        "granite",
-        "helium",
-        "hyperclovax",
-        "internlm3",
-        "jais2",
-        "llama",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmo_hybrid",
-        "phi",
-        "qwen2",
-        "qwen3",
-        "qwen3_5_text",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-        "vaultgemma",
-    }
-)
+# Written by `scripts/prove_families.py --record`: family -> worst relative error of its proof.
+_RECORD = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
+PROVED = frozenset(_RECORD["families"])
 
 # What one process would do with these is not what their files say.
 _REFUSED = {
