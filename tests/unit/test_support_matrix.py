@@ -1,0 +1,39 @@
+"""README's support matrix and docs/support.md say what the record of proofs says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshlora.plan.families import PROVED
+from meshlora.verify.mutations import MUTATIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_matrix_in_the_readme_is_written_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("prove_families", ROOT / "scripts" / "prove_families.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "prove_families", script)  # where dataclasses look for the module
+    spec.loader.exec_module(script)
+    record = json.loads(script.RECORD.read_text())
+    block = (ROOT / "README.md").read_text().partition(script.BEGIN)[2].partition(script.END)[0]
+    assert block.strip() == script.matrix(record["families"]).strip()
+    assert max(error for found in record["families"].values() for error in found.values()) <= 1e-11
+
+
+def test_no_family_has_failed_and_the_proved_ones_are_those_of_the_record() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line[:2] == "| "]
+    statuses = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3 and row[1]}
+    assert set(statuses.values()) == {"proved", "refused"}
+    assert {family for family, status in statuses.items() if status == "proved"} == PROVED
+
+
+def test_readme_counts_the_deliberate_faults() -> None:
+    assert f"{len(MUTATIONS)} deliberate" in " ".join((ROOT / "README.md").read_text().split())
