@@ -155,10 +155,21 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
+    from meshlora.parallel.groups import launcher_place
+    from meshlora.train.launch import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
     from meshlora.verify.request import DEFAULT_LORA, Request, read_lora
 
+    place = launcher_place()
+    if place is not None and place.world > 1:
+        with rank_edge():
+            raise UserError(
+                f"meshlora verify as one of {place.world} ranks of a launcher",
+                "it starts ranks of its own",
+                "start it once, without torchrun or srun",
+            )
+    names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
     request = Request(
         topologies=tuple(options.topology),
         model=options.model,
@@ -170,7 +181,7 @@ def _verify(options: argparse.Namespace) -> None:
         seed=options.seed,
         data=options.data,
         nproc=options.nproc,
-        mutations=tuple(MUTATIONS) if "all" in options.mutation else tuple(options.mutation),
+        mutations=tuple(dict.fromkeys(names)),
         device=options.device,
         trust_remote_code=options.trust_remote_code,
     )

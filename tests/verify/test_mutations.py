@@ -23,6 +23,7 @@ DIAGNOSES = {
     "row_output_not_reduced": ("tp=2", "forward", f"{FIRST_ATTENTION}.o_proj", "not reduced over tp"),
     "row_output_averaged": ("tp=2,sp", "forward", f"{FIRST_ATTENTION}.o_proj", "averaged over tp instead of summed"),
     "row_output_reduced_twice": ("tp=2,sp", "forward", f"{FIRST_ATTENTION}.o_proj", "reduced over tp twice"),
+    "column_bias_of_rank_0": ("tp=2", "forward", f"{FIRST_ATTENTION}.q_proj", "bias is missing, or is another rank's"),
     "row_bias_on_every_rank": ("tp=2", "forward", f"{FIRST_ATTENTION}.o_proj", "bias of a row-parallel linear"),
     "base_shards_reversed": ("tp=2", "forward", f"{FIRST_ATTENTION}.o_proj", "another rank's slice"),
     "column_input_gradient_not_reduced": (
@@ -35,12 +36,16 @@ DIAGNOSES = {
     "column_a_not_summed": ("tp=2", "gradients", f"{LAST_MLP}.up_proj.lora_A", "A of column-parallel linears is not"),
     "row_b_not_summed": ("tp=2,sp", "gradients", f"{LAST_MLP}.down_proj.lora_B", "B of row-parallel linears is not"),
     "factor_gradients_averaged": ("tp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "averaged over tp"),
+    "a_gradient_without_scale": ("tp=2", "gradients", f"{LAST_MLP}.down_proj.lora_A", "0.5 times what it should be"),
     "dp_reduction_skipped": ("dp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "not summed over dp"),
     "dp_mean_of_means": ("dp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "weighed unequally"),
     "local_token_count": ("dp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "its own token count"),
     "micro_batch_means": ("dp=2", "loss", "loss of step 1", "mean of micro-batch means"),
     "accumulation_indices_of_rank_0": ("dp=2", "sequences", "sequence 0", "accumulation index"),
     "dummy_micro_batch_counted": ("dp=2", "sequences", "tokens of step 1", "dummy micro-batch"),
+    "labels_not_shifted": ("dp=2", "loss", "loss of step 1", "other labels"),
+    "epochs_in_one_order": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "later ones take other sequences"),
+    "evaluation_per_sequence": ("dp=2", "loss", "loss of evaluation 1", "how it is averaged"),
     "labels_shifted_after_the_split": ("tp=2,sp", "sequences", "tokens of step 1", "labels shifted after"),
     "kaiming_on_local_fan_in": ("tp=2", "fresh_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", "local fan-in"),
     "a_drawn_per_rank": ("tp=2", "fresh_adapter", f"{FIRST_ATTENTION}.q_proj.lora_A", "seed depends on the rank"),
@@ -50,10 +55,30 @@ DIAGNOSES = {
     "sp_gather_reversed": ("tp=2,sp", "forward", f"{FIRST_ATTENTION}.q_proj", "wrong order"),
     "clip_norm_counts_replicas": ("tp=2", "grad_norm", "norm of step 1", "counted as often as there are ranks"),
     "clip_before_reduction": ("tp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "clipped or scaled before the sum"),
+    "clipping_skipped": ("tp=2", "grad_norm", f"clipped {LAST_MLP}.down_proj.lora_B", "clipped gradients are not"),
+    "warmup_skipped": ("tp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rate of step 2 is 0.00667, not 0.01"),
+    "weight_decay_skipped": ("tp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "weight decay"),
+    "default_betas": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "betas"),
+    "last_step_left_out": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "2 optimizer steps were taken, not 3"),
+    "scale_of_fresh_squared": (
+        "tp=2",
+        "fresh_adapter",
+        "fresh/adapter_config.json",
+        "its scale, is not what PEFT says",
+    ),
     "adapter_loaded_on_rank_0_only": ("tp=2", "loaded_adapter", f"{FIRST_ATTENTION}.q_proj.lora_A", "hold zeros"),
     "shard_missing_in_file": ("tp=2", "saved_file", "", "shard of tp rank 1 is missing"),
     "shards_reversed_in_file": ("tp=2", "saved_file", "", "reversed order"),
     "whole_entries_duplicated_in_file": ("tp=2", "saved_file", "adapter_model.safetensors", "more than once"),
+    "rounded_in_file": ("tp=2", "saved_file", "", "is rounded"),
+    "extra_entry_in_file": (
+        "dp=2",
+        "saved_file",
+        "run/adapter/adapter_model.safetensors",
+        "entries that no factor has",
+    ),
+    "alpha_doubled_in_file": ("dp=2", "saved_file", "logits of PEFT", "lora_alpha is 32, not 16"),
+    "target_missing_in_fresh_file": ("dp=2", "saved_file", "", "target_modules is"),
 }
 
 
@@ -82,9 +107,13 @@ def test_no_fault_is_left_out_where_it_can_show(outcomes: list[Outcome]) -> None
         for topology in map(Topology.parse, TOPOLOGIES)
     }
     for topology, names in ran.items():
-        has = {"scale"} | {a for a in ("dp", "tp") if getattr(topology, a) > 1} | ({"sp"} if topology.sp else set())
+        has = (
+            {"scale", "steps", "targets"}
+            | {a for a in ("dp", "tp") if getattr(topology, a) > 1}
+            | ({"sp"} if topology.sp else set())
+        )
         if topology.tp > 1:
-            has.add("row_bias")
+            has |= {"row_bias", "column_bias"}
         assert names == {None} | {name for name, mutation in MUTATIONS.items() if mutation.needs <= has}
     # A block that mixes tokens and is kept whole is what these families do not have; the test below has one.
     assert set(MUTATIONS) - set().union(*ran.values()) == {"whole_region_sees_its_slice"}
@@ -123,3 +152,5 @@ def test_only_the_wrong_ranks_are_named(outcomes: list[Outcome]) -> None:
     by_name = {o.mutation: o.divergence for o in outcomes if str(o.topology) == "tp=2"}
     assert by_name["adapter_loaded_on_rank_0_only"].ranks == [1]  # type: ignore[union-attr]
     assert by_name["b_unequal_on_replicas"].ranks == [1]  # type: ignore[union-attr]
+    assert by_name["column_bias_of_rank_0"].ranks == [1]  # type: ignore[union-attr]
+    assert by_name["shards_reversed_in_file"].ranks == []  # type: ignore[union-attr]

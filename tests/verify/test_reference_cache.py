@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,10 @@ CHANGED: dict[str, Any] = {
     "lr": 1e-3,
     "max_grad_norm": 1.0,
     "eps": 1e-8,
+    "warmup_steps": 0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.0,
     "pad_token_id": 1,
     "trust_remote_code": True,
     "device": "cuda",
@@ -95,5 +102,37 @@ def test_reference_runs_once_and_again_where_its_files_are_gone(prove: Prove, tm
 
     first = run()
     assert run() == first
-    shutil.rmtree(next(tmp_path.iterdir()))
+    shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
     assert run() != first
+
+
+@pytest.mark.parametrize("name", ["reference.safetensors", "adapter/adapter_model.safetensors", "model/config.json"])
+@pytest.mark.parametrize("damage", ["cut short", "gone"])
+def test_damaged_reference_is_made_again(name: str, damage: str, prove: Prove, tmp_path: Path) -> None:
+    def run() -> None:
+        (outcome,) = prove(family="llama", topologies=("",), cache_dir=tmp_path, steps=1)
+        assert outcome.passed, (outcome.divergence, outcome.error)
+
+    run()
+    (file,) = tmp_path.glob(f"*/{name}")
+    whole = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(whole[: len(whole) // 2])
+    run()
+    assert file.read_bytes() == whole
+
+
+def test_proofs_that_need_one_reference_make_it_once(tmp_path: Path) -> None:
+    """Two commands at once: the second waits, and neither takes the files away from under the other."""
+    command = [sys.executable, "-m", "meshlora", "verify", "--family", "llama", "--topology", "dp=1", "--steps", "1"]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    both = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    (file,) = tmp_path.glob(".cache/meshlora/proofs/*/reference.safetensors")
+    assert file.is_file()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,8 +64,9 @@ class Capture:
             handle.remove()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
-        self.micro_batches.append(MicroBatchCapture(copy(ids), copy(mask)))
+        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        # Without a mask every token is a real one, and padding shows as tokens that the reference does not have.
+        self.micro_batches.append(MicroBatchCapture(copy(ids), copy(torch.ones_like(ids) if mask is None else mask)))
         self.is_forward = True
         self._calls.clear()
         self._without_graph.clear()

@@ -24,9 +24,14 @@ from meshlora.errors import UserError
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
-_SOURCES = ("lift.py", "plan/twin.py", "oracle/case.py", "oracle/capture.py", "oracle/inputs.py", "oracle/reference.py")
+_SOURCES = (
+    "lift.py",
+    "plan/twin.py",
+    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "inputs", "reference", "trace", "worker")),
+)
 # Checkpoint files above this size are told apart by size and time of change instead of by content.
 _HASHED_BYTES = 256 * 2**20
+_INVENTORY = "files.json"
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class Case:
         lora: the user's LoRA configuration as plain values, for fresh adapters.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences in each, over all ranks; micro_batch_size: at once on one rank.
-        lr: peak of a linear decay to zero. max_grad_norm: low enough to clip in every step.
+        lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip in every step.
+        beta1, beta2, weight_decay: of AdamW, far from the defaults, so that one that is ignored
+            shows in bfloat16 too.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
         device: "cpu" or "cuda".
@@ -58,8 +65,12 @@ class Case:
     micro_batch_size: int
     seed: int
     lr: float = 1e-2
+    warmup_steps: int = 0
+    beta1: float = 0.3
+    beta2: float = 0.7
+    weight_decay: float = 1.0
     max_grad_norm: float = 1e-2
-    eps: float = 1e-5
+    eps: float = 1e-4
     pad_token_id: int = 0
     trust_remote_code: bool = False
     device: str = "cpu"
@@ -77,6 +88,11 @@ class Case:
 def batch_size_for(largest_dp: int) -> int:
     """Sequences per step: an odd number, so that dp ranks have unequal shares and some need a dummy micro-batch."""
     return 2 * max(4, largest_dp) + 1
+
+
+def num_sequences_for(batch_size: int, steps: int) -> int:
+    """Sequences of a case: the last step begins a second epoch, and the batch before it is one that is not full."""
+    return batch_size * max(1, steps - 1) - (2 if steps > 2 else 0)
 
 
 def random_tokens(*, num_sequences: int, vocab_size: int, seed: int) -> TokenizedDataset:
@@ -140,12 +156,31 @@ def file_fingerprint(folder: Path) -> list[str]:
     return [_fingerprint(file) for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".py")]
 
 
-def _fingerprint(file: Path) -> str:
-    stat = file.stat()
+def write_inventory(folder: Path) -> None:
+    """Note what the folder of a reference holds, so that what is cut short or gone later is seen."""
+    lines = [_fingerprint(file, name=str(file.relative_to(folder))) for file in _files(folder)]
+    (folder / _INVENTORY).write_text(json.dumps(lines), encoding="utf-8")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder of a reference holds what was noted when it was made."""
+    try:
+        noted = json.loads((folder / _INVENTORY).read_text(encoding="utf-8"))
+        return bool(noted == [_fingerprint(file, name=str(file.relative_to(folder))) for file in _files(folder)])
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != _INVENTORY)
+
+
+def _fingerprint(file: Path, *, name: str = "") -> str:
+    stat, name = file.stat(), name or file.name
     if stat.st_size > _HASHED_BYTES:
-        return f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
+        return f"{name} {stat.st_size} {stat.st_mtime_ns}"
     with file.open("rb") as stream:
-        return f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}"
+        return f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}"
 
 
 def _own_sources() -> list[str]:

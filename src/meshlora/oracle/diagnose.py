@@ -15,7 +15,12 @@ from torch import Tensor
 
 from meshlora.oracle.capture import MicroBatchCapture
 from meshlora.oracle.judge import Evidence, Phase, TensorResult
-from meshlora.oracle.unshard import Piece, Tokens, canonical
+from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
+from meshlora.oracle.symptoms import are_close, centred, is_permuted, rank_errors, ratio_of, simple_ratio
+from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
+
+_ROUNDED_TO = 1e-6
+_LOW_PRECISION = "right to the digits of float32: something is computed, or kept, in a lower precision than float64"
 
 
 @dataclass(frozen=True)
@@ -44,61 +49,33 @@ def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | No
         return None
     # The second step is computed from what the first one did, so it says nothing that the first does not say better.
     phase, result = next(((p, r) for p, r in failing if not _is_later_step(r)), failing[0])
+    errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file is nobody's
+    case = _Case(phase, result, evidence)
     return Divergence(
         phase.name,
         result.name,
         result.error,
-        sorted(rank for rank, error in rank_errors(result).items() if error > max(result.limit, 1e-12)),
+        sorted(rank for rank, error in errors.items() if error > max(result.limit, 1e-12)),
         simple_ratio(result.pieces, result.whole, _tolerance(evidence)),
-        _CAUSES[phase.name](_Case(phase, result, evidence)),
+        _LOW_PRECISION if _is_rounding(case) else _CAUSES[phase.name](case),
         sum(not r.passed for r in phase.results),
     )
 
 
+def _is_rounding(case: _Case) -> bool:
+    """Whether everything in a float64 run is right to as many digits as float32 has."""
+    return (
+        case.phase.name in ("forward", "logits", "backward", "gradients")
+        and case.evidence.dtype == "float64"
+        and all(result.error < _ROUNDED_TO for result in case.phase.results)
+    )
+
+
 def _is_later_step(result: TensorResult) -> bool:
+    if result.name.startswith("loss of evaluation"):  # after the last step
+        return True
     number = result.name.rpartition(" step ")[2]
     return number.isdecimal() and number != "1"
-
-
-def rank_errors(result: TensorResult) -> dict[int, float]:
-    """Rank -> relative distance of its own part; empty where the parts cannot be compared."""
-    gaps: dict[int, list[float]] = {}
-    for piece in result.pieces:
-        assert result.whole is not None
-        part = piece.of(result.whole).double()
-        gap, size = gaps.setdefault(piece.rank, [0.0, 0.0]), float(part.square().sum())
-        gap[0] += float((piece.values.double() - part).square().sum())
-        gap[1] += size
-    return {rank: math.sqrt(gap / max(size, 1e-300)) for rank, (gap, size) in gaps.items()}
-
-
-def simple_ratio(pieces: list[Piece], whole: Tensor | None, tolerance: float) -> float | None:
-    """n or 1/n for n in 2..16, if all of ours is that multiple of the reference; constant offsets are left out."""
-    if whole is None or not pieces:
-        return None
-    ratio = _ratio(pieces, whole, tolerance)
-    if ratio is None or ratio <= 0:
-        return None
-    number = ratio if ratio >= 1 else 1 / ratio
-    is_simple = 2 <= round(number) <= 16 and abs(number / round(number) - 1) < tolerance
-    return None if not is_simple else float(round(number)) if ratio > 1 else 1 / round(number)
-
-
-def _ratio(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | None:
-    """c where ours = c * reference up to an offset that is the same for all rows; None where there is no such c."""
-    ours = torch.cat([_centred(p.values).flatten() for p in pieces])
-    parts = torch.cat([_centred(p.of(whole)).flatten() for p in pieces])
-    norm = float(parts.square().sum())
-    if not norm or not torch.isfinite(ours).all():
-        return None
-    ratio = float(ours @ parts) / norm
-    return ratio if float((ours - ratio * parts).norm()) <= tolerance * float(ours.norm()) else None
-
-
-def _centred(values: Tensor) -> Tensor:
-    """Without the mean over rows: a bias, whatever multiple of it was added, is gone."""
-    values = values.double()
-    return values - values.mean(0, keepdim=True) if values.ndim > 1 and values.shape[0] > 2 else values
 
 
 def _tolerance(evidence: Evidence) -> float:
@@ -158,13 +135,17 @@ class _Case:
             total.index_add_(0, rows, piece.values.double())
             parts[key] = part.double()
         return all(
-            float(_centred(total - parts[key]).norm()) <= self.tolerance * float(_centred(parts[key]).norm())
+            float(centred(total - parts[key]).norm()) <= self.tolerance * float(centred(parts[key]).norm())
             for key, total in totals.items()
         )
 
 
 def _sequences(case: _Case) -> str:
     if case.result.name.startswith("sequence"):
+        known = set(Tokens(case.evidence.reference).sequences)
+        taken = {s for trace in case.evidence.ranks for m in trace.micro_batches for s in sequences_of(m)}
+        if any(len(set(sequence)) > 1 for sequence in taken - known):  # a dummy's tokens are all alike
+            return "the step takes other sequences, or other tokens of them: the order of the epoch, or the padding"
         return "the dp ranks' shares of a global batch are not disjoint, or do not cover it: a wrong accumulation index"
     ours, expected = case.evidence.ranks[0].num_tokens[0], case.evidence.reference.num_tokens[0]
     if ours > expected:
@@ -176,7 +157,7 @@ def _loaded_adapter(case: _Case) -> str:
     wrong = [p for p in case.result.pieces if not torch.equal(p.values.double(), p.of(_whole(case)).double())]
     if wrong and not any(bool(p.values.any()) for p in wrong):
         return "these ranks hold zeros: the adapter was loaded on the other ranks only"
-    if _is_permuted(case.result):
+    if is_permuted(case.result):
         return "each rank holds another rank's slice of the adapter"
     return "the adapter that training starts from is not the one in the file"
 
@@ -185,7 +166,7 @@ def _forward(case: _Case) -> str:
     name, whole = case.result.name, _whole(case)
     fact, block = case.fact(name), case.block(name)
     gaps = torch.cat([p.values.double() - p.of(whole).double() for p in case.result.pieces if p.dim is None] or [whole])
-    is_offset = gaps.ndim > 1 and float(_centred(gaps).norm()) <= case.tolerance * float(gaps.norm())
+    is_offset = gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm())
     if fact == "row":
         if is_offset:
             return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
@@ -200,7 +181,7 @@ def _forward(case: _Case) -> str:
         return "a rank has another rank's slice of the row-parallel weight or of its A"
     if fact in ("column", "whole") and (words := _lora_part(case)):
         return words
-    if _is_permuted(case.result):
+    if is_permuted(case.result):
         return "the tokens are in the wrong order: the cut or the gather over tp does not follow the ranks"
     if case.evidence.topology.sp and case.fact(block) == "whole region":
         return "a block that is not split saw only its rank's slice of the tokens"
@@ -219,11 +200,13 @@ def _lora_part(case: _Case) -> str:
     ]
     if not any(bool(p.values.abs().max() > 1e-12) for p in pieces if p.values.numel()):
         return "the adapter's term is missing"
-    ratio = _ratio(pieces, (whole - base).double(), case.tolerance)
+    ratio = ratio_of(pieces, (whole - base).double(), case.tolerance)
     if ratio is None:
         return ""
+    if abs(ratio - 1) < case.tolerance:
+        return "the gap is the same for every token: the bias is missing, or is another rank's slice"
     if case.tp > 1 and abs(ratio * case.tp - 1) < case.tolerance:
-        return "the LoRA scale is divided by tp"
+        return "the LoRA scale is divided by tp, or follows another rule (rsLoRA, alpha_pattern)"
     return f"the LoRA scale is {ratio:.4g} times what it should be: applied twice, or with another rule"
 
 
@@ -241,6 +224,10 @@ def _logits(case: _Case) -> str:
 
 
 def _loss(case: _Case) -> str:
+    if case.result.name.startswith("loss of evaluation"):
+        return "the training losses are right and the evaluated one is not: what is evaluated, or how it is averaged"
+    if case.result.note:
+        return f"{case.result.note}: optimizer steps are left out, or not reported"
     return (
         "the loss is not the sum over trained tokens divided by their global number: a mean of micro-batch means, "
         "or other labels"
@@ -265,29 +252,48 @@ def _backward(case: _Case) -> str:
 
 def _gradients(case: _Case) -> str:
     failed = [r for r in case.phase.results if not r.passed]
-    kinds = sorted({f"{r.name.rpartition('_')[2]} of {case.fact(r.name)}-parallel linears" for r in failed})
-    which = "every factor" if len(failed) == len(case.phase.results) else " and ".join(kinds)
-    for axis, size in (("tp", case.tp), ("dp", case.dp)):
-        if size > 1 and case.ratio == 1 / size:
+    splits = sorted({(r.name.rpartition("_")[2], case.fact(r.name)) for r in failed})
+    kinds = [f"{side} of {split}{'' if split == 'whole' else '-parallel'} linears" for side, split in splits]
+    is_all = len(failed) == len(case.phase.results)
+    which = "every factor" if is_all else " and ".join(kinds)
+    # Only what is whole on a rank is summed over tp, and everything is summed over dp.
+    may_be = {"tp": case.tp > 1 and all(p.dim is None for r in failed for p in r.pieces), "dp": case.dp > 1 and is_all}
+    for axis in (name for name, possible in may_be.items() if possible):
+        size = getattr(case, axis)
+        if case.ratio == 1 / size:
             return f"the gradient of {which} is averaged over {axis} instead of summed"
+        if case.ratio == size:
+            return f"the gradient of {which} is summed over {axis} twice, or though each rank has all of it"
         if all(case.adds_up_over(axis, result) for result in failed):
             return f"the gradient of {which} is not summed over {axis}: the ranks' gradients add up to the reference"
     by_rank = {
-        rank: _ratio([p for p in case.result.pieces if p.rank == rank], _whole(case), case.tolerance)
+        rank: ratio_of([p for p in case.result.pieces if p.rank == rank], _whole(case), case.tolerance)
         for rank in {p.rank for p in case.result.pieces}
     }
-    if all(by_rank.values()) and len({round(r, 6) for r in by_rank.values() if r}) > 1:
+    ratios = {round(r, 6) for r in by_rank.values() if r}
+    if all(by_rank.values()) and len(ratios) > 1:
         return (
             f"each rank scales {which} by a number of its own: divided by its own token count, or clipped by its norm"
         )
-    if len(failed) == len(case.phase.results) and case.dp > 1:
+    if is_all and case.dp > 1:
         return "the dp ranks' gradients are weighed unequally: a mean of means, or clipped before the sum"
-    if len(failed) == len(case.phase.results):
+    if is_all:
         return "every gradient is off though every activation's gradient is right: clipped or scaled before the sum"
+    if all(by_rank.values()) and ratios:
+        return (
+            f"the gradient of {which} is {min(ratios):.4g} times what it should be: a factor, such as the LoRA scale, "
+            "is left out or applied twice"
+        )
     return f"the gradient of {which} is wrong though the gradients of all activations are right"
 
 
 def _grad_norm(case: _Case) -> str:
+    if case.result.name.startswith("clipped "):
+        return "gradients and norm are right and the clipped gradients are not: by how much they are scaled down"
+    if case.result.name.startswith("learning rate"):
+        return "the learning rate is not what the schedule says, or not the one that is reported"
+    if case.result.note:
+        return f"{case.result.note}: optimizer steps are left out, or not reported"
     reference = case.evidence.reference.gradients
     squares = {name: float(g.double().square().sum()) for name, g in reference.items()}
     local = case.evidence.ranks[0].gradients
@@ -299,30 +305,54 @@ def _grad_norm(case: _Case) -> str:
 
 
 def _deltas(case: _Case) -> str:
-    return "gradients and norm are right: the optimizer, its learning rate, or clipping"
+    trace, one = case.evidence.ranks[0], case.evidence.reference
+    if len(trace.losses) != len(one.losses):
+        return f"{len(trace.losses)} optimizer steps were taken, not {len(one.losses)}"
+    if trace.num_tokens != one.num_tokens:
+        return "the first step is right, and later ones take other sequences: the order of an epoch, or where it ends"
+    ours, reference = trace.rates, one.rates
+    wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if abs(a - b) > 1e-9 * b]
+    if wrong:
+        return f"the learning rate of step {wrong[0] + 1} is {ours[wrong[0]]:.3g}, not {reference[wrong[0]]:.3g}"
+    return (
+        "gradients, clipping and the reported learning rate are right: what the optimizer makes of them (its betas, "
+        "epsilon, weight decay, or the factors that it steps)"
+    )
 
 
 def _saved_file(case: _Case) -> str:
     result, evidence = case.result, case.evidence
+    if result.name == CONFIG:
+        return f"the stored configuration is not the one that was trained: {result.note}"
+    if result.name.endswith(f"/{WEIGHTS}"):
+        return f"{result.note}: rounded, stored before the last step, or entries that no factor has"
     if result.note:
         times = any(f" {word}" in result.note for word in ("mismatch", "size"))
-        return "whole entries are stored more than once, or in parts" if times else "the file is not what PEFT expects"
-    if result.name not in evidence.saved:
-        return "PEFT computes something else with the saved adapter"
-    stored, final = evidence.saved[result.name], evidence.reference.final[result.name]
+        also = f": {evidence.saved.config_note}" if evidence.saved.config_note else ""
+        return "whole entries are stored more than once, or in parts" if times else f"PEFT expects another file{also}"
+    if result.name not in evidence.saved.read:
+        return "PEFT computes something else with the saved adapter" + (
+            f": {evidence.saved.config_note}" if evidence.saved.config_note else ""
+        )
+    stored, final = evidence.saved.read[result.name], evidence.reference.final[result.name]
     for dim in range(stored.ndim):
-        shards = stored.tensor_split(case.tp, dim)
+        parts = stored.tensor_split(case.tp, dim)
         expected = final.tensor_split(case.tp, dim)
-        missing = [i for i, shard in enumerate(shards) if not bool(shard.any())]
+        missing = [i for i, shard in enumerate(parts) if not bool(shard.any())]
         if missing:
-            return f"the shard of tp rank {', '.join(map(str, missing))} is missing in the file"
-        if case.tp > 1 and all(_close(a, b) for a, b in zip(shards, expected[::-1], strict=True)):
+            shards = f"shard of tp rank {missing[0]} is" if len(missing) == 1 else f"shards of tp ranks {missing} are"
+            return f"the {shards} missing in the file"
+        if case.tp > 1 and all(are_close(a, b) for a, b in zip(parts, expected[::-1], strict=True)):
             return "the shards are stored in reversed order"
+    if are_close(stored, final):
+        return "what is stored is rounded: the file has a lower precision than the ranks"
     return "what is stored is not what the ranks hold"
 
 
 def _fresh_adapter(case: _Case) -> str:
-    ratio = _ratio(case.result.pieces, _whole(case), case.tolerance)
+    if case.result.name.startswith(f"{FRESH}/"):
+        return f"a fresh adapter is saved with other values or another configuration than it has: {case.result.note}"
+    ratio = ratio_of(case.result.pieces, _whole(case), case.tolerance)
     if case.tp > 1 and ratio is not None and abs(ratio / math.sqrt(case.tp) - 1) < case.tolerance:
         return "A's bound comes from the local fan-in: it is sqrt(tp) too large"
     if any(error <= 1e-12 for error in rank_errors(case.result).values()):
@@ -353,24 +383,3 @@ _CAUSES: dict[str, Callable[[_Case], str]] = {
 
 def _whole(case: _Case) -> Tensor:
     return case.result.whole if case.result.whole is not None else torch.zeros(1)
-
-
-def _is_permuted(result: TensorResult) -> bool:
-    """Whether most of the rows that the ranks hold are rows of the reference that belong somewhere else.
-
-    Most: where tokens moved, some of the places hold padding now, which the reference leaves out.
-    """
-    whole, found, total = result.whole, 0, 0
-    for piece in result.pieces:
-        if whole is None or not piece.values.numel() or piece.values.ndim < 2:
-            continue
-        candidates = whole.narrow(piece.dim, piece.start, piece.values.shape[piece.dim]) if piece.dim else whole
-        ours, theirs = piece.values.flatten(1)[:16].double(), candidates.flatten(1).double()
-        distance = torch.cdist(ours, theirs, compute_mode="donot_use_mm_for_euclid_dist").min(1).values
-        found += int((distance <= 1e-6 * ours.norm(dim=1)).sum())
-        total += len(ours)
-    return found > total / 2
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and float((a.double() - b.double()).norm()) <= 1e-4 * float(b.double().norm())

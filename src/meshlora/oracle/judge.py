@@ -4,8 +4,10 @@ Owns: the phases, their limits, and what counts as equal. Does not own: the like
 traces came about.
 
 Limits come from precision. In float64 (lifted) the relative L2 distance of a tensor is at most 1e-11, of what AdamW
-made of it 1e-6, as Adam divides by tiny moments. In a lower precision the reference runs twice, and ours may be as far
-from float64 as four times what the reference's own rounding makes: `max|ours - ref64| <= 4 max|ref_low - ref64|`.
+made of it 1e-6, as Adam divides by tiny moments. In a lower precision the reference runs in that precision too, and
+ours may be as far from float64 as four times what the reference's own rounding makes: `max|ours - ref64| <= 4
+max|ref_low - ref64|`. Of bfloat16 there are two such runs, as one process has two ways to train in it: with the adapter
+computed in float32, and under autocast with the adapter computed in bfloat16, as ours is.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from meshlora.oracle.inputs import expected_fresh
+from meshlora.oracle.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (
     Piece,
@@ -37,10 +40,10 @@ PHASES = {
     "loaded_adapter": "adapter as loaded",
     "forward": "output of every module",
     "logits": "logits",
-    "loss": "loss of every step",
+    "loss": "loss of every step, and evaluated",
     "backward": "gradient of every module's output",
     "gradients": "gradient of every factor",
-    "grad_norm": "gradient norm of every step",
+    "grad_norm": "gradient norm, clipping, learning rate",
     "deltas": "what the optimizer changed",
     "saved_file": "saved file, read by PEFT",
     "fresh_adapter": "fresh adapter, bit for bit",
@@ -91,16 +94,17 @@ class Phase:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that is compared: the reference, ours by rank, and what PEFT read from the saved file."""
+    """Everything that is compared: the reference, ours by rank, and what ours left on disk.
+
+    rounded: the reference in the precision of ours, several times; empty in float64.
+    """
 
     topology: Topology
     dtype: str
     reference: Trace
-    rounded: Trace | None
+    rounded: list[Trace]
     ranks: list[Trace]
-    saved: dict[str, Tensor]
-    saved_logits: Tensor | None
-    saved_note: str
+    saved: Saved
     fresh_init: bool | str
     seed: int
 
@@ -127,25 +131,34 @@ class _Judge:
             note = "" if by_tp == {1} else f"taken {' or '.join(map(str, sorted(by_tp)))} times"
             results.append(TensorResult(f"sequence {index}", 0.0 if not note else math.inf, 0.0, note=note))
         for step, number in enumerate(self.reference.num_tokens):
-            ours = {trace.num_tokens[step] for trace in self.ranks}
+            ours = {_at(trace.num_tokens, step) for trace in self.ranks}
             note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
             error = max(abs(n - number) / number for n in ours)
             results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))
         return results
 
     def loaded_adapter(self) -> list[TensorResult]:
-        return self._factors([t.initial for t in self.ranks], self.reference.initial, None, exact=True)
+        return self._factors([t.initial for t in self.ranks], self.reference.initial, [], exact=True)
 
     def fresh_adapter(self) -> list[TensorResult]:
-        """Fresh adapters, as the user configured them and with B drawn as well: by the rule, to the bit."""
-        results = []
+        """Fresh adapters, as the user configured them and with B drawn as well: by the rule, to the bit.
+
+        Their scales, and the file that the second of them is saved in, are what PEFT makes of the configuration.
+        """
+        saved, scales, results = self.evidence.saved, self.reference.scalings, []
+        expected: dict[str, Tensor] = {}
         for kind, init in (("fresh", self.evidence.fresh_init), ("fresh_both", False)):
             expected = {
                 name: expected_fresh(name, (t.shape[0], t.shape[1]), init=init, seed=self.evidence.seed)
                 for name, t in self.reference.initial.items()
             }
-            results += self._factors([getattr(trace, kind) for trace in self.ranks], expected, None, exact=True)
-        return results
+            results += self._factors([getattr(trace, kind) for trace in self.ranks], expected, [], exact=True)
+        every = [saved.fresh_scalings, *(t.scalings for t in self.ranks), *(t.fresh_scalings for t in self.ranks)]
+        wrong = sorted(n for s in every for n in s.keys() | scales.keys() if not _near(s.get(n), scales.get(n)))
+        if wrong or saved.fresh_note:
+            note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
+            results.append(TensorResult(f"{FRESH}/{CONFIG}", math.inf, 0.0, note=note))
+        return results + self._bits(FRESH, saved.fresh, [expected])
 
     def forward(self) -> list[TensorResult]:
         return self._modules("forward", [name for name in self.reference.order if name])
@@ -159,48 +172,54 @@ class _Judge:
         return self._modules("backward", [name for name in reversed(self.reference.order) if name in with_gradient])
 
     def loss(self) -> list[TensorResult]:
-        return self._scalars("losses", "loss of step")
+        """Of every step as it is reported, and of all sequences as they are evaluated after the last."""
+        return self._scalars("losses", "loss of step") + self._scalars("eval_losses", "loss of evaluation")
 
     def grad_norm(self) -> list[TensorResult]:
-        return self._scalars("grad_norms", "norm of step")
+        """Norm and learning rate of every step as they are reported, and the first step's gradients after clipping."""
+        low = [trace.clipped for trace in self.evidence.rounded]
+        return [
+            *self._scalars("grad_norms", "norm of step"),
+            *self._factors([t.clipped for t in self.ranks], self.reference.clipped, low, label="clipped "),
+            *self._scalars("rates", "learning rate of step"),
+        ]
 
     def gradients(self) -> list[TensorResult]:
-        rounded = self.evidence.rounded
-        return self._factors(
-            [t.gradients for t in self.ranks], self.reference.gradients, rounded.gradients if rounded else None
-        )
+        low = [trace.gradients for trace in self.evidence.rounded]
+        return self._factors([t.gradients for t in self.ranks], self.reference.gradients, low)
 
     def deltas(self) -> list[TensorResult]:
         """What all optimizer steps together changed."""
-        rounded = self.evidence.rounded
-        ours = [_minus(t.final, t.initial) for t in self.ranks]
-        return self._factors(
-            ours,
-            _minus(self.reference.final, self.reference.initial),
-            _minus(rounded.final, rounded.initial) if rounded else None,
-            phase="deltas",
-        )
+        ours, low = ([_minus(t.final, t.initial) for t in of] for of in (self.ranks, self.evidence.rounded))
+        return self._factors(ours, _minus(self.reference.final, self.reference.initial), low, phase="deltas")
 
     def saved_file(self) -> list[TensorResult]:
-        """What PEFT reads from the saved adapter, less what training began with; and the logits it then gives."""
-        evidence, reference, rounded = self.evidence, self.reference, self.evidence.rounded
-        if evidence.saved_note:
-            return [TensorResult("adapter_model.safetensors", math.inf, 0.0, note=evidence.saved_note)]
+        """What PEFT reads from the saved adapter, less what training began with; and the logits it then gives.
+
+        Besides: the files hold to the bit what the ranks hold, and nothing else, and the configuration is the one that
+        training started from.
+        """
+        saved, reference, rounded = self.evidence.saved, self.reference, self.evidence.rounded
+        if saved.note:
+            return [TensorResult(WEIGHTS, math.inf, 0.0, note=saved.note)]
         wholes = _minus(reference.final, reference.initial)
-        low = _minus(rounded.final, rounded.initial) if rounded else {}
-        results = _missing(evidence.saved.keys(), wholes.keys())
-        for name in wholes.keys() & evidence.saved.keys():
-            if evidence.saved[name].shape != wholes[name].shape:
-                shapes = f"{list(evidence.saved[name].shape)}, not {list(wholes[name].shape)}"
+        low = [_minus(trace.final, trace.initial) for trace in rounded]
+        results = _missing(saved.read.keys(), wholes.keys())
+        for name in sorted(wholes.keys() & saved.read.keys(), key=self._place):
+            if saved.read[name].shape != wholes[name].shape:
+                shapes = f"{list(saved.read[name].shape)}, not {list(wholes[name].shape)}"
                 results.append(TensorResult(name, math.inf, 0.0, note=shapes))
                 continue
-            piece = Piece(0, (), evidence.saved[name] - reference.initial[name])
-            results.append(self._compare(name, [piece], wholes[name], low.get(name), "saved_file"))
-        if evidence.saved_logits is not None and reference.final_logits is not None:
-            piece = Piece(0, (), evidence.saved_logits)
-            floor = rounded.final_logits if rounded else None
+            piece = Piece(0, (), saved.read[name] - reference.initial[name])
+            results.append(self._compare(name, [piece], wholes[name], [d[name] for d in low], "saved_file"))
+        if saved.logits is not None and reference.final_logits is not None:
+            piece = Piece(0, (), saved.logits)
+            floor = [t.final_logits for t in rounded if t.final_logits is not None]
             results.append(self._compare("logits of PEFT", [piece], reference.final_logits, floor, "saved_file"))
-        return results
+        if saved.config_note:
+            results.append(TensorResult(CONFIG, math.inf, 0.0, note=saved.config_note))
+        results += self._bits(LAST, saved.last, [trace.final for trace in self.ranks])
+        return results + self._bits(FIRST, saved.first, [trace.initial for trace in self.ranks])
 
     def collectives(self) -> list[TensorResult]:
         """No more calls than the plan says, on any rank."""
@@ -219,27 +238,35 @@ class _Judge:
             found = canonical(self.reference, self.tokens, phase, name)
             if found is None:
                 continue
-            low = canonical(rounded, self.tokens, phase, name) if rounded else None
+            low = [whole for t in rounded if (whole := canonical(t, self.tokens, phase, name)) is not None]
             shown = name or "logits"
             try:
                 pieces = token_pieces(self.ranks, self.rows, self.topology, phase, name, *found)
             except ShapeError as error:
                 results.append(TensorResult(shown, math.inf, 0.0, note=str(error)))
                 continue
-            results.append(self._compare(shown, pieces, found[0], low[0] if low else None, phase))
+            results.append(self._compare(shown, pieces, found[0], [whole for whole, _ in low], phase))
         if len(names) > 1:
             ours = {n for t in self.ranks for m in t.micro_batches for n in getattr(m, phase) if n}
             results += [r for r in _missing(ours, set(names)) if "not in the reference" in r.note]
         return results
 
+    def _bits(self, file: str, stored: dict[str, Tensor], holders: list[dict[str, Tensor]]) -> list[TensorResult]:
+        """Nothing where the file holds, to the bit, what these hold; else one failed result."""
+        ours = holders if len(holders) > 1 else holders * self.topology.world
+        wrong = [r.name for r in self._factors(ours, stored, [], exact=True) if not r.passed]
+        note = f"{len(wrong)} of its tensors are not what the ranks hold, to the bit, first {min(wrong, default='')}"
+        return [TensorResult(f"{file}/{WEIGHTS}", math.inf, 0.0, note=note)] if wrong else []
+
     def _factors(
         self,
         ours: list[dict[str, Tensor]],
         wholes: dict[str, Tensor],
-        rounded: dict[str, Tensor] | None,
+        rounded: list[dict[str, Tensor]],
         *,
         phase: str = "gradients",
         exact: bool = False,
+        label: str = "",
     ) -> list[TensorResult]:
         results = _missing({name for factors in ours for name in factors}, wholes.keys())
         for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and not exact):
@@ -252,7 +279,7 @@ class _Judge:
             if exact:
                 results.append(TensorResult(name, _relative(pieces, whole), 0.0, whole, pieces))
             else:
-                results.append(self._compare(name, pieces, whole, rounded[name] if rounded else None, phase))
+                results.append(self._compare(label + name, pieces, whole, [low[name] for low in rounded], phase))
         return results
 
     def _place(self, factor: str) -> tuple[int, str]:
@@ -263,17 +290,20 @@ class _Judge:
     def _scalars(self, field_name: str, label: str) -> list[TensorResult]:
         """One number a step. In low precision all steps share the noise: a single number may be lucky."""
         reference: list[float] = getattr(self.reference, field_name)
+        numbers = {len(getattr(trace, field_name)) for trace in self.ranks}
         wholes = torch.tensor(reference, dtype=torch.float64)
-        low = torch.tensor(getattr(self.evidence.rounded, field_name)) if self.evidence.rounded else None
-        noise = None if low is None else float((low - wholes).abs().max())
+        low = [torch.tensor(getattr(t, field_name), dtype=torch.float64) for t in self.evidence.rounded]
         results = []
-        for step, whole in enumerate(wholes):
+        if numbers != {len(reference)}:
+            note = f"there are {' or '.join(map(str, sorted(numbers)))}, not {len(reference)}"
+            results.append(TensorResult(f"{label} {min(*numbers, len(reference)) + 1}", math.inf, 0.0, note=note))
+        for step, whole in enumerate(wholes[: min(*numbers, len(reference))]):
             values = [
                 Piece(rank, (rank,), torch.tensor([getattr(trace, field_name)[step]], dtype=torch.float64))
                 for rank, trace in enumerate(self.ranks)
             ]
-            result = self._compare(f"{label} {step + 1}", values, whole.reshape(1), None, "loss", noise=noise)
-            results.append(result)
+            noise = max((float((own - wholes).abs().max()) for own in low), default=None)
+            results.append(self._compare(f"{label} {step + 1}", values, whole.reshape(1), [], "loss", noise=noise))
         return results
 
     def _compare(
@@ -281,20 +311,22 @@ class _Judge:
         name: str,
         pieces: list[Piece],
         whole: Tensor,
-        rounded: Tensor | None,
+        rounded: list[Tensor],
         phase: str,
         *,
         noise: float | None = None,
     ) -> TensorResult:
         """Against the limit of the phase and precision."""
-        if rounded is not None:
-            noise = float((rounded.double() - whole.double()).abs().max()) if whole.numel() else 0.0
+        if rounded:
+            noise = max(float((low.double() - whole.double()).abs().max()) if whole.numel() else 0.0 for low in rounded)
         if noise is None:
             limit = 1e-6 if phase in _AFTER_ADAM else 1e-11
             return TensorResult(name, _relative(pieces, whole), limit, whole, pieces)
         largest = float(whole.double().abs().max()) if whole.numel() else 1.0
         eps = torch.finfo(getattr(torch, self.evidence.dtype)).eps
         limit = _NOISE * noise / max(largest, 1e-300) + eps
+        if not math.isfinite(limit):
+            return TensorResult(name, math.inf, 0.0, note="one process itself computes values that are not finite")
         return TensorResult(name, _relative(pieces, whole, largest=True), limit, whole, pieces)
 
 
@@ -326,3 +358,13 @@ def _missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult
 
 def _minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() - b[name].double() for name, value in a.items() if name in b}
+
+
+def _at(values: list[int], step: int) -> float:
+    """Infinite where a rank has made fewer steps."""
+    return values[step] if step < len(values) else math.inf
+
+
+def _near(a: float | None, b: float | None) -> bool:
+    """Whether two scales are equal, up to the last bit of a quotient."""
+    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-12)

@@ -1,11 +1,12 @@
 """The reference: the same steps on one process by transformers + peft.
 
-Owns: what a single process would have produced. None of meshlora's layers, collectives, gradient sync or adapter code
-is used here; only what both sides need: the token batches of a run, and the lift.
+Owns: what a single process would have produced. None of meshlora's layers, collectives, gradient sync, adapter code or
+batches is used here; only what both sides need: the sequences of a run, and the lift.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +14,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.config import RunConfig
-from meshlora.data import GlobalBatches, TokenizedDataset, collate
+from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
+from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
+from meshlora.oracle.batches import MicroBatch as MicroBatch
 from meshlora.oracle.capture import Capture, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.trace import Trace
 
 _PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,9 @@ def loss_sum(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
         inner = getattr(model, "get_base_model", lambda: model)()
         logits = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=UNTRAINED, reduction="sum"
+        )
     return loss, logits
 
 
@@ -93,7 +90,7 @@ def accumulate(model: nn.Module, batches: Iterable[MicroBatch]) -> float:
         loss, _ = loss_sum(model, batch)
         loss.backward()
         total += float(loss.detach())
-        tokens += int((batch.labels != -100).sum())
+        tokens += batch.num_tokens
     for name, parameter in trainable(model).items():
         if parameter.grad is None:
             raise UnsupportedError(
@@ -131,16 +128,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def micro_batches_of(
-    data: TokenizedDataset, *, batch_size: int, micro_batch_size: int, seed: int, step: int, pad_token_id: int
-) -> list[MicroBatch]:
-    """The sequences of optimizer step `step`, in the run's global order, in pieces of `micro_batch_size`."""
-    indices = GlobalBatches(len(data), batch_size, seed).batch(step)
-    parts = [indices[i : i + micro_batch_size] for i in range(0, len(indices), micro_batch_size)]
-    batches = [collate([data[int(i)] for i in part], pad_token_id=pad_token_id) for part in parts]
-    return [MicroBatch(b.input_ids, b.attention_mask, b.labels) for b in batches]
-
-
 def linear_rates(lr: float, *, warmup_steps: int, steps: int) -> list[float]:
     """Up over the warm-up, then down to zero at `steps`."""
     return [
@@ -161,7 +148,7 @@ def train_run(
         config.model.path, adapter, dtype=torch_dtype, attn_implementation=config.model.attn_implementation
     )
 
-    def micro_batches(step: int) -> list[MicroBatch]:
+    def batches(step: int) -> list[MicroBatch]:
         return micro_batches_of(
             data,
             batch_size=options.batch_size,
@@ -175,37 +162,76 @@ def train_run(
     settings = AdamW(
         rates, (options.beta1, options.beta2), options.eps, options.weight_decay, options.max_grad_norm or None
     )
-    losses = train(model, (micro_batches(step) for step in range(steps)), settings)
+    losses = train(model, (batches(step) for step in range(steps)), settings)
     model.save_pretrained(str(out))
     return losses
 
 
-def trace_case(case: Case, *, precision: str) -> Trace:
-    """What one process makes of `case`, computed in `precision` from weights that are stored in the case's dtype."""
+def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
+    """What one process makes of `case`, computed in `precision` from weights that are stored in the case's dtype.
+
+    autocast: PEFT computes the adapter of a bfloat16 model in float32, unless torch's autocast, as trainers use it,
+    makes it bfloat16 too.
+    """
+    with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
+        return _trace_case(case, precision)
+
+
+def _trace_case(case: Case, precision: str) -> Trace:
     model = _case_model(case, case.adapter, precision)
     factors = trainable(model)
-    optimizer = torch.optim.AdamW(list(factors.values()), lr=case.lr, eps=case.eps, weight_decay=0.0)
-    trace = Trace(initial=_copies(factors))
-    rates = linear_rates(case.lr, warmup_steps=0, steps=case.steps)
-    for step, rate in enumerate(rates):
+    optimizer = torch.optim.AdamW(
+        list(factors.values()),
+        lr=case.lr,
+        betas=(case.beta1, case.beta2),
+        eps=case.eps,
+        weight_decay=case.weight_decay,
+    )
+    trace = Trace(initial=_copies(factors), scalings=scalings(model))
+    trace.rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
+    for step, rate in enumerate(trace.rates):
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
             with Capture(model.get_base_model()) as capture:
                 loss = accumulate(model, batches)
             trace.micro_batches, trace.order = capture.micro_batches, list(capture.micro_batches[0].forward)
-            trace.gradients = {name: copy(p.grad) for name, p in factors.items() if p.grad is not None}
+            trace.gradients = _gradients(factors)
         else:
             loss = accumulate(model, batches)
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
+        if step == 0:
+            trace.clipped = _gradients(factors)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         trace.losses.append(loss)
         trace.grad_norms.append(float(norm))
-        trace.num_tokens.append(sum(int((b.labels != -100).sum()) for b in batches))
+        trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
     trace.final = _copies(factors)
     trace.final_logits = _first_logits(case, model)
+    trace.eval_losses = [evaluate(case, model)]
     return trace
+
+
+@torch.no_grad()
+def evaluate(case: Case, model: Any) -> float:
+    """Mean loss over the trained tokens of all sequences of the case."""
+    total, tokens = 0.0, 0
+    for batch in micro_batches(
+        case.data, range(len(case.data)), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
+    ):
+        total += float(loss_sum(model, batch.to(case.device))[0])
+        tokens += batch.num_tokens
+    return total / tokens
+
+
+def scalings(model: nn.Module) -> dict[str, float]:
+    """Module -> the scale that PEFT gives to its adapter."""
+    return {
+        name.removeprefix(_PREFIX): float(module.scaling["default"])
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and "default" in module.scaling
+    }
 
 
 def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor]:
@@ -237,14 +263,18 @@ def _case_batches(case: Case, step: int) -> list[MicroBatch]:
         step=step,
         pad_token_id=case.pad_token_id,
     )
-    device = case.device
-    return [MicroBatch(b.input_ids.to(device), b.attention_mask.to(device), b.labels.to(device)) for b in batches]
+    return [batch.to(case.device) for batch in batches]
 
 
 @torch.no_grad()
 def _first_logits(case: Case, model: Any) -> Tensor:
+    case = dataclasses.replace(case, micro_batch_size=2)  # the same ones, however many are computed at once
     return copy(loss_sum(model, _case_batches(case, 0)[0])[1])
 
 
 def _copies(factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: copy(parameter) for name, parameter in factors.items()}
+
+
+def _gradients(factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: copy(p.grad) for name, p in factors.items() if p.grad is not None}

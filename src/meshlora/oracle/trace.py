@@ -16,8 +16,20 @@ from torch import Tensor
 
 from meshlora.oracle.capture import MicroBatchCapture
 
-_FACTORS = ("initial", "gradients", "final", "fresh", "fresh_both")
-_SCALARS = ("losses", "grad_norms", "num_tokens", "collectives", "budget", "order", "facts")
+_FACTORS = ("initial", "gradients", "clipped", "final", "fresh", "fresh_both")
+_SCALARS = (
+    "losses",
+    "grad_norms",
+    "num_tokens",
+    "rates",
+    "eval_losses",
+    "scalings",
+    "fresh_scalings",
+    "collectives",
+    "budget",
+    "order",
+    "facts",
+)
 
 
 @dataclass
@@ -26,9 +38,12 @@ class Trace:
 
     Attributes:
         micro_batches: forwards and backwards of the first optimizer step.
-        losses, grad_norms, num_tokens: per optimizer step; the norm is that before clipping.
-        initial, gradients, final: factor -> value before the first step, gradient of the first step before clipping,
-            value after the last step.
+        losses, grad_norms, num_tokens, rates: per optimizer step; the norm is that before clipping, the rate is the
+            learning rate.
+        eval_losses: the mean loss over all sequences of the case, each time that they are evaluated.
+        scalings, fresh_scalings: module -> scale of its adapter; of the one that is drawn (ours only).
+        initial, gradients, clipped, final: factor -> value before the first step, gradient of the first step before
+            and after clipping, value after the last step.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
         final_logits: of the first micro-batch, after the last step (reference only).
         order: modules in execution order.
@@ -41,8 +56,13 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
+    scalings: dict[str, float] = field(default_factory=dict)
+    fresh_scalings: dict[str, float] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    clipped: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)
     fresh: dict[str, Tensor] = field(default_factory=dict)
     fresh_both: dict[str, Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the reference's own process does: make the inputs, run the reference, read back what we saved.
+"""What the reference's own process does: make the inputs and run the reference.
 
 Owns: the files of a reference run. It runs in a process of its own, in which no layer of meshlora is ever made.
 """
@@ -9,18 +9,16 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from meshlora.errors import reason
 from meshlora.oracle.case import Case
 from meshlora.oracle.inputs import write_adapter, write_twin
-from meshlora.oracle.reference import read_back, trace_case
+from meshlora.oracle.reference import trace_case
 
 
 def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> None:
     """Fill `folder`: `model/` where a twin is meant, `adapter/`, `reference.safetensors` (float64), and for a lower
-    precision `rounded.safetensors`, the same in that precision.
+    precision `rounded-N.safetensors`, the same in that precision, as often as there are ways to round.
     """
     root = Path(folder)
     if twin is not None:
@@ -30,14 +28,6 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     trace_case(here, precision="float64").save(root / "reference.safetensors")
     if case.dtype != "float64":
-        trace_case(here, precision=case.dtype).save(root / "rounded.safetensors")
-
-
-def read_back_to(case: Case, saved: str, file: str) -> str:
-    """What PEFT makes of the adapter folder `saved`, into `file`; returns why it cannot, else nothing."""
-    try:
-        factors, logits = read_back(case, saved)
-    except Exception as error:  # noqa: BLE001 - whatever PEFT says of a file that we wrote is the finding
-        return f"PEFT cannot read it: {reason(error)}"
-    save_file({**factors, "logits": logits}, file)
-    return ""
+        for number, autocast in enumerate((False, True) if case.dtype == "bfloat16" else (False,)):
+            rounded = trace_case(here, precision=case.dtype, autocast=autocast)
+            rounded.save(root / f"rounded-{number}.safetensors")

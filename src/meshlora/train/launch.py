@@ -1,6 +1,7 @@
 """Starting ranks on this machine with torch's elastic launcher, and saying which rank failed first.
 
-Owns: the child processes of `--nproc N`, and how a rank that fails leaves word. Does not own: what ranks do.
+Owns: the child processes of `--nproc N`, how a rank that fails leaves word, and how a signal to this process ends what
+it has started. Does not own: what ranks do.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -25,7 +28,7 @@ from meshlora.parallel.groups import launcher_place
 
 # Messages of gloo and NCCL when a peer is gone: the consequence of a failure elsewhere, never its cause.
 LOST_CONTACT = "lost contact with another rank, whose own message names the cause"
-_LOST_PEER = (
+LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -36,6 +39,7 @@ _LOST_PEER = (
     "Timed out waiting",
 )
 _RANK_0_FIRST_S = 5.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(arguments: Sequence[str], *, nproc: int) -> None:
@@ -50,26 +54,61 @@ def launch(arguments: Sequence[str], *, nproc: int) -> None:
     logging.disable(logging.CRITICAL)  # this process only waits from here; what torch logs is said better below
     os.environ["MESHLORA_LAUNCHED"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id="meshlora",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    with tempfile.TemporaryDirectory(prefix="meshlora-") as words:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            logs_specs=DefaultLogsSpecs(log_dir=words),
+            run_id="meshlora",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        try:
+            elastic_launch(config, entrypoint=sys.executable)("-m", "meshlora", *arguments)
+        except ChildFailedError as error:
+            raise _first_cause(error) from None
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise _ended_by(error.sigval) from None
+
+
+@contextlib.contextmanager
+def signals_end_what_was_started() -> Iterator[None]:
+    """Inside the block the first SIGINT, SIGTERM or SIGHUP raises; later ones wait until the block has cleaned up.
+
+    Without it SIGTERM ends this process on the spot, and its ranks and temporary folders are left to themselves.
+
+    Raises:
+        KeyboardInterrupt, MeshloraError: SIGINT or another signal came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can handle signals
+        return
+    # What is ignored stays so: SIGHUP under nohup, SIGINT in a script's background job.
+    before = {number: handler for number in _ENDING if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+
+    def first(number: int, _: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else _ended_by(signal.Signals(number))
+
+    for number in before:
+        signal.signal(number, first)
     try:
-        elastic_launch(config, entrypoint=sys.executable)("-m", "meshlora", *arguments)
-    except ChildFailedError as error:
-        raise _first_cause(error) from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        ended = MeshloraError(f"ended by signal {error.sigval:d} ({error.sigval.name})")
-        ended.exit_code = 128 + error.sigval
-        raise ended from None
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended_by(number: signal.Signals) -> MeshloraError:
+    ended = MeshloraError(f"ended by signal {number:d} ({number.name})")
+    ended.exit_code = 128 + number
+    return ended
 
 
 def _first_cause(error: ChildFailedError) -> RankFailedError:
@@ -112,6 +151,9 @@ def rank_edge() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        place = launcher_place()
+        if not launched_by_us() and (place is None or place.rank == 0):
+            print("interrupted", file=sys.stderr)
         _end(130)
     except BaseException as error:
         if isinstance(error, SystemExit):
@@ -133,7 +175,7 @@ def describe(error: BaseException) -> str:
     """What to say of an error: its message where we raised it on purpose, else with the traceback."""
     if isinstance(error, MeshloraError):
         return str(error)
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER):
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         return LOST_CONTACT
     return "".join(traceback.format_exception(error)).rstrip()
 
@@ -154,6 +196,7 @@ def launched_by_us() -> bool:
 
 
 def _end(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from meshlora.errors import MeshloraError, UserError
 from meshlora.state.files import write_json_atomically
+from meshlora.train.launch import signals_end_what_was_started
 from meshlora.verify.document import document, is_proved
+from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.preflight import usable_cache
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.show import show
+
+# Columns of what goes into a pipe or a file: there nothing is gained by folding lines.
+_WIDTH_OF_FILES = 200
 
 
 class NotProvedError(MeshloraError):
@@ -32,24 +42,59 @@ def verify(
 
     Raises:
         UserError: the request is wrong or refused. NotProvedError: something differs, or a mutation survived.
+        MeshloraError: it broke off, or a file could not be written; KeyboardInterrupt.
     """
-    console = console or Console()
+    console = console or _console()
     started = time.perf_counter()
-    for file in filter(None, (json_file, html_file)):
-        _check_writable(Path(file))
+    _check_files(json_file, html_file)
     proof = prepare_proof(request)
-    with Processes() as processes, console.status("starting") as status:
-        outcomes = list(run_proof(proof, processes, progress=status.update))
+    _check_mutations(proof)
+    with signals_end_what_was_started(), usable_cache(request.cache_dir) as (cache_dir, why_not):
+        if why_not:
+            console.print(f"the reference is not kept for the next proof: {why_not}", highlight=False, soft_wrap=True)
+        proof = dataclasses.replace(proof, request=dataclasses.replace(request, cache_dir=cache_dir))
+        outcomes = _run(proof, console)
     show(console, proof, outcomes)
     seconds = time.perf_counter() - started
-    if json_file:
-        write_json_atomically(Path(json_file), document(proof, outcomes, command=command, seconds=seconds))
-    if html_file:
-        write_report(document(proof, outcomes, command=command, seconds=seconds, details=True), Path(html_file))
+    if json_file is not None:
+        short = document(proof, outcomes, command=command, seconds=seconds)
+        _write(json_file, lambda file: write_json_atomically(file, short))
+    if html_file is not None:
+        full = document(proof, outcomes, command=command, seconds=seconds, details=True)
+        _write(html_file, lambda file: write_report(full, file))
         console.print(f"report: {html_file}", highlight=False, soft_wrap=True)
     if not is_proved(outcomes):
+        console.print(f"not proved, in {seconds:.0f} s", highlight=False)
         raise NotProvedError(_what_differs(outcomes))
     console.print(f"proved in {seconds:.0f} s", highlight=False)
+
+
+def _run(proof: Proof, console: Console) -> list[Outcome]:
+    """The outcomes of all runs, with one line on a terminal that says which one is under way."""
+    line = _Line(sum(1 + len(proof.mutations_on(topology)) for topology in proof.topologies))
+    with Processes() as processes, console.status(line):
+        outcomes = []
+        for outcome in run_proof(proof, processes, progress=line.update):
+            outcomes.append(outcome)
+            line.done += 1
+    return outcomes
+
+
+class _Line:
+    """What is under way, as a line that rich draws again and again: `run 3 of 26, 41 s: tp=2,sp with q_k_swapped`."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self._text, self._started = "starting", time.monotonic()
+
+    def update(self, text: str) -> None:
+        """Say what begins now."""
+        self._text = text
+
+    def __rich__(self) -> Text:
+        seconds = time.monotonic() - self._started
+        number = min(self.done + 1, self.total)
+        return Text(f"run {number} of {self.total}, {seconds:.0f} s: {self._text}", no_wrap=True, overflow="ellipsis")
 
 
 def _what_differs(outcomes: list[Outcome]) -> str:
@@ -65,6 +110,45 @@ def _what_differs(outcomes: list[Outcome]) -> str:
     return f"{wrong.topology} differs from one process: {found.phase} of {found.name}; {found.cause}"
 
 
-def _check_writable(file: Path) -> None:
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise UserError(f"{file}", "it is a folder, or its folder does not exist", "give the name of a file")
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _WIDTH_OF_FILES))
+
+
+def _check_mutations(proof: Proof) -> None:
+    """Each that is asked for by name can show somewhere: a fault that is never put in proves nothing."""
+    asked = proof.request.mutations
+    if set(asked) == set(MUTATIONS):
+        return
+    for name in asked:
+        if not any(name in proof.mutations_on(topology) for topology in proof.topologies):
+            raise UserError(
+                f"--mutation {name}",
+                f"it cannot show on {' or '.join(map(str, proof.topologies))}",
+                f"it needs {', '.join(sorted(MUTATIONS[name].needs))}",
+            )
+
+
+def _check_files(json_file: str | None, html_file: str | None) -> None:
+    """A proof takes minutes; that its result cannot be written is found before."""
+    for option, name in (("--json", json_file), ("--html", html_file)):
+        if name is None:
+            continue
+        given, file = f"{option} {name}", Path(name).absolute()
+        if not name or file.is_dir() or not file.parent.is_dir():
+            raise UserError(given, "it is a folder, or its folder does not exist", "give the name of a file")
+        if file.exists() and not file.is_file():
+            raise UserError(given, "it is not a file that can be replaced", "give the name of a file")
+        try:
+            tempfile.TemporaryFile(dir=file.parent).close()
+        except OSError as error:
+            raise UserError(given, f"its folder cannot be written ({error.strerror})", "choose another one") from None
+    if json_file is not None and html_file is not None and Path(json_file).absolute() == Path(html_file).absolute():
+        raise UserError(f"--json and --html {html_file}", "they are two files", "give two names")
+
+
+def _write(name: str, write: Callable[[Path], None]) -> None:
+    try:
+        write(Path(name))
+    except OSError as error:
+        raise MeshloraError(f"{name}: it cannot be written ({error.strerror}); the result is above") from None

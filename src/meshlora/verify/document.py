@@ -85,12 +85,19 @@ def _run(outcome: Outcome, *, details: bool) -> dict[str, Any]:
     if details:
         run["tensors"] = {
             phase.name: [
-                {"name": r.name, "relative": _number(r.error), "limit": r.limit, "passed": r.passed, "note": r.note}
+                {
+                    "name": r.name,
+                    "relative": _number(r.error),
+                    "limit": _number(r.limit),
+                    "passed": r.passed,
+                    "note": r.note,
+                }
                 for r in phase.results
             ]
             for phase in outcome.phases
         }
-        run["losses"] = {"ours": outcome.losses[0], "reference": outcome.losses[1]}
+        ours, reference = (list(map(_number, losses)) for losses in outcome.losses)
+        run["losses"] = {"ours": ours, "reference": reference}
         run["collectives"] = [
             {
                 "phase": phase,
@@ -111,7 +118,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "passed": phase.passed,
         "worst_relative": _number(worst.error) if worst else 0.0,
         "worst_name": worst.name if worst else None,
-        "limit": worst.limit if worst else None,
+        "limit": _number(worst.limit) if worst else None,
         "num_tensors": len(phase.results),
     }
 

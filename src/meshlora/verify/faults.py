@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,16 @@ def bias_before_reduction(original: Any) -> Any:
         return original(self, y if self.bias is None else y + self.bias * (1 - 1 / self.tp.size))
 
     return leave
+
+
+def column_bias_of_rank_0(original: Any) -> Any:
+    def read(name: str, module: Any, old: Tensor, source: Any, aliases: Any, mesh: Any) -> Tensor:
+        value: Tensor = original(name, module, old, source, aliases, mesh)
+        if old.ndim == 1 and isinstance(module, ParallelLinear) and module.rule.split is Split.COLUMN:
+            return source.read(name, None)[: len(value)].to(value)
+        return value
+
+    return read
 
 
 def reversed_columns(original: Any) -> Any:
@@ -144,6 +155,16 @@ def labels_lost_at_cuts(batch: Any, sequences: Any, *, token_multiple: int = 1, 
     return dataclasses.replace(batch, labels=labels, num_trained_tokens=int((labels != -100).sum()))
 
 
+def labels_not_shifted(batch: Any, *_: Any, **__: Any) -> Any:
+    """A position is asked for its own token; as many labels as before."""
+    labels = batch.labels.roll(1, 1)
+    return dataclasses.replace(batch, labels=torch.where(labels == -100, labels, batch.input_ids))
+
+
+def mean_over_sequences(result: tuple[float, int], trainer: Any, data: Any) -> tuple[float, int]:
+    return result[0] * result[1] / len(data), result[1]
+
+
 # --- drawing and scaling
 
 
@@ -181,6 +202,22 @@ def scaling(change: Callable[[float, int], float]) -> Callable[[Any], Any]:
         return add_adapter
 
     return replace
+
+
+def a_without_scale(original: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dx, dw, dbias, da, *rest = original(ctx, *grads)
+        return dx, dw, dbias, da if da is None else da / ctx.scale, *rest
+
+    return backward
+
+
+def scale_of_fresh_squared(original: Any) -> Any:
+    def attach(model: Any, name: str, config: Any, targets: Any, full: Any) -> None:
+        squared = {n: dataclasses.replace(t, scaling=t.scaling**2) for n, t in targets.items()}
+        original(model, name, config, squared, full)
+
+    return attach
 
 
 def rank() -> int:
@@ -239,6 +276,44 @@ def in_file(change: Callable[[Tensor, int, int], Tensor], *, split: bool) -> Cha
 def first_shard_only(full: Tensor, dim: int, tp: int) -> Tensor:
     shards = full.tensor_split(tp, dim)
     return torch.cat([shards[0], *(torch.zeros_like(shard) for shard in shards[1:])], dim)
+
+
+def rounded_in_file(original: Any) -> Any:
+    """Half as many bytes: float64 as float32, float32 as bfloat16."""
+    half = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+
+    def save(tensors: dict[str, Tensor], path: Any, **options: Any) -> None:
+        original({name: t.to(half.get(t.dtype, t.dtype)) for name, t in tensors.items()}, path, **options)
+
+    return save
+
+
+def extra_entry(full: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
+    name = min(full)
+    return full | {name.replace(".lora_", ".old_lora_"): full[name].clone()}
+
+
+def one_target_less(config: Any, *_: Any, **__: Any) -> Any:
+    return dataclasses.replace(config, target_modules=set(sorted(config.target_modules)[1:]))
+
+
+# --- optimizer steps
+
+
+def optimizer_with(**options: Any) -> Change:
+    return (
+        torch.optim,
+        "AdamW",
+        lambda original: lambda parameters, **given: original(parameters, **{**given, **options}),
+    )
+
+
+def without_last_step(original: Any) -> Any:
+    def train(self: Any) -> None:
+        with mock.patch.object(self, "run", dataclasses.replace(self.run, steps=self.run.steps - 1)):
+            original(self)
+
+    return train
 
 
 def replicas_counted(squares: Tensor, factors: list[Any], mesh: Any) -> Tensor:

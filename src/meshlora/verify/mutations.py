@@ -16,41 +16,17 @@ from unittest import mock
 import torch
 
 from meshlora.adapter import manage, peft_format
+from meshlora.data import sampler
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel import collectives, linear, region
-from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.linear import LoraLinearFunction, ParallelLinear
 from meshlora.plan.grads import Side
 from meshlora.plan.rules import Split
 from meshlora.state import weights
 from meshlora.train import gradsync, trainer
-from meshlora.verify.faults import (
-    NO_REDUCTION_AT_ENTRY,
-    Change,
-    averaged_over_tp,
-    bias_before_reduction,
-    blind_whole_regions,
-    blocks_reversed,
-    clip_first,
-    counted_dummy,
-    first_shard_only,
-    in_file,
-    instead,
-    labels_lost_at_cuts,
-    local_count,
-    local_fan_in,
-    mean_times_ten,
-    next_slice,
-    on_rank_0_only,
-    other_b,
-    reduce_in_each_column_linear,
-    replicas_counted,
-    reversed_columns,
-    scaled_before,
-    scaling,
-    seed_of_rank,
-    then,
-    without_axis,
-)
+from meshlora.train.trainer import Trainer
+from meshlora.verify import faults
+from meshlora.verify.faults import Change, instead, then
 
 
 @dataclass(frozen=True)
@@ -59,8 +35,9 @@ class Mutation:
 
     Attributes:
         name: as in `--mutation NAME`. invariant: what is true of the product and not with this fault.
-        needs: what a run must have for the fault to show: "tp", "dp" (size above 1), "sp", "row_bias", "scale"
-            (alpha/r is not 1), "whole_mixer" (a block that mixes tokens and is not split).
+        needs: what a run must have for the fault to show: "tp", "dp" (size above 1), "sp", "row_bias", "column_bias",
+            "scale" (alpha/r is not 1), "steps" (more than one), "targets" (several, by name), "whole_mixer" (a block
+            that mixes tokens and is not split).
         changes: the functions it replaces.
     """
 
@@ -133,63 +110,75 @@ MUTATIONS: dict[str, Mutation] = dict(
             "base_shards_reversed",
             "tp rank i holds the i-th slice of a row-parallel weight",
             "tp",
-            (weights.Part, "of", reversed_columns),
+            (weights.Part, "of", faults.reversed_columns),
+        ),
+        _of(
+            "column_bias_of_rank_0",
+            "tp rank i holds the i-th slice of the bias of a column-parallel linear",
+            "tp column_bias",
+            (weights, "_read_local", faults.column_bias_of_rank_0),
         ),
         _of(
             "row_bias_on_every_rank",
             "the bias of a row-parallel linear is added once, after the sum",
             "tp row_bias",
-            (ParallelLinear, "_leave_region", bias_before_reduction),
+            (ParallelLinear, "_leave_region", faults.bias_before_reduction),
         ),
         _of(
             "column_input_gradient_not_reduced",
             "the gradient that leaves a split region is the sum over tp",
             "tp",
-            *NO_REDUCTION_AT_ENTRY,
+            *faults.NO_REDUCTION_AT_ENTRY,
         ),
         _of(
             "column_input_gradient_reduced_per_linear",
             "the gradient that leaves a split region is summed once for all of its column-parallel linears",
             "tp",
-            *NO_REDUCTION_AT_ENTRY,
-            (ParallelLinear, "forward", reduce_in_each_column_linear),
+            *faults.NO_REDUCTION_AT_ENTRY,
+            (ParallelLinear, "forward", faults.reduce_in_each_column_linear),
         ),
         _of(
             "column_a_not_summed",
             "the gradient of A of a column-parallel linear is summed over tp",
             "tp",
-            without_axis("tp", split=Split.COLUMN, side=Side.INPUT),
+            faults.without_axis("tp", split=Split.COLUMN, side=Side.INPUT),
         ),
         _of(
             "row_b_not_summed",
             "the gradient of B of a row-parallel linear is summed over tp",
             "tp",
-            without_axis("tp", split=Split.ROW, side=Side.OUTPUT),
+            faults.without_axis("tp", split=Split.ROW, side=Side.OUTPUT),
         ),
         _of(
             "factor_gradients_averaged",
             "gradients of factors are summed over tp, not averaged",
             "tp",
-            (gradsync, "_sum_bucket", averaged_over_tp),
+            (gradsync, "_sum_bucket", faults.averaged_over_tp),
         ),
-        _of("dp_reduction_skipped", "gradients of factors are summed over dp", "dp", without_axis("dp")),
+        _of(
+            "a_gradient_without_scale",
+            "the gradients of both factors have the LoRA scale",
+            "scale",
+            (LoraLinearFunction, "backward", faults.a_without_scale),
+        ),
+        _of("dp_reduction_skipped", "gradients of factors are summed over dp", "dp", faults.without_axis("dp")),
         _of(
             "dp_mean_of_means",
             "every trained token weighs the same, on whichever dp rank it is",
             "dp",
-            (trainer, "finish_gradients", scaled_before(lambda total, own, dp: total / (dp * own))),
+            (trainer, "finish_gradients", faults.scaled_before(lambda total, own, dp: total / (dp * own))),
         ),
         _of(
             "local_token_count",
             "gradients are divided by the number of trained tokens of all ranks",
             "dp",
-            (trainer, "finish_gradients", local_count),
+            (trainer, "finish_gradients", faults.local_count),
         ),
         _of(
             "micro_batch_means",
             "the loss is a sum over tokens: micro-batches of unequal length weigh unequally",
             "",
-            (trainer, "summed_cross_entropy", instead(mean_times_ten)),
+            (trainer, "summed_cross_entropy", instead(faults.mean_times_ten)),
         ),
         _of(
             "accumulation_indices_of_rank_0",
@@ -201,116 +190,184 @@ MUTATIONS: dict[str, Mutation] = dict(
             "dummy_micro_batch_counted",
             "a dummy micro-batch adds neither loss nor tokens",
             "dp",
-            (trainer, "collate", then(counted_dummy)),
+            (trainer, "collate", then(faults.counted_dummy)),
+        ),
+        _of(
+            "labels_not_shifted",
+            "the label of a position is the token after it",
+            "",
+            (trainer, "collate", then(faults.labels_not_shifted)),
+        ),
+        _of(
+            "epochs_in_one_order",
+            "every epoch has an order of its own",
+            "steps",
+            (sampler, "epoch_order", lambda f: lambda n, *, seed, epoch: f(n, seed=seed, epoch=0)),
+        ),
+        _of(
+            "evaluation_per_sequence",
+            "the evaluated loss is a mean over tokens",
+            "",
+            (Trainer, "evaluate", then(faults.mean_over_sequences)),
         ),
         _of(
             "labels_shifted_after_the_split",
             "labels are shifted before the tokens are cut over tp",
             "sp",
-            (trainer, "collate", then(labels_lost_at_cuts)),
+            (trainer, "collate", then(faults.labels_lost_at_cuts)),
         ),
         _of(
             "a_drawn_per_rank",
             "a fresh A has the same bits on every topology",
             "tp",
-            (manage, "draw_factors", seed_of_rank),
+            (manage, "draw_factors", faults.seed_of_rank),
         ),
         _of(
             "a_drawn_per_dp_rank",
             "dp ranks start from the same factors",
             "dp",
-            (manage, "draw_factors", seed_of_rank),
+            (manage, "draw_factors", faults.seed_of_rank),
         ),
         _of(
             "kaiming_on_local_fan_in",
             "the bound of a fresh A comes from the whole matrix' in_features",
             "tp",
-            (manage, "attach", local_fan_in),
+            (manage, "attach", faults.local_fan_in),
         ),
         _of(
             "b_unequal_on_replicas",
             "copies of a factor are equal to the bit",
             "tp",
-            (manage, "draw_factors", then(other_b)),
+            (manage, "draw_factors", then(faults.other_b)),
         ),
         _of(
             "lora_scale_divided_by_tp",
             "the LoRA scale does not know tp",
             "tp",
-            (ParallelLinear, "add_adapter", scaling(lambda s, tp: s / tp)),
+            (ParallelLinear, "add_adapter", faults.scaling(lambda s, tp: s / tp)),
         ),
         _of(
             "lora_scale_squared",
             "the LoRA scale is applied once",
             "scale",
-            (ParallelLinear, "add_adapter", scaling(lambda s, tp: s * s)),
+            (ParallelLinear, "add_adapter", faults.scaling(lambda s, tp: s * s)),
         ),
         _of(
             "sp_slices_rotated",
             "tp rank i holds the i-th slice of the tokens",
             "sp",
-            (region, "slice_one_to_each", next_slice),
+            (region, "slice_one_to_each", faults.next_slice),
         ),
         _of(
             "sp_gather_reversed",
             "slices of tokens are gathered in the order of the tp ranks",
             "sp",
-            (region, "gather_each_to_each", then(blocks_reversed)),
-            (region, "gather_each_to_one", then(blocks_reversed)),
+            (region, "gather_each_to_each", then(faults.blocks_reversed)),
+            (region, "gather_each_to_one", then(faults.blocks_reversed)),
         ),
         _of(
             "whole_region_sees_its_slice",
             "a block that is not split sees all tokens",
             "sp whole_mixer",
-            (region, "_install_region", blind_whole_regions),
+            (region, "_install_region", faults.blind_whole_regions),
         ),
         _of(
             "clip_norm_counts_replicas",
             "every logical element counts once in the gradient norm",
             "tp",
-            (gradsync, "_sum_of_squares", then(replicas_counted)),
+            (gradsync, "_sum_of_squares", then(faults.replicas_counted)),
         ),
         _of(
             "clip_before_reduction",
             "gradients are clipped after they are summed over all ranks",
             "tp",
-            (trainer, "finish_gradients", clip_first),
+            (trainer, "finish_gradients", faults.clip_first),
         ),
         _of(
             "clip_before_dp_reduction",
             "gradients are clipped after they are summed over dp",
             "dp",
-            (trainer, "finish_gradients", clip_first),
+            (trainer, "finish_gradients", faults.clip_first),
+        ),
+        _of(
+            "clipping_skipped",
+            "gradients are scaled down to the largest norm",
+            "",
+            (trainer, "clip_gradients", lambda f: lambda model, max_norm: f(model, None)),
+        ),
+        _of(
+            "warmup_skipped",
+            "the learning rate falls from the end of the warm-up, not from the start",
+            "steps",
+            (trainer, "linear", lambda f: lambda step, **options: f(step, **{**options, "warmup_steps": 0})),
+        ),
+        _of("weight_decay_skipped", "weights decay as configured", "", faults.optimizer_with(weight_decay=0.0)),
+        _of("default_betas", "AdamW has the configured betas", "steps", faults.optimizer_with(betas=(0.9, 0.999))),
+        _of(
+            "last_step_left_out",
+            "a run takes as many optimizer steps as configured",
+            "steps",
+            (Trainer, "train", faults.without_last_step),
+        ),
+        _of(
+            "scale_of_fresh_squared",
+            "a fresh adapter has the scale of its configuration",
+            "scale",
+            (manage, "attach", faults.scale_of_fresh_squared),
         ),
         _of(
             "adapter_loaded_on_rank_0_only",
             "every rank holds its part of a loaded adapter",
             "tp",
-            (peft_format, "attach", on_rank_0_only),
+            (peft_format, "attach", faults.on_rank_0_only),
         ),
         _of(
             "adapter_loaded_on_dp_rank_0_only",
             "every dp rank holds a loaded adapter",
             "dp",
-            (peft_format, "attach", on_rank_0_only),
+            (peft_format, "attach", faults.on_rank_0_only),
         ),
         _of(
             "shard_missing_in_file",
             "the saved file has the shards of all tp ranks",
             "tp",
-            in_file(first_shard_only, split=True),
+            faults.in_file(faults.first_shard_only, split=True),
         ),
         _of(
             "whole_entries_duplicated_in_file",
             "what every rank holds is saved once",
             "tp",
-            in_file(lambda t, dim, tp: torch.cat([t] * tp, 0), split=False),
+            faults.in_file(lambda t, dim, tp: torch.cat([t] * tp, 0), split=False),
         ),
         _of(
             "shards_reversed_in_file",
             "the saved file has the shards in the order of the tp ranks",
             "tp",
-            in_file(lambda t, dim, tp: torch.cat(t.tensor_split(tp, dim)[::-1], dim), split=True),
+            faults.in_file(lambda t, dim, tp: torch.cat(t.tensor_split(tp, dim)[::-1], dim), split=True),
+        ),
+        _of(
+            "rounded_in_file",
+            "the saved file has the bits that the ranks hold",
+            "",
+            (peft_format, "save_file", faults.rounded_in_file),
+        ),
+        _of(
+            "extra_entry_in_file",
+            "the saved file holds the factors and nothing else",
+            "",
+            (peft_format, "gather_adapter", then(faults.extra_entry)),
+        ),
+        _of(
+            "alpha_doubled_in_file",
+            "the stored configuration is that of the adapter",
+            "",
+            (peft_format, "_config_to_store", then(lambda v, *_: v | {"lora_alpha": 2 * v["lora_alpha"]})),
+        ),
+        _of(
+            "target_missing_in_fresh_file",
+            "the stored configuration of a fresh adapter names all of its targets",
+            "targets",
+            (manage, "final_config", then(faults.one_target_less)),
         ),
     ]
 )

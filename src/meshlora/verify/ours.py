@@ -1,6 +1,7 @@
 """Our side of a proof, on one rank: the product's own loader, trainer and file writer, watched from outside.
 
-Owns: what is recorded where. The code that runs is that of `meshlora train`; nothing here computes a number.
+Owns: what is recorded where. The code that runs is that of `meshlora train`, its loop included; nothing here computes a
+number.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from meshlora.api import load_without_proof
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
+from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
+from meshlora.parallel.inject import parallel_linears
 from meshlora.plan.budget import micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
 from meshlora.train import trainer as trainer_module
-from meshlora.train.metrics import Reporter
+from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
 from meshlora.verify.mutations import applied
 
 
 def run_case(case: Case, topology: str, folder: str, mutation: str | None = None) -> None:
-    """Run `case` on the calling ranks; leaves `rank-N.safetensors` and the saved adapter `saved/` in `folder`."""
+    """Run `case` on the calling ranks; leaves `rank-N.safetensors` and what `oracle.saved` reads in `folder`."""
     with applied(mutation):
         _run_case(case, Topology.parse(topology), Path(folder))
 
@@ -50,8 +53,11 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     )
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model))
+    trace.scalings = _scalings(model, "default")
     trace.fresh = _fresh(model, case, "fresh")
     trace.fresh_both = _fresh(model, case, "fresh_both")
+    trace.fresh_scalings = _scalings(model, "fresh")
+    peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both")
     run = Prepared(
         _run_config(case, str(topology), folder),
         topology,
@@ -60,20 +66,37 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         dict(state.adapters["default"].targets),
         case.pad_token_id,
         case.data,
-        None,
+        case.data,
         case.steps,
     )
-    trainer = Trainer(run, model, Reporter(folder / "unused", steps=case.steps, log_every=1, is_main=False))
-    model.train()
-    for step in range(case.steps):
+    trainer = Trainer(run, model, _Recorder(trace, case))
+    train_step = trainer.train_step
+
+    def watched(step: int) -> StepMetrics:
         with _watch(model, trace) if step == 0 else contextlib.nullcontext():
-            metrics = trainer.train_step(step)
-        trace.losses.append(metrics.loss)
-        trace.grad_norms.append(metrics.grad_norm)
-        trace.num_tokens.append(metrics.tokens)
+            return train_step(step)
+
+    with mock.patch.object(trainer, "train_step", watched):
+        trainer.train()
     trace.final = _locals(model, "default")
-    peft_format.save_adapter(model, folder / "saved")
     trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
+
+
+class _Recorder(Reporter):
+    """What the run says about itself, into the trace instead of a file."""
+
+    def __init__(self, trace: Trace, case: Case) -> None:
+        super().__init__(Path("unused"), steps=case.steps, log_every=1, is_main=False)
+        self.trace = trace
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.trace.losses.append(metrics.loss)
+        self.trace.grad_norms.append(metrics.grad_norm)
+        self.trace.num_tokens.append(metrics.tokens)
+        self.trace.rates.append(metrics.lr)
+
+    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+        self.trace.eval_losses.append(loss)
 
 
 @contextlib.contextmanager
@@ -83,10 +106,10 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
     counter = CollectiveCounter()
 
     def recording_clip(model: Any, max_norm: float | None) -> float:
-        trace.gradients = {
-            f.name: copy(f.parameter.grad) for f in active_factors(model) if f.parameter.grad is not None
-        }
-        return clip(model, max_norm)
+        trace.gradients = _gradients(model)
+        norm = clip(model, max_norm)
+        trace.clipped = _gradients(model)
+        return norm
 
     def counted_finish(model: Any, *, num_tokens: int) -> int:
         counter.phase = "step"
@@ -122,6 +145,16 @@ def _locals(model: Any, adapter: str) -> dict[str, Tensor]:
     return {factor.name: copy(factor.parameter) for factor in adapter_factors(model, adapter)}
 
 
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {f.name: copy(f.parameter.grad) for f in active_factors(model) if f.parameter.grad is not None}
+
+
+def _scalings(model: Any, adapter: str) -> dict[str, float]:
+    """Module -> the scale that the adapter is applied with."""
+    linears = parallel_linears(model)
+    return {name: module.scaling[adapter] for name, module in linears.items() if adapter in module.scaling}
+
+
 def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
     """The factors of an adapter that is drawn from the user's configuration, "fresh_both" with B drawn too."""
     values = dict(case.lora)
@@ -143,14 +176,19 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
         model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code),
         data=DataConfig("unused"),
         train=TrainConfig(
-            str(folder),
+            str(folder / Path(LAST).parent),
             steps=case.steps,
             batch_size=case.batch_size,
             micro_batch_size=case.micro_batch_size,
             lr=case.lr,
+            warmup_steps=case.warmup_steps,
+            weight_decay=case.weight_decay,
+            beta1=case.beta1,
+            beta2=case.beta2,
             eps=case.eps,
             max_grad_norm=case.max_grad_norm,
             seed=case.seed,
+            replica_check_every=0,  # a drift is to be found by the judge
         ),
         adapter=case.adapter,
         topology=topology,

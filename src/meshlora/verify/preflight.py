@@ -6,9 +6,12 @@ itself is that of `meshlora verify`, on CPUs, in float64.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,14 @@ from rich.console import Console
 
 import meshlora
 from meshlora.api import read_model_config
-from meshlora.errors import UnsupportedError
+from meshlora.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.oracle.case import digest, versions
 from meshlora.plan.families import check_proved
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config
 from meshlora.state.files import read_json, write_json_atomically
+from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.prepare import Prepared
 from meshlora.verify.document import document, is_proved
 from meshlora.verify.proof import Outcome, Processes, run_proof
@@ -31,6 +35,8 @@ from meshlora.verify.request import CACHE, Proof, Request, prepare_proof
 
 # What a machine can run beside the job: dp ranks beyond two show nothing that two do not.
 _MOST_RANKS = 8
+# What a proof of a twin writes, roughly: a full disk is found before.
+_ENOUGH_BYTES = 8_000_000
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
@@ -40,7 +46,7 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
 
     Raises:
         UnsupportedError: the twin trains differently, or does not have every kind of block that the model has; with
-            `skip`, a family without a proof.
+            `skip`, a family without a proof. MeshloraError: the proof broke off; KeyboardInterrupt.
     """
     console = console or Console()
     if skip:
@@ -53,8 +59,7 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         )
         return
     proof, key = _proof_of(run, cache_dir)
-    record = _record(cache_dir, key)
-    if record.is_file():
+    if _proved_on(cache_dir, key):
         return
     started = time.perf_counter()
     what = f"{run.plan.model_type} on {proof.topologies[0]}"
@@ -63,11 +68,16 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         highlight=False,
         soft_wrap=True,
     )
-    with Processes() as processes:
-        outcomes = list(run_proof(proof, processes))
-    seconds = time.perf_counter() - started
-    _remember(proof, outcomes, seconds, record, what)
-    console.print(f"preflight: {what} proved in {seconds:.0f} s", highlight=False, soft_wrap=True)
+    with signals_end_what_was_started(), usable_cache(cache_dir) as (usable, why_not):
+        proof = dataclasses.replace(proof, request=dataclasses.replace(proof.request, cache_dir=usable))
+        with Processes() as processes, console.status("preflight") as status:
+            outcomes = list(run_proof(proof, processes, progress=lambda text: status.update(f"preflight: {text}")))
+        seconds = time.perf_counter() - started
+        _refuse_a_difference(proof, outcomes, seconds, what, folder=None if why_not else cache_dir / "failed", key=key)
+        if not why_not:
+            why_not = _remember(proof, outcomes, seconds, _record(cache_dir, key))
+    lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
+    console.print(f"preflight: {what} proved in {seconds:.0f} s{lost}", highlight=False, soft_wrap=True)
 
 
 def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
@@ -77,32 +87,66 @@ def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
         UnsupportedError: it cannot be proved, whatever the numbers are.
     """
     _, key = _proof_of(run, cache_dir)
-    record = _record(cache_dir, key)
-    if record.is_file():
-        return f"preflight: proved, {read_json(record)['date']}"
+    date = _proved_on(cache_dir, key)
+    if date:
+        return f"preflight: proved, {date}"
     return "preflight: train will prove this combination first (about half a minute)"
 
 
-def _remember(proof: Proof, outcomes: list[Outcome], seconds: float, record: Path, what: str) -> None:
-    """Store a passed proof; refuse a failed one, with its report."""
-    command = (
+@contextlib.contextmanager
+def usable_cache(cache_dir: Path) -> Iterator[tuple[Path, str]]:
+    """(`cache_dir`, nothing), or where it cannot be written (a folder for this proof alone, why not)."""
+    try:
+        folder = cache_dir.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_ENOUGH_BYTES))
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        why_not = f"{cache_dir} cannot be written ({getattr(error, 'strerror', None) or error})"
+    else:
+        yield cache_dir, ""
+        return
+    with tempfile.TemporaryDirectory(prefix="meshlora-") as own:
+        yield Path(own), why_not
+
+
+def _refuse_a_difference(
+    proof: Proof, outcomes: list[Outcome], seconds: float, what: str, *, folder: Path | None, key: str
+) -> None:
+    """Raise for a failed proof, with its report in `folder`, or where that is None in a new one that stays."""
+    if is_proved(outcomes):
+        return
+    folder = folder.expanduser() if folder else Path(tempfile.mkdtemp(prefix="meshlora-report-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    report = folder / f"{key}.html"
+    write_report(document(proof, outcomes, command=_command(proof), seconds=seconds, details=True), report)
+    found = outcomes[0].divergence
+    if found is None:
+        cause = outcomes[0].error.splitlines()[-1]
+        raise MeshloraError(f"preflight of {what}: the proof broke off ({cause}); the report is {report}")
+    raise UnsupportedError(
+        what,
+        f"its twin does not train as one process would ({found.phase} of {found.name}: {found.cause})",
+        f"the report is {report}; use another topology, or tp=1 with dp as you like",
+    )
+
+
+def _remember(proof: Proof, outcomes: list[Outcome], seconds: float, record: Path) -> str:
+    """Store a passed proof; returns why that is not possible."""
+    short = document(proof, outcomes, command=_command(proof), seconds=seconds)
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(record, short | {"date": time.strftime("%Y-%m-%d %H:%M")})
+    except OSError as error:
+        return f"{record} cannot be written ({error.strerror})"
+    return ""
+
+
+def _command(proof: Proof) -> str:
+    return (
         f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}  # the twin of your own "
         "configuration: --model FOLDER --twin"
     )
-    record.parent.mkdir(parents=True, exist_ok=True)
-    full = document(proof, outcomes, command=command, seconds=seconds, details=True)
-    if not is_proved(outcomes):
-        report = record.with_suffix(".html")
-        write_report(full, report)
-        found = outcomes[0].divergence
-        cause = f"{found.phase} of {found.name}: {found.cause}" if found else outcomes[0].error.splitlines()[-1]
-        raise UnsupportedError(
-            what,
-            f"its twin does not train as one process would ({cause})",
-            f"the report is {report}; use another topology, or tp=1 with dp as you like",
-        )
-    short = document(proof, outcomes, command=command, seconds=seconds)
-    write_json_atomically(record, short | {"date": time.strftime("%Y-%m-%d %H:%M")})
 
 
 def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
@@ -171,6 +215,15 @@ def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
 
 def _config(run: Prepared) -> Any:
     return read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
+
+
+def _proved_on(cache_dir: Path, key: str) -> str:
+    """When the combination was proved; empty where it was not, or its record cannot be read."""
+    try:
+        record = read_json(_record(cache_dir, key))
+    except (UserError, RuntimeError):  # RuntimeError: there is no home folder
+        return ""
+    return str(record.get("date", "")) if isinstance(record, dict) and record.get("passed") is True else ""
 
 
 def _record(cache_dir: Path, key: str) -> Path:

@@ -7,7 +7,9 @@ Owns: the cache of reference runs, the processes, and the order of work. Does no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import shutil
 import tempfile
 import time
@@ -17,15 +19,14 @@ from pathlib import Path
 from typing import Self
 
 from peft import LoraConfig
-from safetensors import safe_open
-from torch import Tensor
 
 from meshlora.errors import MeshloraError, UserError
-from meshlora.oracle.case import Case
+from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnose import Divergence, first_divergence
 from meshlora.oracle.judge import Evidence, Phase, judge
+from meshlora.oracle.saved import read_saved, read_with_peft
 from meshlora.oracle.trace import Trace
-from meshlora.oracle.worker import make_reference, read_back_to
+from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
 from meshlora.state.files import new_folder
 from meshlora.verify.ours import run_case
@@ -104,33 +105,54 @@ def run_proof(
             yield _run(case, reference, rounded, topology, mutation, pool, worker)
 
 
-def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, Trace | None]:
-    """The cached reference, made now where there is none; the case with the folders of its inputs."""
-    folder = proof.request.cache_dir.expanduser() / proof.key
-    if not (folder / "reference.safetensors").is_file():
-        with new_folder(folder) as new:
-            twin = proof.config if proof.is_twin else None
-            try:
-                worker.run(make_reference, proof.case, twin, str(new), timeout_s=_REFERENCE_TIMEOUT_S)
-            except RankError as error:
-                if isinstance(error.cause, UserError):
-                    raise error.cause from None
-                raise MeshloraError(f"the reference itself fails on this model:\n{error}") from error
+def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
+    """The cached reference, made now where there is none, or none that is whole; the case with its inputs."""
+    root = proof.request.cache_dir.expanduser()
+    folder = root / proof.key
+    with _only_one(root / f"{proof.key}.lock"):
+        if not is_whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            _make_reference(proof, worker, folder)
     case = dataclasses.replace(
         proof.case, model=proof.case.model or str(folder / "model"), adapter=str(folder / "adapter")
     )
-    rounded = folder / "rounded.safetensors"
-    return (
-        case,
-        Trace.load(folder / "reference.safetensors"),
-        Trace.load(rounded) if case.dtype != "float64" else None,
-    )
+    rounded = [Trace.load(file) for file in sorted(folder.glob("rounded-*.safetensors"))]
+    return case, Trace.load(folder / "reference.safetensors"), rounded
+
+
+def _make_reference(proof: Proof, worker: Pool, folder: Path) -> None:
+    with new_folder(folder) as new:
+        twin = proof.config if proof.is_twin else None
+        try:
+            worker.run(make_reference, proof.case, twin, str(new), timeout_s=_REFERENCE_TIMEOUT_S)
+        except RankError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise MeshloraError(f"the reference itself fails on this model:\n{error}") from error
+        write_inventory(new)
+
+
+@contextlib.contextmanager
+def _only_one(file: Path) -> Iterator[None]:
+    """Proofs that need the same reference make it one after the other, so that the second finds it.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        stream = file.open("w")
+    except OSError as error:
+        raise UserError(f"the cache of proofs, {file.parent}", f"it cannot be written ({error.strerror})") from None
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def _run(
     case: Case,
     reference: Trace,
-    rounded: Trace | None,
+    rounded: list[Trace],
     topology: Topology,
     mutation: str | None,
     pool: Pool,
@@ -141,8 +163,7 @@ def _run(
     try:
         pool.run(run_case, case, str(topology), str(folder), mutation)
         ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
-        note = worker.run(read_back_to, case, str(folder / "saved"), str(folder / "read.safetensors"))[0]
-        saved, logits = _saved(folder / "read.safetensors") if not note else ({}, None)
+        saved = read_saved(folder, worker.run(read_with_peft, case, str(folder))[0])
     except RankError as error:
         if isinstance(error.cause, UserError) and mutation is None:
             raise error.cause from None
@@ -158,8 +179,6 @@ def _run(
         rounded,
         ranks,
         saved,
-        logits,
-        note,
         init,
         case.seed,
     )
@@ -175,9 +194,3 @@ def _run(
         budget=ranks[0].budget,
         facts=ranks[0].facts,
     )
-
-
-def _saved(file: Path) -> tuple[dict[str, Tensor], Tensor]:
-    with safe_open(file, framework="pt") as stored:
-        tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118 - it is not a dict
-    return tensors, tensors.pop("logits")

@@ -29,6 +29,7 @@ from meshlora.oracle.case import (
     case_hash,
     distinct_sequences,
     file_fingerprint,
+    num_sequences_for,
     random_tokens,
 )
 from meshlora.parallel.groups import on_gpus
@@ -109,8 +110,11 @@ class Proof:
         """What a run on `topology` has for a mutation to show."""
         plan, config = self.plans[topology], LoraConfig(**self.case.lora)
         has = {name for name in ("dp", "tp") if getattr(topology, name) > 1} | ({"sp"} if topology.sp else set())
-        if any(rule.split is Split.ROW and rule.has_bias for rule in plan.linears.values()):
-            has.add("row_bias")
+        has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
+        if self.case.steps > 1:
+            has.add("steps")
+        if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
+            has |= {"targets"} if len(config.target_modules or ()) > 1 else set()
         if any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions):
             has.add("whole_mixer")
         if config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1:
@@ -140,7 +144,7 @@ def prepare_proof(request: Request) -> Proof:
     plans = _plans(request, config, given, lora, dtype)
     device = _device(request.device, max(t.world for t in plans))
     batch_size = batch_size_for(max(t.dp for t in plans))
-    data, pad = _sequences(request, config, number=batch_size * request.steps)
+    data, pad = _sequences(request, config, number=num_sequences_for(batch_size, request.steps))
     case = Case(
         model="" if is_twin else str(request.model),
         adapter="",
@@ -154,6 +158,7 @@ def prepare_proof(request: Request) -> Proof:
         batch_size=batch_size,
         micro_batch_size=_MICRO_BATCH_SIZE,
         seed=request.seed,
+        warmup_steps=min(1, request.steps - 1),
         pad_token_id=pad,
         trust_remote_code=request.trust_remote_code,
         device=device,

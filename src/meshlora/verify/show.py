@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -14,11 +16,19 @@ from meshlora.verify.mutations import MUTATIONS
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
 
+# Columns that one topology takes in the table of phases: a number such as 1.2e-15, and its border.
+_NUMBER = 10
+# The other columns of that table, folded and on one line each.
+_NARROW, _WIDE = 46, 62
+# What lies between and beside the two columns of the kill table.
+_KILL_BORDER = 4
+_SURVIVED = "SURVIVED"
+
 
 def show(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
     """Everything that a person wants to see of a finished proof."""
     plain = [outcome for outcome in outcomes if outcome.mutation is None]
-    console.print(_phase_table(proof, plain))
+    _phases(console, proof, plain)
     for outcome in plain:
         if not outcome.passed:
             _explain(console, outcome)
@@ -27,16 +37,30 @@ def show(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
         _kills(console, proof, mutated)
 
 
-def _phase_table(proof: Proof, outcomes: Sequence[Outcome]) -> Table:
-    """Phases down, topologies across: the worst tensor's relative error."""
+def _phases(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
+    """The table of phases, or as many as the width of the terminal asks for."""
     case = proof.case
     what = f"twin of {case.model_type}" if not case.model else case.model
+    console.print(
+        f"{what}, {case.dtype}, {case.steps} steps: worst relative error against one process", highlight=False
+    )
+    widths = [max(_NUMBER, len(str(outcome.topology)) + 3) for outcome in outcomes]
+    if _WIDE + sum(widths) <= console.width:
+        console.print(_phase_table(outcomes))
+        return
+    number = max(1, (console.width - _NARROW) // _NUMBER)
+    for start in range(0, len(outcomes), number):
+        console.print(_phase_table(outcomes[start : start + number], is_narrow=True))
+
+
+def _phase_table(outcomes: Sequence[Outcome], *, is_narrow: bool = False) -> Table:
+    """Phases down, topologies across: the worst tensor's relative error."""
+    names = [str(outcome.topology) for outcome in outcomes]
     table = Table(
-        "phase",
-        Column("tensors", justify="right"),
-        *(Column(str(outcome.topology), justify="right") for outcome in outcomes),
-        Column("limit", justify="right"),
-        title=f"{what}, {case.dtype}, {case.steps} steps: worst relative error against one process",
+        Column("phase", overflow="fold"),
+        Column("tensors", justify="right", no_wrap=True),
+        *(Column(name.replace(",", ",\n") if is_narrow else name, justify="right", no_wrap=True) for name in names),
+        Column("limit", justify="right", no_wrap=True),
     )
     for name in PHASES:
         phases = [next((p for p in outcome.phases if p.name == name), None) for outcome in outcomes]
@@ -62,13 +86,16 @@ def _cell(phase: Phase | None) -> Text:
 
 
 def _verdict(outcome: Outcome) -> Text:
-    return Text("proved", style="bold green") if outcome.passed else Text("DIFFERS", style="bold red")
+    if outcome.passed:
+        return Text("proved", style="bold green")
+    return Text("DIFFERS" if outcome.phases else "broke off", style="bold red")
 
 
 def _explain(console: Console, outcome: Outcome) -> None:
-    console.print(f"\n[bold red]{outcome.topology} is not the same as one process[/]", highlight=False)
+    what = "is not the same as one process" if outcome.phases else "broke off"
+    console.print(f"\n[bold red]{outcome.topology} {what}[/]", highlight=False)
     if outcome.error:
-        console.print(outcome.error, highlight=False, markup=False)
+        console.print(outcome.error, highlight=False, markup=False, soft_wrap=True)
     if outcome.divergence is not None:
         for line in divergence_lines(outcome.divergence):
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
@@ -90,22 +117,48 @@ def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
     """The kill table of every topology, and what could not show on it."""
     for topology in proof.topologies:
         own = [outcome for outcome in outcomes if outcome.topology == topology]
-        table = Table(
-            "mutation", "the invariant it breaks", "caught by", "where", title=f"deliberate faults on {topology}"
-        )
-        for outcome in own:
-            assert outcome.mutation is not None
-            found = outcome.divergence
-            table.add_row(
-                outcome.mutation,
-                MUTATIONS[outcome.mutation].invariant,
-                Text("SURVIVED", style="bold red") if outcome.passed else Text(found.phase if found else "error"),
-                found.name if found else outcome.error.splitlines()[-1] if outcome.error else "",
-            )
-        console.print(table)
-        killed = sum(not outcome.passed for outcome in own)
-        console.print(f"{killed} of {len(own)} killed: {killed / max(len(own), 1):.0%}", highlight=False)
+        console.print(f"\ndeliberate faults on {topology}", highlight=False)
+        if own:
+            console.print(_kill_table(own, console.width))
+            killed = sum(not outcome.passed for outcome in own)
+            console.print(f"{killed} of {len(own)} killed: {killed / len(own):.0%}", highlight=False)
         rest = [name for name in proof.request.mutations if name not in {outcome.mutation for outcome in own}]
         for name in rest:
             lacks = ", ".join(sorted(MUTATIONS[name].needs - proof.features_on(topology)))
-            console.print(f"  cannot show here: {name} (needs {lacks})", style="dim", highlight=False)
+            console.print(f"  cannot show here: {name} (needs {lacks})", style="dim", highlight=False, soft_wrap=True)
+
+
+def _kill_table(outcomes: Sequence[Outcome], width: int) -> Table:
+    """Two lines a mutation, which a terminal of 80 columns can hold: its name and the phase that caught it, then what
+    it breaks and the tensor that showed it.
+    """
+    rows = [_caught(outcome) for outcome in outcomes]
+    room = width - _KILL_BORDER
+    names = max(len(left[0]) for left, _ in rows)
+    right = min(max(len(text) + 1 for _, texts in rows for text in texts), room - min(names, room * 11 // 20))
+    left = min(max(len(text) + 1 for texts, _ in rows for text in texts), room - right)
+    table = Table(
+        Column("mutation, and the invariant it breaks", width=left),
+        Column("caught by, first at", width=right),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
+    for (name, invariant), (phase, where) in rows:
+        style = "bold red" if phase == _SURVIVED else ""
+        table.add_row(_two_lines(Text(name, style="bold"), invariant), _two_lines(Text(phase, style=style), where))
+    return table
+
+
+def _caught(outcome: Outcome) -> tuple[tuple[str, str], tuple[str, str]]:
+    """((mutation, invariant), (phase, name))."""
+    assert outcome.mutation is not None
+    found = outcome.divergence
+    phase = _SURVIVED if outcome.passed else found.phase if found else "error"
+    where = found.name if found else outcome.error.splitlines()[-1] if outcome.error else ""
+    return (outcome.mutation, MUTATIONS[outcome.mutation].invariant), (phase, where)
+
+
+def _two_lines(first: Text, second: str) -> Group:
+    first.overflow = "fold"
+    return Group(first, Padding(Text(second, style="dim", overflow="fold"), (0, 0, 0, 1)))

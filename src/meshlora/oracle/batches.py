@@ -1,0 +1,69 @@
+"""The judge's own batches: which sequences a step takes, and the tensors of its micro-batches.
+
+Owns: the global order, the last batch of an epoch, padding and the shift of labels, written a second time from the
+words of docs/oracle.md. Does not own: the sequences themselves, which both sides are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.data import TokenizedDataset
+
+UNTRAINED = -100
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return int((self.labels != UNTRAINED).sum())
+
+    def to(self, device: str) -> MicroBatch:
+        """The same on `device`."""
+        return MicroBatch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device))
+
+
+def micro_batches_of(
+    data: TokenizedDataset, *, batch_size: int, micro_batch_size: int, seed: int, step: int, pad_token_id: int
+) -> list[MicroBatch]:
+    """The sequences of optimizer step `step`, in the run's global order, in pieces of `micro_batch_size`.
+
+    An epoch takes every sequence once: ceil(n / batch_size) steps, the last with what is left. Its order sorts the
+    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch).
+    """
+    steps_per_epoch = (len(data) + batch_size - 1) // batch_size
+    stream = np.random.SeedSequence(seed, spawn_key=(step // steps_per_epoch,))
+    keys = np.random.PCG64(stream).random_raw(len(data)).tolist()
+    order = sorted(range(len(data)), key=lambda index: (keys[index], index))
+    first = step % steps_per_epoch * batch_size
+    chosen = order[first : first + batch_size]
+    return list(micro_batches(data, chosen, micro_batch_size=micro_batch_size, pad_token_id=pad_token_id))
+
+
+def micro_batches(
+    data: TokenizedDataset, indices: Sequence[int], *, micro_batch_size: int, pad_token_id: int
+) -> Iterator[MicroBatch]:
+    """The sequences `indices` in pieces, padded on the right."""
+    for start in range(0, len(indices), micro_batch_size):
+        rows = [data[index] for index in indices[start : start + micro_batch_size]]
+        shape = (len(rows), max(len(row.input_ids) for row in rows))
+        ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
+        for place, row in enumerate(rows):
+            for position, token in enumerate(row.input_ids.tolist()):
+                ids[place, position], mask[place, position] = token, 1
+                if position and row.is_trained[position]:  # what comes before a trained token predicts it
+                    labels[place, position - 1] = token
+        yield MicroBatch(ids, mask, labels)

@@ -1,0 +1,106 @@
+"""What our side left on disk: the adapter files as they are, and what PEFT makes of them.
+
+Owns: reading them. Does not own: what they should hold (`oracle.judge`), or how they are written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshlora.errors import reason
+from meshlora.oracle.case import Case
+from meshlora.oracle.reference import read_back, scalings
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Inside the folder of a run: what the trainer saves first and last, and an adapter that is drawn and not trained.
+FIRST, LAST, FRESH = "run/initial", "run/adapter", "fresh"
+_READ = "read.safetensors"
+# What tells PEFT how to run an adapter; the one that both sides start from was written for training.
+_OF_USE = {"inference_mode": True, "task_type": "CAUSAL_LM"}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The files of a run.
+
+    Attributes:
+        first, last, fresh: what the files hold, under the names of factors.
+        read, logits: the last as PEFT reads it, in float64. fresh_scalings: module -> the scale that PEFT gives to the
+            drawn one.
+        note: why PEFT cannot read the last. config_note, fresh_note: what is wrong with their configurations.
+    """
+
+    first: dict[str, Tensor] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)
+    fresh: dict[str, Tensor] = field(default_factory=dict)
+    read: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
+    fresh_scalings: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    config_note: str = ""
+    fresh_note: str = ""
+
+
+def read_with_peft(case: Case, folder: str) -> dict[str, Any]:
+    """The part of `Saved` that PEFT has to say, as plain values; tensors go to a file beside."""
+    root = Path(folder)
+    found: dict[str, Any] = {}
+    try:
+        factors, logits = read_back(case, root / LAST)
+        save_file({**factors, "logits": logits}, root / _READ)
+        found["config_note"] = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG)
+    except Exception as error:  # noqa: BLE001 - whatever PEFT says of a file that we wrote is the finding
+        found["note"] = f"PEFT cannot read it: {reason(error)}"
+    try:
+        found["fresh_scalings"] = _scalings_of(case, root / FRESH)
+    except Exception as error:  # noqa: BLE001 - the same
+        found["fresh_note"] = f"PEFT cannot read it: {reason(error)}"
+    return found
+
+
+def read_saved(folder: Path, found: dict[str, Any]) -> Saved:
+    """Everything, from the files and from what `read_with_peft` found."""
+    read = _tensors(folder / _READ) if not found.get("note") else {}
+    first, last, fresh = (_tensors(folder / name / WEIGHTS) for name in (FIRST, LAST, FRESH))
+    return Saved(first, last, fresh, read, read.pop("logits", None), **found)
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            names = stored.keys()
+            return {n.removeprefix("base_model.model.").removesuffix(".weight"): stored.get_tensor(n) for n in names}
+    except (OSError, SafetensorError):
+        return {}  # every name is then missing
+
+
+def _difference(ours: Path, theirs: Path) -> str:
+    """The first field in which a stored configuration is not the one that training started from."""
+    a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
+    for name, value in sorted((b | _OF_USE).items()):
+        if _unordered(a.get(name)) != _unordered(value):
+            return f"{name} is {a.get(name)!r}, not {value!r}"
+    return "".join(f"{name} is not a field of this peft" for name in sorted(a.keys() - b.keys())[:1])
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
+
+
+def _scalings_of(case: Case, folder: Path) -> dict[str, float]:
+    """Where PEFT puts an adapter of the configuration in `folder`, and its scales; no weight is read."""
+    trust = case.trust_remote_code
+    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trust)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+        return scalings(get_peft_model(base, LoraConfig.from_pretrained(str(folder))))

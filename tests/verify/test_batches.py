@@ -1,0 +1,58 @@
+"""The judge's batches are its own: a fault in the product's order, padding or labels shows; without one both agree."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import meshlora.oracle
+from meshlora.data import GlobalBatches, TokenizedDataset, collate
+from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
+from meshlora.oracle.case import num_sequences_for, random_tokens
+
+
+@pytest.fixture(scope="module")
+def data() -> TokenizedDataset:
+    return random_tokens(num_sequences=16, vocab_size=50, seed=3)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("step", range(5))
+def test_both_sides_make_the_same_batches(step: int, seed: int, data: TokenizedDataset) -> None:
+    """Over a batch that is not full, and over the end of an epoch."""
+    indices = GlobalBatches(len(data), 9, seed).batch(step)
+    ours = [collate([data[int(i)] for i in indices[j : j + 2]], pad_token_id=1) for j in range(0, len(indices), 2)]
+    theirs = micro_batches_of(data, batch_size=9, micro_batch_size=2, seed=seed, step=step, pad_token_id=1)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.input_ids, b.input_ids)
+        assert torch.equal(a.attention_mask, b.attention_mask)
+        assert torch.equal(a.labels, b.labels)
+        assert a.num_trained_tokens == b.num_tokens
+
+
+def test_label_of_a_position_is_the_trained_token_after_it() -> None:
+    ids, is_trained = np.array([5, 6, 7, 8, 9], dtype=np.int32), np.array([True, False, True, True, False])
+    data = TokenizedDataset(ids, is_trained, np.array([0, 3, 5]))
+    (batch,) = micro_batches(data, [0, 1], micro_batch_size=2, pad_token_id=0)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch.labels.tolist() == [[UNTRAINED, 7, UNTRAINED], [UNTRAINED] * 3]
+
+
+def test_case_ends_with_a_batch_that_is_not_full_and_a_second_epoch() -> None:
+    batches = GlobalBatches(num_sequences_for(9, 3), 9, seed=0)
+    assert [len(batches.batch(step)) for step in range(3)] == [9, 7, 9]
+    assert batches.steps_per_epoch == 2
+    assert num_sequences_for(9, 1) == 9
+
+
+def test_judge_imports_neither_order_nor_collation() -> None:
+    for file in Path(meshlora.oracle.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshlora.data"):
+                assert {alias.name for alias in node.names} <= {"TokenizedDataset", "Sequence"}, file
