@@ -129,7 +129,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from meshlora.config import read_run
-    from meshlora.parallel.groups import launcher_place, on_gpus
+    from meshlora.parallel.groups import join, launcher_place, on_gpus
     from meshlora.train.launch import launch, launched_by_us, rank_edge
     from meshlora.train.prepare import prepare
     from meshlora.train.run import train
@@ -150,6 +150,8 @@ def _train(options: argparse.Namespace) -> None:
     with rank_edge():
         run = prepare(read_run(options.file, options.overrides), world=place.world if place else 1)
         if not launched_by_us() and (place is None or place.rank == 0):
+            # Joined first, so that the ranks that wait for this one notice when it ends here.
+            join(run.config.device)
             preflight(run, skip=options.no_preflight)
         train(run)
 

@@ -70,7 +70,7 @@ DIAGNOSES = {
     "shard_missing_in_file": ("tp=2", "saved_file", "", "shard of tp rank 1 is missing"),
     "shards_reversed_in_file": ("tp=2", "saved_file", "", "reversed order"),
     "whole_entries_duplicated_in_file": ("tp=2", "saved_file", "adapter_model.safetensors", "more than once"),
-    "rounded_in_file": ("tp=2", "saved_file", "", "is rounded"),
+    "rounded_in_file": ("tp=2", "saved_file", "", "rounded"),
     "extra_entry_in_file": (
         "dp=2",
         "saved_file",
@@ -108,7 +108,7 @@ def test_no_fault_is_left_out_where_it_can_show(outcomes: list[Outcome]) -> None
     }
     for topology, names in ran.items():
         has = (
-            {"scale", "steps", "targets"}
+            {"scale", "steps", "targets", "digits"}
             | {a for a in ("dp", "tp") if getattr(topology, a) > 1}
             | ({"sp"} if topology.sp else set())
         )

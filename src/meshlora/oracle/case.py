@@ -45,8 +45,8 @@ class Case:
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences in each, over all ranks; micro_batch_size: at once on one rank.
         lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip in every step.
-        beta1, beta2, weight_decay: of AdamW, far from the defaults, so that one that is ignored
-            shows in bfloat16 too.
+        beta1, beta2, weight_decay: of AdamW, none of them the default, so that one that is ignored
+            shows.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
         device: "cpu" or "cuda".
@@ -66,9 +66,9 @@ class Case:
     seed: int
     lr: float = 1e-2
     warmup_steps: int = 0
-    beta1: float = 0.3
-    beta2: float = 0.7
-    weight_decay: float = 1.0
+    beta1: float = 0.8
+    beta2: float = 0.95
+    weight_decay: float = 0.1
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
     pad_token_id: int = 0

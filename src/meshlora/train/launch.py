@@ -163,9 +163,9 @@ def rank_edge() -> Iterator[None]:
         text = describe(error)
         leave_word(text)
         if not launched_by_us():
-            if rank > 0 and isinstance(error, UserError):
-                # Every rank finds the same mistake, and the launcher ends the others when the first one ends: rank 0
-                # is given the time to say it. Who is still alive afterwards is alone with it.
+            if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
+                # Every rank finds the same mistake, or misses the one that ended, and the launcher ends the others when
+                # the first one ends: rank 0 is given the time to say it. Who is still alive then is alone with it.
                 time.sleep(_RANK_0_FIRST_S)
             print(f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}", file=sys.stderr)
         _end(error.exit_code if isinstance(error, MeshloraError) else 1)

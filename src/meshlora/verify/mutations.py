@@ -36,8 +36,8 @@ class Mutation:
     Attributes:
         name: as in `--mutation NAME`. invariant: what is true of the product and not with this fault.
         needs: what a run must have for the fault to show: "tp", "dp" (size above 1), "sp", "row_bias", "column_bias",
-            "scale" (alpha/r is not 1), "steps" (more than one), "targets" (several, by name), "whole_mixer" (a block
-            that mixes tokens and is not split).
+            "scale" (alpha/r is not 1), "steps" (more than one), "targets" (several, by name), "digits" (more than
+            bfloat16 has), "whole_mixer" (a block that mixes tokens and is not split).
         changes: the functions it replaces.
     """
 
@@ -301,8 +301,10 @@ MUTATIONS: dict[str, Mutation] = dict(
             "steps",
             (trainer, "linear", lambda f: lambda step, **options: f(step, **{**options, "warmup_steps": 0})),
         ),
-        _of("weight_decay_skipped", "weights decay as configured", "", faults.optimizer_with(weight_decay=0.0)),
-        _of("default_betas", "AdamW has the configured betas", "steps", faults.optimizer_with(betas=(0.9, 0.999))),
+        _of("weight_decay_skipped", "weights decay as configured", "digits", faults.optimizer_with(weight_decay=0.0)),
+        _of(
+            "default_betas", "AdamW has the configured betas", "steps digits", faults.optimizer_with(betas=(0.9, 0.999))
+        ),
         _of(
             "last_step_left_out",
             "a run takes as many optimizer steps as configured",

@@ -113,6 +113,8 @@ class Proof:
         has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
         if self.case.steps > 1:
             has.add("steps")
+        if self.case.dtype != "bfloat16":
+            has.add("digits")
         if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
             has |= {"targets"} if len(config.target_modules or ()) > 1 else set()
         if any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions):
