@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshlora.config import read_run
+from meshlora.data import collate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
 from meshlora.train.prepare import prepare
@@ -149,7 +150,7 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(folder: Path, reference
     model = PeftModel.from_pretrained(base, str(folder / "for-reference" / "adapter"), is_trainable=True)
     batches = [
         judge.MicroBatch(b.input_ids, b.attention_mask, b.labels)
-        for b in (judge.collate([sequence], pad_token_id=0) for sequence in run.eval_data)
+        for b in (collate([sequence], pad_token_id=0) for sequence in run.eval_data)
     ]
     lines = (folder / "for-reference" / "metrics.jsonl").read_text().splitlines()
     evaluated = [json.loads(line) for line in lines if "eval_loss" in line][-1]
