@@ -1,9 +1,11 @@
-"""Fixtures of all tests: pools of ranks, one thread a process."""
+"""Fixtures of all tests: pools of ranks, one thread a process, temporary files in memory."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +23,16 @@ from tests.pool import Pool
 Prove = Callable[..., list[Outcome]]
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("tests.processes", "tests.unit.mistakes", "tests.unit.records")
+
+# The suite writes some hundred megabytes, most of them with fsync.
+_MEMORY, _ENOUGH_BYTES = Path("/dev/shm"), 4 * 2**30
+
+
+def pytest_configure() -> None:
+    """Temporary files in memory, where the machine has enough of it."""
+    if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _ENOUGH_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 
 @pytest.fixture(scope="session")

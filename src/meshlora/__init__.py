@@ -1,17 +1,70 @@
-"""LoRA adapters on any mesh of processes: the adapter one process would have produced."""
+"""LoRA adapters on any mesh of processes: the adapter one process would have produced.
 
-from meshlora.adapter.manage import add_adapter as add_adapter
-from meshlora.adapter.manage import disable_adapter as disable_adapter
-from meshlora.adapter.manage import set_adapter as set_adapter
-from meshlora.adapter.peft_format import load_adapter as load_adapter
-from meshlora.adapter.peft_format import save_adapter as save_adapter
-from meshlora.api import load as load
-from meshlora.errors import MeshloraError as MeshloraError
-from meshlora.errors import UnsupportedError as UnsupportedError
-from meshlora.errors import UserError as UserError
-from meshlora.lift import lift as lift
-from meshlora.plan.topology import Topology as Topology
-from meshlora.train.gradsync import clip_gradients as clip_gradients
-from meshlora.train.gradsync import finish_gradients as finish_gradients
+`import meshlora` imports nothing else: each name below is imported when it is first asked for, so that the command line
+answers at once, to Ctrl-C too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshlora.adapter.manage import add_adapter as add_adapter
+    from meshlora.adapter.manage import disable_adapter as disable_adapter
+    from meshlora.adapter.manage import set_adapter as set_adapter
+    from meshlora.adapter.peft_format import load_adapter as load_adapter
+    from meshlora.adapter.peft_format import save_adapter as save_adapter
+    from meshlora.api import load as load
+    from meshlora.errors import MeshloraError as MeshloraError
+    from meshlora.errors import UnsupportedError as UnsupportedError
+    from meshlora.errors import UserError as UserError
+    from meshlora.lift import lift as lift
+    from meshlora.plan.topology import Topology as Topology
+    from meshlora.train.gradsync import clip_gradients as clip_gradients
+    from meshlora.train.gradsync import finish_gradients as finish_gradients
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "add_adapter": "adapter.manage",
+    "disable_adapter": "adapter.manage",
+    "set_adapter": "adapter.manage",
+    "load_adapter": "adapter.peft_format",
+    "save_adapter": "adapter.peft_format",
+    "load": "api",
+    "MeshloraError": "errors",
+    "UnsupportedError": "errors",
+    "UserError": "errors",
+    "lift": "lift",
+    "Topology": "plan.topology",
+    "clip_gradients": "train.gradsync",
+    "finish_gradients": "train.gradsync",
+}
+
+
+class _Package(ModuleType):
+    """This package, with `lift` the function also after somebody has imported the file of that name."""
+
+    @property
+    def lift(self) -> Any:
+        return __getattr__("lift")
+
+    @lift.setter
+    def lift(self, module: ModuleType) -> None:
+        """Python binds the file to its name here when it is imported."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -28,6 +28,8 @@ from meshlora.plan.twin import twin_config
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
 # From the fault to the end of every process.
 PATIENCE_S = 30.0
+# What is tested here comes after the preflight, which takes longer than all of it.
+TRAIN = ("-m", "meshlora", "train", "run.yaml", "--nproc", "2", "--no-preflight")
 
 # What torch and its backends say on a rank whose peer is gone.
 NOISE = ("Connection closed by peer", "lost contact", "connectFullMesh", "ProcessGroup", "ChildFailedError", "elastic")
@@ -95,7 +97,7 @@ class Job:
         path = os.pathsep.join([str(self.folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, *(command or ("-m", "meshlora", "train", "run.yaml", "--nproc", "2"))],
+            [sys.executable, *(command or TRAIN)],
             cwd=self.folder,
             env=env,
             text=True,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +19,8 @@ import pytest
 from meshlora.adapter import manage
 from meshlora.cli import main
 from meshlora.plan.grads import FactorRule
-from meshlora.state.weights import Part
-from meshlora.verify import command
+from meshlora.plan.layout import Layout, Run
+from meshlora.verify import command, pool
 from meshlora.verify import mutations as registry
 from meshlora.verify.pool import Pool
 from meshlora.verify.proof import Outcome, Processes, run_proof
@@ -39,19 +44,7 @@ PHASE_KEYS = {"passed", "worst_relative", "worst_name", "limit", "num_tensors"}
 DIVERGENCE_KEYS = {"phase", "name", "relative", "ranks", "ratio", "cause", "num_failed"}
 WORDS = ["verify", "--family", "llama", "--topology", "tp=2,sp"]
 
-
-@pytest.fixture(autouse=True)
-def _shared_processes(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
-    """The session's processes instead of new ones."""
-
-    class Shared:
-        def __enter__(self) -> Processes:
-            return processes
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(command, "Processes", Shared)
+pytestmark = pytest.mark.usefixtures("shared_processes")
 
 
 def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,8 +116,11 @@ def _other_way_round(function: str) -> Callable[..., Any]:
     return reversed_ranks
 
 
-def _backwards(dim: int, whole: int, *, rank: int, size: int) -> Part:
-    return Part(dim, (size - 1 - rank) * whole // size, (size - rank) * whole // size)
+_RUNS = Layout.runs
+
+
+def _backwards(layout: Layout, *, rank: int, size: int) -> tuple[Run, ...]:
+    return _RUNS(layout, rank=size - 1 - rank, size=size)
 
 
 def _with_fault(kind: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -135,18 +131,21 @@ def _with_fault(kind: str, function: Callable[..., Any], *args: Any) -> Any:
     ):
         if kind == "adapter":
             return function(*args)
-        with mock.patch.object(Part, "of", _backwards):
+        with mock.patch.object(Layout, "runs", _backwards):
             return function(*args)
 
 
 class _Faulty:
     """A pool whose ranks run with a fault; the process of the reference runs without."""
 
-    def __init__(self, pool: Pool, kind: str) -> None:
-        self.pool, self.kind = pool, kind
+    def __init__(self, ranks: Pool, kind: str) -> None:
+        self.pool, self.kind = ranks, kind
 
     def start(self) -> None:
         self.pool.start()
+
+    def scratch(self, num_bytes: int) -> AbstractContextManager[Path]:
+        return self.pool.scratch(num_bytes)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         return self.pool.run(_with_fault, self.kind, function, *args, **options)
@@ -199,28 +198,111 @@ def test_difference_without_a_mutation_is_exit_code_1(
 def test_rank_that_fails_is_shown_with_its_first_cause(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "run_proof", lambda proof, _, **o: run_proof(proof, _Failing(processes), **o))
-        assert main(WORDS) == 1
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    monkeypatch.setattr(
+        command,
+        "run_proof",
+        lambda proof, _, **o: run_proof(proof, _Failing(processes, _raise, only_mutated=False), **o),
+    )
+    assert main(WORDS) == 1
     captured = capsys.readouterr()
     assert "rank 1 is out of luck" in captured.err
     assert "ranks without an answer" in captured.out
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("_kill", "rank 1: the process was ended by signal 9 (SIGKILL); the machine may be out of memory"),
+        ("_hang", "ranks without an answer in 1 s: [0, 1]"),
+        ("_fill", "rank 1: the machine has no room for it (MemoryError: )"),
+    ],
+)
+def test_rank_that_ends_while_a_fault_is_in_has_not_caught_it(
+    end: str, said: str, monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the run without a fault, which passed, nor the one with it makes a verdict."""
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    failing = _Failing(processes, globals()[end])
+    monkeypatch.setattr(command, "run_proof", lambda proof, _, **options: run_proof(proof, failing, **options))
+    assert main([*WORDS, "--mutation", "row_output_averaged"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"error: tp=2,sp with row_output_averaged: no verdict: {said}\n"
+    assert captured.out == ""
+
+
+def test_error_that_the_fault_raises_on_a_rank_has_caught_it(
+    monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    failing = _Failing(processes, _raise)
+    monkeypatch.setattr(command, "run_proof", lambda proof, _, **options: run_proof(proof, failing, **options))
+    assert main([*WORDS, "--mutation", "row_output_averaged"]) == 0
+    assert "1 of 1 killed: 100%" in capsys.readouterr().out
+
+
+def test_cache_on_a_file_system_without_locks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert main(WORDS) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: the cache of proofs, ")
+    assert "its file system has no locks (No locks available); let HOME be on another file system" in said
+
+
+def test_remains_of_a_reference_that_was_killed_are_removed(processes: Processes, tmp_path: Path) -> None:
+    proof = prepare_proof(Request(("tp=2",), family="llama", cache_dir=tmp_path, steps=1))
+    for name in (f".{proof.key}.abc.tmp", ".another.abc.tmp"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    list(run_proof(proof, processes))
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".another.abc.tmp"]
+
+
 class _Failing(_FaultyProcesses):
-    def __init__(self, processes: Processes) -> None:
+    """Ranks that call `end` before what they are to do, which has no fault; where one is asked for, or always."""
+
+    def __init__(self, processes: Processes, end: Callable[[], None], *, only_mutated: bool = True) -> None:
         super().__init__(processes, "")
+        self.end, self.only_mutated = end, only_mutated
 
     def ranks(self, number: int, device: str) -> Any:
-        pool = self.processes.ranks(number, device)
-        faulty = _Faulty(pool, "")
-        faulty.run = lambda function, *args, **options: pool.run(_fails, function, *args, **options)  # type: ignore[method-assign]
+        ranks = self.processes.ranks(number, device)
+        faulty = _Faulty(ranks, "")
+
+        def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+            if args[-1] is None and self.only_mutated:
+                return ranks.run(function, *args)
+            if self.end is _hang:
+                options["timeout_s"] = 1.0
+            return ranks.run(_ends, self.end, function, *args, **options)
+
+        faulty.run = run  # type: ignore[method-assign]
         return faulty
 
 
-def _fails(function: Callable[..., Any], *args: Any) -> Any:
+def _ends(end: Callable[[], None], function: Callable[..., Any], *args: Any) -> Any:
     from meshlora.verify.faults import rank
 
     if rank() == 1:
-        raise RuntimeError("rank 1 is out of luck")
+        end()
     return function(*args)
+
+
+def _raise() -> None:
+    raise RuntimeError("rank 1 is out of luck")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    time.sleep(1000)
+
+
+def _fill() -> None:
+    raise MemoryError

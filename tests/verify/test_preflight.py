@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from meshlora.config import read_run
-from meshlora.errors import UnsupportedError
+from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
@@ -25,17 +25,7 @@ from meshlora.verify.proof import Outcome, Processes, run_proof
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny_base"
 
-
-@pytest.fixture(autouse=True)
-def _shared_processes(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
-    class Shared:
-        def __enter__(self) -> Processes:
-            return processes
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(module, "Processes", Shared)
+pytestmark = pytest.mark.usefixtures("shared_processes")
 
 
 def _run_file(folder: Path, **changes: Any) -> Path:
@@ -132,6 +122,37 @@ def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
     report = Path(re.findall(r"the report is (\S+\.html);", str(caught.value))[0])
     assert "row-parallel output averaged" in report.read_text()
     assert preflight_state(prepared, cache_dir=cache).startswith("preflight: train will prove")
+
+
+def test_record_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
+    run, cache = _prepared(tmp_path), tmp_path / "cache"
+    record = module._record(cache, module._proof_of(run, cache)[1])
+    record.parent.mkdir(parents=True)
+    for content in ("", "{", "[]", '{"passed": false, "date": "2026-01-01"}', '{"passed": "yes", "date": "2026"}'):
+        record.write_text(content)
+        assert preflight_state(run, cache_dir=cache).startswith("preflight: train will prove"), content
+    record.write_text('{"passed": true, "date": "2026-01-01"}')
+    assert preflight_state(run, cache_dir=cache) == "preflight: proved, 2026-01-01"
+
+
+def test_cache_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    preflight(_prepared(tmp_path), cache_dir=tmp_path / "file" / "proofs")
+    said = capsys.readouterr().out
+    assert "not remembered, so the next run proves it again: " in said
+    assert "cannot be written (Not a directory)" in said
+
+
+def test_proof_that_breaks_off_is_not_called_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(proof: Any, *_: Any, **__: Any) -> list[Outcome]:
+        return [Outcome(proof.topologies[0], None, [], None, 1.0, "rank 1:\nMemoryError: no memory")]
+
+    monkeypatch.setattr(module, "run_proof", run)
+    with pytest.raises(MeshloraError, match=r"the proof broke off \(MemoryError: no memory\); the report is") as caught:
+        preflight(_prepared(tmp_path), cache_dir=tmp_path / "cache")
+    assert caught.value.exit_code == 1
 
 
 def test_skipping_says_what_it_gives_up_and_takes_only_families_that_are_proved(

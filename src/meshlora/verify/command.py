@@ -42,7 +42,8 @@ def verify(
 
     Raises:
         UserError: the request is wrong or refused. NotProvedError: something differs, or a mutation survived.
-        MeshloraError: it broke off, or a file could not be written; KeyboardInterrupt.
+        MeshloraError: it broke off, with no verdict where a rank ended, or a file could not be written;
+            KeyboardInterrupt.
     """
     console = console or _console()
     started = time.perf_counter()
@@ -56,17 +57,22 @@ def verify(
         outcomes = _run(proof, console)
     show(console, proof, outcomes)
     seconds = time.perf_counter() - started
+    files: dict[str, Callable[[Path], None]] = {}
     if json_file is not None:
         short = document(proof, outcomes, command=command, seconds=seconds)
-        _write(json_file, lambda file: write_json_atomically(file, short))
+        files[json_file] = lambda file: write_json_atomically(file, short)
     if html_file is not None:
         full = document(proof, outcomes, command=command, seconds=seconds, details=True)
-        _write(html_file, lambda file: write_report(full, file))
+        files[html_file] = lambda file: write_report(full, file)
+    problems = {name: problem for name, write in files.items() if (problem := _write(name, write))}
+    if html_file is not None and html_file not in problems:
         console.print(f"report: {html_file}", highlight=False, soft_wrap=True)
     if not is_proved(outcomes):
         console.print(f"not proved, in {seconds:.0f} s", highlight=False)
-        raise NotProvedError(_what_differs(outcomes))
+        raise NotProvedError("; ".join([_what_differs(outcomes), *problems.values()]))
     console.print(f"proved in {seconds:.0f} s", highlight=False)
+    if problems:
+        raise MeshloraError("; ".join(problems.values()))
 
 
 def _run(proof: Proof, console: Console) -> list[Outcome]:
@@ -147,8 +153,10 @@ def _check_files(json_file: str | None, html_file: str | None) -> None:
         raise UserError(f"--json and --html {html_file}", "they are two files", "give two names")
 
 
-def _write(name: str, write: Callable[[Path], None]) -> None:
+def _write(name: str, write: Callable[[Path], None]) -> str:
+    """Write a file; returns why that is not possible. What the proof found is said all the same."""
     try:
         write(Path(name))
     except OSError as error:
-        raise MeshloraError(f"{name}: it cannot be written ({error.strerror}); the result is above") from None
+        return f"{name}: it cannot be written ({error.strerror})"
+    return ""

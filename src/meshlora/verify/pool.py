@@ -1,7 +1,7 @@
 """A pool of ranks on this machine: seconds to start, milliseconds a call.
 
 Owns: processes that share one group and run functions that this process names, and what becomes of their errors, of
-signals, and of the ranks when this process is gone.
+signals, and of the ranks and their files when this process is gone.
 `pool.run(function, *args)` calls a module-level function on every rank and returns the list of its results. An error on
 one rank comes back with that rank's traceback; a rank that does not answer ends the pool, and the next call starts it
 again. Training has its own launcher (`train.launch`): a pool is for many short runs, one after another.
@@ -27,11 +27,21 @@ from typing import Any
 
 from meshlora.errors import MeshloraError
 from meshlora.train.launch import LOST_PEER
+from meshlora.verify.scratch import new_scratch, remove, with_room
 
 # After one rank failed, how long the others may take to fail as well before they are ended.
 _GRACE_S = 5.0
 # From the end of a rank's pipe to the end of its process.
 _EXIT_S = 2.0
+
+# What an exception says where the machine, and not the code, is at fault.
+_NO_ROOM = (
+    "MemoryError",
+    "OutOfMemoryError",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "No space left on device",
+)
 
 # Whether a call was answered with a result, the result or the traceback, the exception where we raised it on purpose.
 Answer = tuple[bool, Any, MeshloraError | None]
@@ -46,7 +56,7 @@ class RankError(MeshloraError, AssertionError):
 
 
 class RankEndedError(MeshloraError):
-    """The process of a rank ended without an answer: somebody killed it, or the machine did.
+    """A rank did not finish, and no rank named a cause: it was killed, it hangs, or the machine has no room for it.
 
     It says nothing of what ran there, so it is neither a difference nor a fault that was caught.
     """
@@ -59,7 +69,7 @@ class Pool:
         self.size, self.device = size, device
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._folder: Path | None = None
+        self._folders: list[Path] = []
 
     def start(self) -> None:
         """Begin to start the ranks; returns at once."""
@@ -67,11 +77,11 @@ class Pool:
             return
         context = multiprocessing.get_context("spawn")
         with _signals_held():
-            self._folder = Path(tempfile.mkdtemp(prefix="meshlora-"))
+            self._folders = new_scratch()
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                place = (rank, self.size, str(self._folder / "store"), self.device)
-                process = context.Process(target=_serve, args=(*place, theirs), daemon=True)
+                arguments = (rank, self.size, self._folders, self.device, theirs)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -81,8 +91,8 @@ class Pool:
         """Results of `function(*args)` by rank.
 
         Raises:
-            RankError: a rank raised, or gave no answer in time. RankEndedError: its process ended first of all.
-                The ranks are ended.
+            RankError: a rank raised. RankEndedError: a rank ended, or gave no answer in time, and none raised, but
+                for those that missed it. The ranks are ended.
         """
         self.start()
         try:
@@ -91,37 +101,43 @@ class Pool:
             self.close()
             raise
 
+    @contextlib.contextmanager
+    def scratch(self, num_bytes: int) -> Iterator[Path]:
+        """A folder for `num_bytes`, in memory where there is room; it goes with the block, and with the ranks."""
+        self.start()
+        folder = Path(tempfile.mkdtemp(dir=with_room(self._folders, num_bytes)))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # the rank has ended; what it left in its pipe is read below
                 pipe.send((function, args))
         answers: dict[int, Answer] = {}
-        first_ended: int | None = None
+        ended: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
-        while len(answers) < self.size and time.monotonic() < deadline:
-            waiting = [p for rank, p in enumerate(self._pipes) if rank not in answers]
-            ready = wait(waiting, timeout=0.2)
-            for rank, pipe in enumerate(self._pipes):
+        while len(answers) + len(ended) < self.size and time.monotonic() < deadline:
+            waiting = {p: rank for rank, p in enumerate(self._pipes) if rank not in answers and rank not in ended}
+            ready = wait(list(waiting), timeout=0.2)
+            for pipe, rank in waiting.items():
                 if pipe not in ready:
                     continue
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    if all(ok for ok, _, _ in answers.values()):
-                        first_ended = rank
-                    answers[rank] = (False, self._how_it_ended(rank), None)
-                if not answers[rank][0]:
+                    ended[rank] = self._how_it_ended(rank)
+                if rank in ended or not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if first_ended is not None:
-            raise RankEndedError(f"rank {first_ended} of {self.size}: {answers[first_ended][1]}")
-        errors = [(rank, text, cause) for rank, (ok, text, cause) in answers.items() if not ok]
-        if errors or len(answers) < self.size:
-            silent = sorted(set(range(self.size)) - set(answers))
-            waited_s = _GRACE_S if errors else timeout_s
-            raise _first_error(
-                errors, silent=f"ranks without an answer in {waited_s:.0f} s: {silent}" if silent else ""
-            )
-        return [answers[rank][1] for rank in range(self.size)]
+        failed = {rank: answer for rank, answer in answers.items() if not answer[0]}
+        if not failed and len(answers) == self.size:
+            return [answers[rank][1] for rank in range(self.size)]
+        silent = sorted(set(range(self.size)) - answers.keys() - ended.keys())
+        waited_s = _GRACE_S if failed or ended else timeout_s
+        raise _first_error(
+            failed, ended, silent=f"ranks without an answer in {waited_s:.0f} s: {silent}" if silent else ""
+        )
 
     def _how_it_ended(self, rank: int) -> str:
         process = self._processes[rank]
@@ -140,17 +156,28 @@ class Pool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._pipes, self._processes, self._folder = [], [], None
+        remove(self._folders)
+        self._pipes, self._processes, self._folders = [], [], []
 
 
-def _first_error(errors: list[tuple[int, str, MeshloraError | None]], *, silent: str) -> RankError:
-    """Who gave no answer, who only lost contact with another, and last, as in a traceback, the first cause."""
-    errors = errors[::-1]
-    errors.sort(key=lambda e: not any(sign in e[1] for sign in LOST_PEER))
-    report = "\n".join([silent, *(f"rank {rank}:\n{text}" for rank, text, _ in errors)])
-    return RankError(report.strip(), errors[-1][2] if errors else None)
+def _first_error(failed: dict[int, Answer], ended: dict[int, str], *, silent: str) -> RankError | RankEndedError:
+    """The error of a call that not every rank answered well.
+
+    A rank that only lost contact with another says nothing of the cause: it is as silent as the other. Where a rank
+    raised, the report has who gave no answer, who lost contact, and last, as in a traceback, the first cause.
+    """
+    lost = {rank: answer for rank, answer in failed.items() if any(sign in answer[1] for sign in LOST_PEER)}
+    raised = {rank: answer for rank, answer in failed.items() if rank not in lost}
+    no_room = [(rank, cause) for rank, (_, _, cause) in raised.items() if isinstance(cause, RankEndedError)]
+    if no_room:
+        rank, cause = no_room[0]
+        return RankEndedError(f"rank {rank}: {cause}")
+    texts = {rank: text for rank, (_, text, _) in [*raised.items(), *lost.items()]}
+    if not raised:
+        first = next((f"rank {rank}: {how}" for rank, how in ended.items()), silent)
+        return RankEndedError(first or "\n".join(f"rank {rank}:\n{text}" for rank, text in texts.items()))
+    report = [silent, *(f"rank {rank}:\n{text}" for rank, text in [*ended.items(), *list(texts.items())[::-1]])]
+    return RankError("\n".join(report).strip(), next(iter(raised.values()))[2])
 
 
 @contextlib.contextmanager
@@ -167,13 +194,13 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(rank: int, size: int, store: str, device: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, folders: list[Path], device: str, pipe: Connection) -> None:
     """Body of one rank: answer calls until the pipe closes, or the parent is gone."""
-    threading.Thread(target=_end_with_parent, args=(Path(store).parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folders,), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # with it multiprocessing ends what nobody closed
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            _become_rank(rank, size, store, device)
+            _become_rank(rank, size, str(folders[0] / "store"), device)
         except BaseException as error:  # noqa: BLE001 - it is the answer to the first call
             pipe.send(_failure(error))
             return
@@ -202,13 +229,16 @@ def _become_rank(rank: int, size: int, store: str, device: str) -> None:
 
 
 def _failure(error: BaseException) -> Answer:
+    said = f"{type(error).__name__}: {error}"
+    if any(sign in said for sign in _NO_ROOM):
+        return False, traceback.format_exc(), RankEndedError(f"the machine has no room for it ({said})")
     return False, traceback.format_exc(), error if isinstance(error, MeshloraError) else None
 
 
-def _end_with_parent(folder: Path) -> None:
+def _end_with_parent(folders: list[Path]) -> None:
     """Wait for the end of the parent, which is killed where it did not end this rank; leave no file, and end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folders)
     os._exit(1)

@@ -157,6 +157,8 @@ def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         topologies=(str(topology),),
         model=config,
         lora=_lora_on_twin(run, config, topology),
+        label_smoothing=run.config.train.label_smoothing,
+        lora_plus_ratio=run.config.train.lora_plus_ratio,
         device="cpu",
         trust_remote_code=run.config.model.trust_remote_code,
         cache_dir=cache_dir,
@@ -181,14 +183,19 @@ def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, A
     """
     bare = prepare_proof(Request(topologies=(str(topology),), model=config, device="cpu"))
     kinds = set(map(kind_of, run.targets))
-    lora = run.lora
-    return {
+    lora, plan = run.lora, bare.plans[topology]
+    pieces = getattr(lora, "pieces", None) or {}
+    on_twin = {
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+        "bias": lora.bias,
+        "modules_to_save": sorted({name.rpartition(".")[2] for name in lora.modules_to_save or ()}) or None,
         "init_lora_weights": lora.init_lora_weights,
-        "target_modules": sorted(name for name in bare.plans[topology].linears if kind_of(name) in kinds),
+        "target_modules": sorted(name for name in (plan.embedding, *plan.linears) if kind_of(name) in kinds),
     }
+    return on_twin | ({"pieces": {key: list(names) for key, names in pieces.items()}} if pieces else {})
 
 
 def kind_of(name: str) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import fcntl
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,10 +29,11 @@ from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
 from meshlora.state.files import new_folder
 from meshlora.verify.ours import run_case
-from meshlora.verify.pool import Pool, RankError
+from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
 
-_REFERENCE_TIMEOUT_S = 7200.0
+# A rank that has ended is noticed at once; these are for one that hangs. A checkpoint is read, and computed in float64.
+_TIMEOUT_OF_TWINS_S, _TIMEOUT_S = 600.0, 7200.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def run_proof(
 
     Raises:
         MeshloraError: the reference itself could not be computed. UserError: a rank refuses the model.
+        RankEndedError: a rank was killed, hangs, or finds no room: that is no verdict, with or without a mutation.
     """
     worker = processes.reference(proof.case.device)
     worker.start()
@@ -102,7 +103,8 @@ def run_proof(
         for mutation in (None, *proof.mutations_on(topology)):
             progress(f"{topology}" + (f" with {mutation}" if mutation else ""))
             pool = processes.ranks(topology.world, case.device)
-            yield _run(case, reference, rounded, topology, mutation, pool, worker)
+            timeout_s = _timeout_s(proof)
+            yield _run(case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s)
 
 
 def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
@@ -111,7 +113,8 @@ def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
     folder = root / proof.key
     with _only_one(root / f"{proof.key}.lock"):
         if not is_whole(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            for remains in [folder, *root.glob(f".{proof.key}.*")]:  # hidden: of a process that was killed
+                shutil.rmtree(remains, ignore_errors=True)
             _make_reference(proof, worker, folder)
     case = dataclasses.replace(
         proof.case, model=proof.case.model or str(folder / "model"), adapter=str(folder / "adapter")
@@ -124,7 +127,9 @@ def _make_reference(proof: Proof, worker: Pool, folder: Path) -> None:
     with new_folder(folder) as new:
         twin = proof.config if proof.is_twin else None
         try:
-            worker.run(make_reference, proof.case, twin, str(new), timeout_s=_REFERENCE_TIMEOUT_S)
+            worker.run(make_reference, proof.case, twin, str(new), timeout_s=_timeout_s(proof))
+        except RankEndedError as error:
+            raise RankEndedError(f"the process of the reference: {error}") from None
         except RankError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from None
@@ -139,14 +144,24 @@ def _only_one(file: Path) -> Iterator[None]:
     Raises:
         UserError: the cache cannot be written.
     """
+    cache = f"the cache of proofs, {file.parent}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         stream = file.open("w")
     except OSError as error:
-        raise UserError(f"the cache of proofs, {file.parent}", f"it cannot be written ({error.strerror})") from None
+        raise UserError(cache, f"it cannot be written ({error.strerror})") from None
     with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems
+            raise UserError(
+                cache, f"its file system has no locks ({error.strerror})", "let HOME be on another file system"
+            ) from None
         yield
+
+
+def _timeout_s(proof: Proof) -> float:
+    return _TIMEOUT_OF_TWINS_S if proof.is_twin else _TIMEOUT_S
 
 
 def _run(
@@ -157,20 +172,23 @@ def _run(
     mutation: str | None,
     pool: Pool,
     worker: Pool,
+    *,
+    timeout_s: float,
 ) -> Outcome:
     started = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="meshlora-"))
     try:
-        pool.run(run_case, case, str(topology), str(folder), mutation)
-        ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
-        saved = read_saved(folder, worker.run(read_with_peft, case, str(folder))[0])
+        with pool.scratch(_room(case, topology)) as folder:
+            pool.run(run_case, case, str(topology), str(folder), mutation, timeout_s=timeout_s)
+            ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
+            saved = read_saved(case, folder, worker.run(read_with_peft, case, str(folder), timeout_s=timeout_s)[0])
+    except RankEndedError as error:
+        run = f"{topology}" + (f" with {mutation}" if mutation else "")
+        raise RankEndedError(f"{run}: no verdict: {error}") from None
     except RankError as error:
         if isinstance(error.cause, UserError) and mutation is None:
             raise error.cause from None
         text = str(error).strip()
         return Outcome(topology, mutation, [], None, time.perf_counter() - started, text)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     init = LoraConfig(**case.lora).init_lora_weights
     evidence = Evidence(
         topology,
@@ -194,3 +212,9 @@ def _run(
         budget=ranks[0].budget,
         facts=ranks[0].facts,
     )
+
+
+def _room(case: Case, topology: Topology) -> int:
+    """Bytes that a run may write, roughly: each rank records no more than the reference did, and adapters are small."""
+    reference = Path(case.adapter).with_name("reference.safetensors")
+    return (topology.world + 1) * reference.stat().st_size

@@ -1,0 +1,80 @@
+"""Finding what a command that a test has started leaves behind: processes and folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+MEMORY = Path("/dev/shm")
+
+
+class Started:
+    """A process of the test's, with a home and a folder for temporary files of its own under `folder`.
+
+    A context manager: whatever the test finds, nothing of it is left.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
+        self.folder = folder
+        self._mark = f"MESHLORA_TEST={uuid.uuid4()}"
+        self.temporary = folder / "temporary"
+        for name in ("home", "temporary"):
+            (folder / name).mkdir(exist_ok=True)
+        name, value = self._mark.split("=")
+        own = {"HOME": str(folder / "home"), "TMPDIR": str(self.temporary), name: value, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=os.environ | own | variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in {self.process.pid, *self.living()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.process.communicate()
+        wait_until(lambda: not self.living())
+        for folder in self.folders():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr), once it has ended."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def living(self) -> list[int]:
+        """The processes that it has started, and those that they have, whoever is their parent by now."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdecimal() and self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended, or it is not ours
+                continue
+        return sorted(set(found) - {self.process.pid})
+
+    def folders(self) -> list[Path]:
+        """What lies in its folder for temporary files, and in memory under its number."""
+        return [*self.temporary.iterdir(), *MEMORY.glob(f"meshlora-{self.process.pid}-*")]
+
+
+def wait_until(ready: Callable[[], object], timeout_s: float = 90.0) -> None:
+    """Return when `ready()` is true; fail when it is not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

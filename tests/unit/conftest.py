@@ -1,0 +1,70 @@
+"""The good run that `test_user_mistakes*.py` break, and the proof that nothing has happened when they are found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import meshlora.state.weights
+import meshlora.train.launch
+import meshlora.train.run
+from meshlora.plan.twin import twin_config
+from tests.unit.mistakes import Setup
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that each case copies: model, tokenizer, adapter, data."""
+    folder = tmp_path_factory.mktemp("good")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(twin_config("llama", vocab_size=2048), dtype=torch.float32)
+    model.save_pretrained(folder / "model")
+    for file in TOKENIZER.glob("*token*.json"):
+        shutil.copy(file, folder / "model")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"])
+    get_peft_model(model, lora).save_pretrained(folder / "adapter")
+    for name in ("train", "eval"):
+        lines = [json.dumps({"prompt": f"def f_{i}():", "completion": f" return {i}"}) for i in range(8)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def setup(good: Path, tmp_path: Path) -> Setup:
+    folder = tmp_path / "case"
+    shutil.copytree(good, folder)
+    tree = {
+        "model": {"path": str(folder / "model")},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "eval.jsonl"),
+            "max_length": 64,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "train": {"output": str(folder / "output"), "steps": 4, "batch_size": 4, "lr": 1e-3},
+        "lora": {"r": 4, "target_modules": ["q_proj", "up_proj"]},
+        "topology": "tp=2",
+        "device": "cpu",
+    }
+    return Setup(folder, tree)
+
+
+@pytest.fixture
+def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank, no weight: a mistake must be found without them."""
+
+    def too_late(*_: Any, **__: Any) -> None:
+        raise AssertionError("the mistake went unnoticed until ranks were started or weights were read")
+
+    monkeypatch.setattr(meshlora.train.launch, "launch", too_late)
+    monkeypatch.setattr(meshlora.train.run, "train", too_late)
+    monkeypatch.setattr(meshlora.state.weights, "_read_slice", too_late)

@@ -1,0 +1,43 @@
+"""`import meshlora` is light, and still has every name that it promises, to a person and to a type checker."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshlora
+
+PROMISED = [
+    (alias.name, node.module)
+    for node in ast.walk(ast.parse(Path(meshlora.__file__).read_text()))
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("meshlora.")
+    for alias in node.names
+]
+
+
+@pytest.mark.parametrize(("name", "module"), PROMISED)
+def test_name_is_what_its_file_has(name: str, module: str) -> None:
+    assert getattr(meshlora, name) is getattr(importlib.import_module(module), name)
+    assert name in dir(meshlora)
+
+
+def test_no_other_name_is_given() -> None:
+    assert {name: module.removeprefix("meshlora.") for name, module in PROMISED} == meshlora._HOME
+    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
+        _ = meshlora.lod  # type: ignore[attr-defined]
+
+
+def test_command_line_and_package_are_there_before_torch_is() -> None:
+    code = "import sys, meshlora.cli; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("first", ["import meshlora.lift", "from meshlora.lift import lift", "import meshlora.api"])
+def test_lift_is_the_function_also_after_its_file_was_imported(first: str) -> None:
+    code = f"{first}\nimport meshlora\nfrom meshlora import lift\nassert meshlora.lift is lift\nwith lift(): pass"
+    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)

@@ -1,0 +1,120 @@
+"""Mistakes in `generate` and `plan`, and words that argparse refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshlora.cli import main
+from tests.unit.mistakes import (
+    UP,
+    Case,
+    Setup,
+    assert_words,
+    case,
+    check_mistake,
+    command,
+    narrower_adapter,
+    one_error,
+    remove,
+    several,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
+
+
+MISTAKES: dict[str, Case] = {
+    # Other commands.
+    "generate_below_absolute_zero": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--temperature", "-1"), "--temperature -1"
+    ),
+    "generate_temperature_not_a_number": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--temperature", "nan"), "--temperature nan"
+    ),
+    "generate_no_tokens": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--max-new-tokens", "0"),
+        "--max-new-tokens 0",
+        "at least 1",
+    ),
+    "generate_model_missing": case(
+        command("generate", "--model", "nowhere", "--prompt", "a"), "nowhere", "no such folder"
+    ),
+    "generate_adapter_missing": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--adapter", "nowhere"),
+        "nowhere",
+        "no such folder",
+    ),
+    "generate_unknown_dtype": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--dtype", "fp23"), "'fp23'", "float32"
+    ),
+    "generate_tokenizer_missing": case(
+        several(
+            command("generate", "--model", "{folder}/model", "--prompt", "a"),
+            remove("model/tokenizer.json", "model/tokenizer_config.json"),
+        ),
+        "tokenizer in",
+        "cannot be loaded",
+    ),
+    "generate_empty_prompt": case(command("generate", "--model", "{folder}/model", "--prompt", ""), "''", "no tokens"),
+    "generate_beyond_the_positions": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--max-new-tokens", "1000"),
+        "--max-new-tokens 1000",
+        "128 positions",
+        "shorten",
+    ),
+    "generate_seed_beyond_64_bits": case(
+        command("generate", "--model", "{folder}/model", "--prompt", "a", "--seed", str(2**63)), "--seed", "2**63"
+    ),
+    "generate_adapter_of_another_model": case(
+        several(
+            lambda s: s.adapter_weights(narrower_adapter),
+            command("generate", "--model", "{folder}/model", "--prompt", "a", "--adapter", "{folder}/adapter"),
+        ),
+        "[4, 48]",
+        "another model",
+    ),
+    "generate_weight_of_wrong_shape": case(
+        several(
+            lambda s: s.weights(lambda t: t.update({f"{UP}.weight": torch.zeros(96, 64)})),
+            command("generate", "--model", "{folder}/model", "--prompt", "a"),
+        ),
+        f"{UP}.weight",
+        "[96, 64]",
+    ),
+    "plan_model_missing": case(
+        command("plan", "--model", "nowhere", "--topology", "tp=2"), "nowhere", "no such folder"
+    ),
+    "plan_unknown_axis": case(
+        command("plan", "--model", "{folder}/model", "--topology", "pp=2"), "'pp' is not an axis", "did you mean 'tp'?"
+    ),
+    "plan_tp_that_does_not_divide": case(
+        command("plan", "--model", "{folder}/model", "--topology", "tp=3"), "tp=3", "num_attention_heads=8", "{1, 2, 4}"
+    ),
+}
+
+
+# What argparse refuses ends the process itself.
+USAGE_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no_command": ([], ("required", "command")),
+    "unknown_command": (["trian", "run.yaml"], ("trian", "train")),
+    "run_file_not_given": (["train"], ("RUN.yaml", "required")),
+    "nproc_is_not_a_number": (["train", "run.yaml", "--nproc", "two"], ("--nproc", "'two'")),
+    "unknown_argument": (["check", "run.yaml", "--fast"], ("--fast",)),
+    "generate_without_a_prompt": (["generate", "--model", "m"], ("--prompt", "required")),
+    "plan_without_a_topology": (["plan", "--model", "m"], ("--topology", "required")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+    check_mistake(mistake, setup, capfd)
+
+
+@pytest.mark.parametrize(("arguments", "words"), USAGE_MISTAKES.values(), ids=USAGE_MISTAKES.keys())
+def test_mistake_on_the_command_line(
+    arguments: list[str], words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert_words(one_error(*capfd.readouterr()), (*words, "--help"))

@@ -1,0 +1,198 @@
+"""`meshlora verify` as a process: signals, files that cannot be written, terminals, launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshlora.cli import main
+from meshlora.errors import MeshloraError
+from meshlora.verify import command
+from meshlora.verify.command import NotProvedError
+from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.request import DEFAULT_LORA, Request
+from tests.processes import Started, wait_until
+
+FAMILY = ["--family", "llama", "--topology", "tp=2"]
+VERIFY = ["-m", "meshlora", "verify", *FAMILY]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_during_a_proof_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    with Started(tmp_path, *VERIFY, "--mutation", "all") as started:
+        # A run has begun where the folder of the ranks has a folder in it.
+        wait_until(lambda: [run for folder in started.folders() for run in folder.iterdir() if run.is_dir()])
+        assert len(started.living()) >= 3  # the reference and two ranks
+        begun = time.monotonic()
+        started.process.send_signal(number)
+        code, out, err = started.end()
+        assert time.monotonic() - begun < 15
+        if number == signal.SIGINT:
+            assert (code, err) == (130, "interrupted\n")
+        else:
+            assert (code, err) == (128 + number, f"error: ended by signal {number:d} (SIGTERM)\n")
+        assert "proved" not in out
+        wait_until(lambda: not started.living(), timeout_s=10)  # multiprocessing's own tracker ends a moment later
+        assert started.folders() == []
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.5, 1.0])
+def test_interrupt_while_libraries_are_imported_is_one_word(after_s: float, tmp_path: Path) -> None:
+    with Started(tmp_path, *VERIFY) as started:
+        time.sleep(after_s)
+        started.process.send_signal(signal.SIGINT)
+        code, out, err = started.end()
+    # A shell calls both 130. CPython ends by the signal itself where an `exec` of a library was interrupted.
+    assert code in (130, -signal.SIGINT)
+    assert (out, err) == ("", "interrupted\n")
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(command, "run_proof", started)
+    monkeypatch.setattr(command, "Processes", started)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("name", ["nowhere/out", "", ".", "closed/out", "pipe"])
+def test_file_that_cannot_be_written_is_refused_before_any_process_starts(
+    option: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("closed").mkdir()
+    _refuse_files_in(tmp_path / "closed", monkeypatch)
+    assert main(["verify", *FAMILY, option, name]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"error: {option} {name}")
+    assert len(said.err.splitlines()) == 1
+
+
+def _refuse_files_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes do not stop root."""
+    original = command.tempfile.TemporaryFile
+
+    def temporary(*args: Any, dir: Path, **options: Any) -> Any:
+        if Path(dir) == folder:
+            raise PermissionError(13, "Permission denied")
+        return original(*args, dir=dir, **options)
+
+    monkeypatch.setattr(command.tempfile, "TemporaryFile", temporary)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+    ],
+)
+def test_inside_a_launcher_it_is_refused(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("meshlora.train.launch._RANK_0_FIRST_S", 0.0)
+    monkeypatch.setattr("meshlora.train.launch._end", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "word"))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *FAMILY])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: meshlora verify as one of ")
+    assert said.endswith("start it once, without torchrun or srun\n")
+    assert "it starts ranks of its own" in (tmp_path / "word").read_text()
+
+
+@pytest.mark.usefixtures("no_process")
+def test_batch_script_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(AssertionError, match="processes were started"):
+        main(["verify", *FAMILY])
+
+
+@pytest.fixture
+def outcomes(processes: Processes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One proof for all tests here: what is shown of it, and where, is what they are about."""
+
+    def run(proof: Any, _: Any, **__: Any) -> list[Outcome]:
+        if not _CACHED:
+            _CACHED.extend(run_proof(proof, processes))
+        return _CACHED
+
+    monkeypatch.setattr(command, "run_proof", run)
+
+
+_CACHED: list[Outcome] = []
+
+
+def _request(tmp_path: Path) -> Request:
+    return Request(
+        ("tp=2",),
+        family="llama",
+        lora=dict(DEFAULT_LORA),
+        cache_dir=tmp_path / "cache",
+        mutations=("row_output_averaged",),
+        device="cpu",
+    )
+
+
+@pytest.mark.usefixtures("outcomes")
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_narrow_terminal_shows_the_result(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=width, force_terminal=True)
+    command.verify(_request(tmp_path), command="", html_file=str(tmp_path / "out.html"), console=console)
+    said = capsys.readouterr().out
+    assert "proved in" in said
+    assert str(tmp_path / "out.html") in said  # a path is never folded
+
+
+@pytest.mark.usefixtures("outcomes")
+@pytest.mark.parametrize("breaks", ["write_json_atomically", "write_report"])
+def test_file_that_fails_at_the_end_takes_neither_the_other_file_nor_the_result(
+    breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, breaks, full)
+    files = {"write_json_atomically": tmp_path / "out.json", "write_report": tmp_path / "out.html"}
+    broken = files.pop(breaks)
+    (whole,) = files.values()
+    with pytest.raises(MeshloraError) as caught:
+        command.verify(
+            _request(tmp_path), command="", json_file=str(tmp_path / "out.json"), html_file=str(tmp_path / "out.html")
+        )
+    assert not isinstance(caught.value, NotProvedError)
+    assert caught.value.exit_code == 1
+    assert str(caught.value) == f"{broken}: it cannot be written (No space left on device)"
+    assert whole.is_file()
+    said = capsys.readouterr().out
+    assert "proved in" in said
+    assert ("report:" in said) == (whole.suffix == ".html")
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_what_differs_is_said_before_the_file_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "write_report", full)
+    monkeypatch.setattr(command, "is_proved", lambda _: False)
+    monkeypatch.setattr(command, "_what_differs", lambda _: "tp=2 differs")
+    with pytest.raises(NotProvedError, match=r"^tp=2 differs; .*out\.html: it cannot be written"):
+        command.verify(_request(tmp_path), command="", html_file=str(tmp_path / "out.html"))

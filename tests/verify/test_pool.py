@@ -1,0 +1,233 @@
+"""A pool whose ranks fail, end or hang says which; ranks without a parent end, and leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshlora.errors import MeshloraError, UserError
+from meshlora.verify import pool as module
+from meshlora.verify import scratch
+from meshlora.verify.pool import Pool, RankEndedError, RankError
+from tests.processes import Started, wait_until
+
+LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
+OWN = "ZeroDivisionError: the cause"
+KILLED = "killed"
+
+
+class _Ended:
+    """A process that was killed."""
+
+    exitcode = -signal.SIGKILL
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool]]:
+    """`answered("text", None, KILLED)`: a pool without processes: rank 0 raised, rank 1 is silent, rank 2 is dead."""
+    monkeypatch.setattr(module, "_GRACE_S", 0.3)
+    open_: list[Connection] = []
+
+    def make(*answers: Any) -> Pool:
+        pool = Pool(len(answers))
+        for answer in answers:
+            ours, theirs = Pipe()
+            open_.append(theirs)
+            pool._pipes.append(ours)
+            pool._processes.append(_Ended())
+            if answer == KILLED:
+                theirs.close()
+            elif isinstance(answer, str):
+                theirs.send((False, answer, None))
+            elif answer is not None:
+                theirs.send(answer)
+        return pool
+
+    yield make
+    for pipe in open_:
+        pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ((KILLED, None), "rank 0: the process was ended by signal 9 (SIGKILL); the machine may be out of memory"),
+        # What the others say of it arrives first, or last; it is no cause.
+        ((LOST, KILLED), "rank 1: the process was ended by signal 9"),
+        ((KILLED, LOST), "rank 0: the process was ended by signal 9"),
+        ((None, None), "ranks without an answer in 0 s: [0, 1]"),
+        ((LOST, None), "ranks without an answer in 0 s: [1]"),
+        (((True, 1, None), None), "ranks without an answer in 0 s: [1]"),
+        # All time out in different collectives.
+        ((LOST, LOST), "rank 0:\nRuntimeError: Connection closed by peer"),
+        ((LOST, (False, "", RankEndedError("the machine has no room for it (MemoryError: )"))), "rank 1: the machine"),
+    ],
+)
+def test_without_a_cause_on_any_rank_there_is_no_verdict(
+    answers: tuple[Any, ...], said: str, answered: Callable[..., Pool]
+) -> None:
+    with pytest.raises(RankEndedError) as caught:
+        answered(*answers).run(print, timeout_s=0.4)
+    assert str(caught.value).startswith(said)
+    assert not isinstance(caught.value, RankError)
+    assert caught.value.exit_code == MeshloraError.exit_code == 1
+
+
+@pytest.mark.parametrize("answers", [(OWN, None), (OWN, LOST), (LOST, OWN), (OWN, KILLED), (KILLED, OWN)])
+def test_error_that_a_rank_raised_is_the_last_thing_that_is_said(
+    answers: tuple[Any, ...], answered: Callable[..., Pool]
+) -> None:
+    with pytest.raises(RankError) as caught:
+        answered(*answers).run(print, timeout_s=5)
+    said = str(caught.value)
+    assert said.endswith(f"rank {answers.index(OWN)}:\n{OWN}")
+    assert len(said.splitlines()) > 2 or None in answers
+
+
+def test_users_mistake_on_a_rank_keeps_its_kind(answered: Callable[..., Pool]) -> None:
+    mistake = UserError("tp=3", "must divide 8")
+    with pytest.raises(RankError) as caught:
+        answered(LOST, (False, "traceback", mistake)).run(print)
+    assert isinstance(caught.value.cause, UserError)
+    assert caught.value.cause.given == "tp=3"
+
+
+def _die_on(rank: int) -> None:
+    """Body of a rank: `rank` is killed in the middle of a collective, as by a machine without memory."""
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(1))
+
+
+def _sum() -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_ranks_that_are_killed_or_hang_end_the_pool_and_the_next_call_starts_it_again() -> None:
+    pool = Pool(2)
+    try:
+        with pool.scratch(1000) as folder:
+            with pytest.raises(RankEndedError, match=r"rank 1: the process was ended by signal 9 \(SIGKILL\)"):
+                pool.run(_die_on, 1)
+            assert not folder.exists()  # it goes with the ranks
+        assert pool.run(_sum) == [2.0, 2.0]
+        processes, folders = list(pool._processes), list(pool._folders)
+        started = time.monotonic()
+        with pytest.raises(RankEndedError, match=r"without an answer in 1 s: \[0, 1\]"):
+            pool.run(_hang_on, 0, timeout_s=1)
+        assert time.monotonic() - started < 10
+        assert [process.is_alive() for process in processes] == [False, False]
+        assert [folder for folder in folders if folder.exists()] == []
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("Tried to allocate 20.00 GiB"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_machine_without_room_is_no_cause(error: Exception, answered: Callable[..., Pool]) -> None:
+    with pytest.raises(RankEndedError, match="rank 1: the machine has no room for it"):
+        answered(LOST, module._failure(error)).run(print)
+
+
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from meshlora.verify.pool import Pool
+from tests.verify.test_pool import write_for_ever
+
+if __name__ == "__main__":
+    pool = Pool(2)
+    with pool.scratch(1000) as memory, pool.scratch(2**62) as disk:
+        print(memory, disk, flush=True)
+        pool.run(write_for_ever, [str(memory), str(disk)])
+"""
+
+
+def write_for_ever(folders: list[str]) -> None:
+    """Body of a rank: new files in new folders, as a run writes them; no more than some hundred."""
+    for number in itertools.count():
+        for folder in folders:
+            new = Path(folder) / f"{os.getpid()}-{number % 100}"
+            new.mkdir(exist_ok=True)
+            (new / "file").write_bytes(bytes(1000))
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    root = Path(__file__).parents[2]
+    source = Path(module.__file__).parents[2]
+    path = os.pathsep.join([str(source), str(root)])
+    with Started(tmp_path, str(tmp_path / "parent.py"), PYTHONPATH=path) as parent:
+        assert parent.process.stdout is not None
+        folders = [Path(name) for name in parent.process.stdout.readline().split()]
+        wait_until(lambda: all(len(list(folder.iterdir())) > 10 for folder in folders))
+        assert len(parent.living()) >= 2
+        assert set(parent.folders()) == {folder.parent for folder in folders}
+        parent.process.send_signal(number)
+        parent.end()
+        wait_until(lambda: not parent.living(), timeout_s=20)
+        assert parent.folders() == []
+
+
+def test_scratch_is_in_memory_only_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(scratch, "_MEMORY", tmp_path / "memory")
+    folders = scratch.new_scratch()
+    memory, disk = folders
+    assert memory.parent == tmp_path / "memory"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(4000, 0, 4000))  # type: ignore[attr-defined]
+    assert scratch.with_room(folders, 1000) == memory
+    assert scratch.with_room(folders, 1001) == disk
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**50, 0, 2**50))  # type: ignore[attr-defined]
+    assert scratch.with_room(folders, 2**30) == memory
+    assert scratch.with_room(folders, 2**30 + 1) == disk
+    scratch.remove(folders)
+    assert not memory.exists()
+    assert not disk.exists()
+
+
+def test_without_memory_that_can_be_written_the_disk_is_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_MEMORY", tmp_path / "nowhere")
+    folders = scratch.new_scratch()
+    assert len(folders) == 1
+    assert scratch.with_room(folders, 1) == folders[0]
+    scratch.remove(folders)
