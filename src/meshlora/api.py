@@ -111,22 +111,22 @@ def load_without_proof(
         trust_remote_code=trust_remote_code,
     )
     if adapter is not None:
-        found = resolve_targets(
-            hf_model, plan, peft_format.read_config(Path(adapter), ignore_dropout=disable_dropout), strict=False
-        )
-        peft_format.check_adapter(Path(adapter), found, plan)  # before the base, which takes its time, is read
+        stored = peft_format.read_config(Path(adapter), ignore_dropout=disable_dropout)
+        found = resolve_targets(hf_model, plan, stored, strict=False)
+        # Before the base, which takes its time, is read.
+        peft_format.check_adapter(hf_model, Path(adapter), stored, found, plan)
     else:
         found = resolve_targets(hf_model, plan, lora) if lora else {}
     if not isinstance(model, PretrainedConfig):
         checkpoint_files(Path(model))
-    mesh = open_mesh(topology, device=join(device))
+    mesh = open_mesh(topology, device=join(device), copies=plan.copies)
     source: Any = (
         StateDictSource(_random_weights(config, target_dtype, seed))
         if isinstance(model, PretrainedConfig)
         else CheckpointSource(Path(model), hf_model)
     )
     parallelize(hf_model, plan, mesh, targets=set(found), dtype=target_dtype)
-    fill(hf_model, source, mesh, allow_unused=allow_unused_weights)
+    fill(hf_model, plan, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
     guard_model(hf_model, topology)

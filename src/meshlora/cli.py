@@ -1,4 +1,4 @@
-"""The command line: `meshlora train | verify | check | plan | generate`.
+"""The command line: `meshlora train | verify | check | plan | generate | merge | export`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
 wrong. Does not own: anything that happens in between.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,15 +37,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
     run: Callable[[argparse.Namespace], None] = options.run
+    interrupts = _note_interrupts()
     try:
         run(options)
-    except MeshloraError as error:
+    except BaseException as error:
+        # Libraries that are interrupted while they are imported turn it into errors of their own.
+        if interrupts or isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            return 130
+        if not isinstance(error, MeshloraError):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     return 0
+
+
+def _note_interrupts() -> list[int]:
+    """A list that grows when Ctrl-C is pressed, which still raises KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    return seen
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="auto")
     generate.add_argument("--trust-remote-code", action="store_true")
     generate.set_defaults(run=_generate)
+
+    _add_merge_and_export(commands)
     return parser
 
 
@@ -104,6 +126,14 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--topology", required=True, action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated"
     )
+    verify.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="a field of the family's configuration, as in num_key_value_heads=2",
+    )
     verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all-linear")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
@@ -118,6 +148,27 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     verify.add_argument("--trust-remote-code", action="store_true")
     verify.set_defaults(run=_verify)
+
+
+def _add_merge_and_export(commands: Any) -> None:
+    merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
+    merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
+    merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
+    merge.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
+    merge.add_argument("--dtype", default="auto", help="of the written weights; default: as they are stored")
+    merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
+    merge.add_argument("--trust-remote-code", action="store_true")
+    merge.set_defaults(run=_merge)
+
+    export = commands.add_parser("export", help="write an adapter as PEFT or as microsoft/LoRA stores it")
+    export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
+    export.add_argument("--layout", required=True, choices=("peft", "loralib"))
+    export.add_argument("--out", required=True, metavar="PATH", help="new folder (peft) or .safetensors file (loralib)")
+    export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
+    export.add_argument(
+        "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
+    )
+    export.set_defaults(run=_export)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +228,7 @@ def _verify(options: argparse.Namespace) -> None:
         model=options.model,
         family=options.family,
         twin=options.twin,
+        overrides=_fields(options.overrides),
         lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
         dtype=options.dtype,
         steps=options.steps,
@@ -188,6 +240,22 @@ def _verify(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
     )
     verify(request, command=options.words, json_file=options.json, html_file=options.html)
+
+
+def _fields(overrides: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` -> values, read as YAML."""
+    import yaml
+
+    fields = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set {override}", "it must read KEY=VALUE, as in --set num_key_value_heads=2")
+        try:
+            fields[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f"--set {override}", f"{text!r} is not a YAML value", "put it in quotes") from None
+    return fields
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -260,3 +328,52 @@ def _generate(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
     ):
         print(text)
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from meshlora.adapter.merge import merge
+    from meshlora.api import read_model_config, resolve_dtype
+
+    config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
+    done = merge(
+        options.model,
+        options.adapter,
+        options.out,
+        config=config,
+        dtype=None if options.dtype == "auto" else resolve_dtype(options.dtype, config),
+        check_logits=not options.no_logits,
+        trust_remote_code=options.trust_remote_code,
+    )
+    if done.is_untied:
+        print("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
+    print(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
+    print(f"checked: {done.check}")
+    print(f"merged: {options.out}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from meshlora.adapter.export import export, import_loralib
+
+    given = Path(options.adapter)
+    if given.is_dir() or not given.exists():
+        for option in ("lora_alpha", "enable_lora"):
+            if getattr(options, option) is not None:
+                name = option.replace("_", "-")
+                raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
+        num_tensors = export(given, options.out, layout=options.layout)
+    else:
+        if options.layout != "peft":
+            raise UserError(f"{given} and --layout loralib", "it is one file already", "use --layout peft")
+        num_tensors = import_loralib(
+            given, options.out, lora_alpha=options.lora_alpha, enable_lora=_enabled(options.enable_lora)
+        )
+    print(f"exported and read back: {options.out} ({num_tensors} tensors)")
+
+
+def _enabled(text: str | None) -> list[bool] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if not set(words) <= {"0", "1"}:
+        raise UserError(f"--enable-lora {text}", "it is a list of 0 and 1, one for each piece", "1,0,1 for q and v")
+    return [word == "1" for word in words]

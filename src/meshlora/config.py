@@ -61,6 +61,9 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank.
         lr: peak learning rate: linear warm-up over warmup_steps, then linear to zero.
         max_grad_norm: of the global gradient; 0 turns clipping off.
+        label_smoothing: share of the loss that goes to all tokens of the vocabulary alike; not in evaluations.
+        lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
+        lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
         replica_check_every: steps between comparisons of the copies of each factor, which are compared before every
             save too; 0: never.
@@ -78,6 +81,9 @@ class TrainConfig:
     beta2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    lora_plus_ratio: float | None = None
+    lora_plus_embedding_lr: float = 1e-6
     seed: int = 0
     eval_every: int = 0
     save_every: int = 0
@@ -97,6 +103,14 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
         _require(self.eps > 0, "train.eps", self.eps, "above 0")
+        _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
+        _require(
+            self.lora_plus_embedding_lr > 0, "train.lora_plus_embedding_lr", self.lora_plus_embedding_lr, "above 0"
+        )
+        if self.lora_plus_ratio is not None:
+            _require(self.lora_plus_ratio > 0, "train.lora_plus_ratio", self.lora_plus_ratio, "above 0")
+        elif self.lora_plus_embedding_lr != 1e-6:
+            raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")

@@ -29,7 +29,9 @@ def handle_dropout(config: Any, *, disable: bool) -> None:
     """
     for part in _configs(config):
         for name, value in list(vars(part).items()):
-            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith("classifier")
+            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(
+                ("classifier", "summary_")
+            )
             if not is_dropout or isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 continue
             if not disable:

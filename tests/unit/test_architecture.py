@@ -25,7 +25,7 @@ ALLOWED = {
     "generate": {"api", "train"},
     "oracle": {"plan", "data", "config"},
     "verify": {"plan", "parallel", "state", "adapter", "guards", "api", "train", "data", "config", "oracle"},
-    "cli": {"plan", "parallel", "api", "config", "data", "train", "generate", "verify"},
+    "cli": {"plan", "parallel", "adapter", "api", "config", "data", "train", "generate", "verify"},
     "__main__": {"cli"},
 }
 QUIET = {

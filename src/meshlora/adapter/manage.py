@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,38 +16,51 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from meshlora.adapter.initialization import draw_factors
-from meshlora.adapter.targets import Target, final_config, resolve_targets
+from meshlora.adapter.targets import Target, embedding_size, final_config, resolve_targets, trained_parameters
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX, take_out_of_base
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel.collectives import all_gather
+from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.groups import Mesh
-from meshlora.parallel.inject import adopt_whole_linear, parallel_linears
-from meshlora.plan.grads import FactorRule, Side, factor_rule
+from meshlora.parallel.inject import adopt, parallel_leaves
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.plan.grads import FactorRule, Side, embedding_rule, factor_rule, parameter_rule, whole_rule
+from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One named adapter: the configuration to store and what it sits on."""
+    """One named adapter: the configuration to store, what it sits on, and what it trains of the base besides.
+
+    trained: name of a parameter of the base -> the adapter's own copy of it, in use while the adapter is.
+    """
 
     name: str
     config: LoraConfig
     targets: Mapping[str, Target]
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
 @dataclass
 class Runtime:
-    """What a parallel model knows about itself."""
+    """What a parallel model knows about itself. base: the parameters of the base of which adapters have copies."""
 
     plan: ModelPlan
     mesh: Mesh
     source: str | None
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
+    base: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One LoRA factor on this rank: its name as PEFT stores it, the local parameter, and how it lies on the mesh."""
+    """One trained parameter on this rank: its name, the local parameter, and how it lies on the mesh.
+
+    Names: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`, `.lora_embedding_A`; of the
+    base's own parameters theirs.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -74,33 +87,75 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
     """
     state = runtime(model)
     targets = resolve_targets(model, state.plan, config)
+    if config.init_lora_weights in WHOLE_MATRIX:
+        attach(model, name, config, targets, None)
+        return
+    embedding = embedding_size(model, state.plan)
     full = {
-        target.name: draw_factors(target, state.plan.linears[target.name], init=config.init_lora_weights, seed=seed)
+        target.name: draw_factors(
+            target,
+            target.shapes(state.plan.linears.get(target.name), embedding),
+            init=config.init_lora_weights,
+            seed=seed,
+        )
         for target in targets.values()
     }
     attach(model, name, config, targets, full)
 
 
 def attach(
-    model: Any, name: str, config: LoraConfig, targets: Mapping[str, Target], full: Mapping[str, Mapping[str, Tensor]]
+    model: Any,
+    name: str,
+    config: LoraConfig,
+    targets: Mapping[str, Target],
+    full: Mapping[str, Mapping[str, Tensor]] | None,
+    trained: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Attach the adapter whose full factors are `full[module]["A" | "B"]`; each rank keeps its slices."""
+    """Attach the adapter whose full factors are `full[module][part]`; each rank keeps its slices.
+
+    full: None: those that are taken out of the base. Parts are those of `Target.shapes`; a magnitude that is missing is
+        that of the base with the adapter.
+    trained: whole values of the base's parameters that the adapter trains; None: those of the base.
+    """
     state = runtime(model)
     if name in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
-    if not name or "." in name:
-        raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot")
+    if not name or "." in name or "/" in name:
+        raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
+    if state.adapters and (
+        config.init_lora_weights in WHOLE_MATRIX
+        or any(adapter.config.init_lora_weights in WHOLE_MATRIX for adapter in state.adapters.values())
+    ):
+        raise UserError(
+            "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
+        )
     dtype = factor_dtype(model)
+    names = trained_parameters(model, state.plan, config, targets)
     for target in targets.values():
-        module = adopt_whole_linear(model, state.plan.linears[target.name], state.mesh.tp)
+        leaf = adopt(model, state.plan, target.name, state.mesh.tp)
+        values = full[target.name] if full is not None else {}
+        if config.init_lora_weights in WHOLE_MATRIX:
+            assert isinstance(leaf, ParallelLinear)
+            init, scaling = str(config.init_lora_weights), target.scaling
+            principal = take_out_of_base(leaf, state.mesh, init=init, r=target.r, scaling=scaling)
+            values = values or principal
         local = {
-            side: local_part(factor, factor_rule(module.rule.split, Side(side)), state.mesh).to(
-                state.mesh.device, dtype
-            )
-            for side, factor in full[target.name].items()
+            part: local_part(factor, _rule_of(state.plan, target.name, part), state.mesh).to(state.mesh.device, dtype)
+            for part, factor in values.items()
         }
-        module.add_adapter(name, local, scaling=target.scaling)
-    state.adapters[name] = Adapter(name, final_config(config, targets, state.plan), dict(targets))
+        leaf.add_adapter(name, local, scaling=target.scaling)
+        if target.use_dora and "magnitude" not in local:
+            assert isinstance(leaf, ParallelLinear)
+            leaf.add_adapter(name, {"magnitude": leaf.weight_norm(name).to(dtype)}, scaling=target.scaling)
+    copies: dict[str, nn.Parameter] = {}
+    for parameter_name in names:
+        base = state.base.setdefault(parameter_name, model.get_parameter(parameter_name))
+        value = base.detach().to(dtype).clone()
+        if trained is not None:
+            rule = rule_of_parameter(state.plan, parameter_name)
+            value = local_part(trained[parameter_name], rule, state.mesh).to(state.mesh.device, dtype)
+        copies[parameter_name] = nn.Parameter(value, requires_grad=False)
+    state.adapters[name] = Adapter(name, final_config(config, targets, state.plan), dict(targets), copies)
 
 
 def set_adapter(model: Any, name: str | None) -> None:
@@ -113,25 +168,44 @@ def set_adapter(model: Any, name: str | None) -> None:
     if name is not None and name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
     state.active = name
-    for module in parallel_linears(model).values():
-        module.active = name
-        for factors in (module.lora_A, module.lora_B):
-            for owner, parameter in factors.items():
-                parameter.requires_grad_(owner == name)
+    for leaf in parallel_leaves(model).values():
+        leaf.active = name
+    for owner in state.adapters:
+        for factor in adapter_factors(model, owner):
+            factor.parameter.requires_grad_(owner == name)
+    _use_copies(model, name)
+
+
+def _use_copies(model: Any, name: str | None) -> None:
+    """Put the copies of adapter `name` in the place of the base's parameters; None: the base's own."""
+    state = runtime(model)
+    copies = state.adapters[name].trained if name is not None else {}
+    for parameter_name, base in state.base.items():
+        owner, _, leaf = parameter_name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, copies.get(parameter_name, base))
 
 
 @contextlib.contextmanager
 def disable_adapter(model: Any) -> Iterator[None]:
     """Inside the block the model is its base; which adapter is active and trainable is as before afterwards."""
-    modules = parallel_linears(model).values()
-    before = [module.active for module in modules]
+    for adapter in runtime(model).adapters.values():
+        if adapter.config.init_lora_weights in WHOLE_MATRIX:
+            raise UserError(
+                f"disable_adapter with init_lora_weights={adapter.config.init_lora_weights!r}",
+                "the base has given its principal part to the adapter",
+                "load the base without it",
+            )
+    leaves = list(parallel_leaves(model).values())
+    before = [leaf.active for leaf in leaves]
     try:
-        for module in modules:
-            module.active = None
+        for leaf in leaves:
+            leaf.active = None
+        _use_copies(model, None)
         yield
     finally:
-        for module, active in zip(modules, before, strict=True):
-            module.active = active
+        for leaf, active in zip(leaves, before, strict=True):
+            leaf.active = active
+        _use_copies(model, runtime(model).active)
 
 
 def active_factors(model: Any) -> list[Factor]:
@@ -147,13 +221,53 @@ def active_factors(model: Any) -> list[Factor]:
 
 
 def adapter_factors(model: Any, adapter: str) -> list[Factor]:
-    """The factors of `adapter` on this rank, in module order."""
-    return [
-        Factor(f"{name}.lora_{side}", factors[adapter], factor_rule(module.rule.split, side))
-        for name, module in parallel_linears(model).items()
-        for side, factors in ((Side.INPUT, module.lora_A), (Side.OUTPUT, module.lora_B))
-        if adapter in factors
+    """What of `adapter` is on this rank, in module order; copies of the base's parameters last."""
+    state = runtime(model)
+    found = [
+        Factor(factor_name(leaf, name, part), parameter, _rule_of(state.plan, name, part))
+        for name, leaf in parallel_leaves(model).items()
+        for part, parameter in leaf.trained(adapter).items()
     ]
+    return found + [
+        Factor(name, parameter, rule_of_parameter(state.plan, name))
+        for name, parameter in state.adapters[adapter].trained.items()
+    ]
+
+
+def factor_name(leaf: nn.Module | Target, module: str, part: str) -> str:
+    """`up_proj`, "A" -> `up_proj.lora_A`."""
+    is_embedding = leaf.is_embedding if isinstance(leaf, Target) else isinstance(leaf, ParallelEmbedding)
+    kind = "lora_embedding_" if is_embedding else "lora_"
+    return f"{module}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
+
+
+def _rule_of(plan: ModelPlan, module: str, part: str) -> FactorRule:
+    """How `part` of an adapter on `module` lies on the mesh."""
+    side, _, piece = part.partition(".")
+    if module == plan.embedding:
+        rule = plan.parameters.get(f"{module}.weight")
+        return embedding_rule(rule, Side(side)) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
+    linear = plan.linears[module]
+    found = factor_rule(linear, Side.AFTER if side == "magnitude" else Side(side), sp=plan.topology.sp)
+    if piece and found.layout is not None and linear.split is Split.COLUMN:
+        own = next(p for p in found.layout.pieces if p.name == piece)
+        return replace(found, layout=Layout((own,)))
+    return found
+
+
+def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
+    """How a trained parameter of the base lies on the mesh."""
+    owner, _, leaf = name.rpartition(".")
+    sp = plan.topology.sp
+    if name in plan.parameters:
+        return parameter_rule(plan.parameters[name])
+    if owner not in plan.linears:
+        return whole_rule(plan.domain_of(owner), sp=sp)
+    linear = plan.linears[owner]
+    if leaf == "bias" or linear.split is Split.WHOLE:
+        return factor_rule(linear, Side.AFTER, sp=sp)
+    # The weight itself: split as its rows or columns, so that each rank has all of its own part's gradient.
+    return FactorRule(0 if linear.split is Split.COLUMN else 1, frozenset({"dp"}), layout=linear.layout)
 
 
 def gather_adapter(model: Any, adapter: str) -> dict[str, Tensor]:
@@ -164,17 +278,19 @@ def gather_adapter(model: Any, adapter: str) -> dict[str, Tensor]:
 
 def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
     """Put the slices of one factor (or of its gradient) together again. Collective over tp where it is split."""
-    if rule.split_dim is None:
+    if rule.split_dim is None or mesh.tp.size == 1:
         return local
-    moved = local.movedim(rule.split_dim, 0)
-    return all_gather(moved, mesh.tp).movedim(0, rule.split_dim).contiguous()
+    assert rule.layout is not None, rule
+    every = all_gather(local.unsqueeze(0).contiguous(), mesh.tp)
+    return rule.layout.join(list(every), rule.split_dim)
 
 
 def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
     """This rank's slice of a full factor; a copy, as the factors of several adapters must not share memory."""
     if rule.split_dim is None:
         return full.clone()
-    return full.tensor_split(mesh.tp.size, rule.split_dim)[mesh.tp.rank].clone(memory_format=torch.contiguous_format)
+    assert rule.layout is not None, rule
+    return rule.layout.cut(full, rule.split_dim, rank=mesh.tp.rank, size=mesh.tp.size)
 
 
 def factor_dtype(model: Any) -> torch.dtype:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshlora.adapter.manage import attach, gather_adapter, runtime
-from meshlora.adapter.targets import Target, resolve_targets
+from meshlora.adapter.manage import attach, factor_name, gather_adapter, local_part, rule_of_parameter, runtime
+from meshlora.adapter.targets import (
+    PieceLoraConfig,
+    Target,
+    embedding_size,
+    resolve_targets,
+    trained_parameters,
+    with_pieces,
+)
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.collectives import broadcast_in_place
 from meshlora.parallel.groups import Mesh
@@ -28,13 +36,10 @@ from meshlora.state.files import new_folder, open_safetensors, read_json, write_
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+# Beside them where an adapter is on pieces of fused matrices: PEFT needs no word of it, to go on training does.
+PIECES_FILE = "meshlora.json"
 _PREFIX = "base_model.model."
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def file_key(module: str, side: str) -> str:
-    """`model.layers.0.mlp.up_proj`, "A" -> `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`."""
-    return f"{_PREFIX}{module}.lora_{side}.weight"
 
 
 def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) -> None:
@@ -50,24 +55,34 @@ def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) ->
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
     # On every rank, so that what cannot be stored ends all of them.
-    config = json.loads(json.dumps(_config_to_store(state.adapters[name].config, state.source)))
-    tensors = {f"{_PREFIX}{factor}.weight": t for factor, t in gather_adapter(model, name).items()}
+    adapter_config = state.adapters[name].config
+    config = json.loads(json.dumps(_config_to_store(adapter_config, state.source)))
+    pieces = getattr(adapter_config, "pieces", None)
+    tensors = file_tensors(gather_adapter(model, name), state.adapters[name].targets, state.plan)
     if broken := [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise MeshloraError(f"{path}: not saved, {broken[0]} holds values that are not finite")
     failure: OSError | SafetensorError | None = None
     if state.mesh.rank == 0:
         try:
-            write_adapter(Path(path), tensors, config)
+            write_adapter(Path(path), tensors, config, pieces=pieces)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = error
     if not _agree(failure is None, state.mesh):
         raise MeshloraError(f"{path}: the adapter could not be written ({failure or 'see rank 0'})") from failure
 
 
-def write_adapter(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def write_adapter(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    pieces: Mapping[str, list[str]] | None = None,
+) -> None:
     """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes."""
     with new_folder(path) as folder:
         write_json_atomically(folder / CONFIG_FILE, dict(config))
+        if pieces:
+            write_json_atomically(folder / PIECES_FILE, {"pieces": dict(pieces)})
         ordered = {key: tensors[key].contiguous() for key in sorted(tensors)}
         save_file(ordered, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / WEIGHTS_FILE).chmod(0o644)
@@ -85,7 +100,9 @@ def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", igno
     folder = Path(path)
     config = read_config(folder, ignore_dropout=ignore_dropout)
     targets = resolve_targets(model, state.plan, config, strict=False)
-    attach(model, adapter, config, targets, _read_factors(folder / WEIGHTS_FILE, targets, state.plan))
+    _check_same_base(model, folder / WEIGHTS_FILE, targets)
+    full, trained = _read_factors(model, folder / WEIGHTS_FILE, config, targets, state.plan)
+    attach(model, adapter, config, targets, full, trained)
 
 
 def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
@@ -106,7 +123,12 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
         raise UserError(f"{folder / CONFIG_FILE}", f"peft_type is {kind!r}", "only LORA adapters can be loaded")
     if ignore_dropout:
         stored["lora_dropout"] = 0.0
-    return lora_config(stored, f"{folder / CONFIG_FILE}")
+    config = lora_config(stored, f"{folder / CONFIG_FILE}")
+    if not (folder / PIECES_FILE).is_file():
+        return config
+    pieces = _pieces(read_json(folder / PIECES_FILE), f"{folder / PIECES_FILE}")
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
+    return PieceLoraConfig(**values, pieces=pieces)
 
 
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
@@ -119,55 +141,199 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
         UserError: a value that peft refuses. UnsupportedError: a name that peft does not know and that is set.
     """
     known = {f.name for f in dataclasses.fields(LoraConfig)}
+    pieces = _pieces(values, where) if values.get("pieces") else None
+    values = {key: value for key, value in values.items() if key != "pieces"}
     unknown = [key for key, value in values.items() if key not in known and (value or unknown_is_error)]
     if unknown:
         raise UnsupportedError(
             f"{where}: {unknown[0]}", "it is not an option of this peft", did_you_mean(str(unknown[0]), known)
         )
     try:
-        return LoraConfig(**{k: v for k, v in values.items() if k in known})
+        config = LoraConfig(**{k: v for k, v in values.items() if k in known})
     except (TypeError, ValueError) as error:
         raise UserError(where, f"peft refuses it ({error})") from error
+    return with_pieces(config, pieces) if pieces else config
 
 
-def check_adapter(folder: Path, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    """Every check of `load_adapter`, without a mesh."""
-    _read_factors(folder / WEIGHTS_FILE, targets, plan)
+def _pieces(values: Any, where: str) -> dict[str, list[str]]:
+    """The entry `pieces` of a file.
+
+    Raises:
+        UserError: it is not a mapping from targets to lists of names.
+    """
+    pieces = values.get("pieces") if isinstance(values, Mapping) else None
+    if not isinstance(pieces, Mapping) or not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in pieces.values()
+    ):
+        raise UserError(f"{where}: pieces={pieces!r}", "it maps targets to names, as in {c_attn: [q, v]}")
+    return {str(key): list(names) for key, names in pieces.items()}
 
 
-def _read_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, dict[str, Tensor]]:
-    """Full factors by module and side, every one checked."""
-    expected = _expected_shapes(targets, plan)
-    full: dict[str, dict[str, Tensor]] = {name: {} for name in targets}
-    with open_safetensors(file) as opened:
-        keys = set(opened.keys())
-        _check_keys(file, keys, expected.keys())
-        for key, (module, side, shape) in expected.items():
-            view = opened.get_slice(key)
-            if tuple(view.get_shape()) != shape:
-                raise UserError(
-                    f"{file}: {key}",
-                    f"its shape is {list(view.get_shape())}, this model and adapter_config.json need {list(shape)}",
-                    "it belongs to another model or another rank",
-                )
-            if view.get_dtype() not in _FLOATS:
-                raise UserError(
-                    f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {set(_FLOATS)}"
-                )
-            tensor = opened.get_tensor(key).clone()
-            if not torch.isfinite(tensor).all():
-                raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
-            full[module][side] = tensor
-    return full
+def check_adapter(model: Any, folder: Path, config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+    """Every check of `load_adapter`, without a mesh; `model` is on the meta device, as it is before any split."""
+    _read_factors(model, folder / WEIGHTS_FILE, config, targets, plan)
 
 
-def _expected_shapes(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    expected: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, Tensor]:
+    """Keys and tensors of the file, from the whole factors under their names."""
+    tensors: dict[str, Tensor] = {}
+    left = dict(full)
     for target in targets.values():
-        rule = plan.linears[target.name]
-        expected[file_key(target.name, "A")] = (target.name, "A", (target.r, rule.in_features))
-        expected[file_key(target.name, "B")] = (target.name, "B", (rule.out_features, target.r))
+        parts = {part: left.pop(factor_name(target, target.name, part)) for part in _parts(target)}
+        if target.pieces:
+            rows = _rows_of_pieces(target, plan)
+            parts |= _as_blocks(parts, target.pieces, rows, plan.linears[target.name].out_features)
+        tensors |= {_key(target, part): parts[part] for part in _file_parts(target)}
+    return tensors | {_key_of_parameter(name, targets): tensor for name, tensor in left.items()}
+
+
+def _parts(target: Target) -> list[str]:
+    ends = [f".{piece}" for piece in target.pieces] or [""]
+    return [f"{side}{end}" for end in ends for side in "AB"] + (["magnitude"] if target.use_dora else [])
+
+
+def _file_parts(target: Target) -> list[str]:
+    return ["A", "B"] + (["magnitude"] if target.use_dora else [])
+
+
+def _key(target: Target, part: str) -> str:
+    """`model.layers.0.mlp.up_proj`, "A" -> `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`."""
+    is_parameter = target.is_embedding or part == "magnitude"  # PEFT has no linear around these
+    return f"{_PREFIX}{factor_name(target, target.name, part)}" + ("" if is_parameter else ".weight")
+
+
+def _key_of_parameter(name: str, targets: Mapping[str, Target]) -> str:
+    owner, _, leaf = name.rpartition(".")
+    return f"{_PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{_PREFIX}{name}"
+
+
+def _rows_of_pieces(target: Target, plan: ModelPlan) -> dict[str, Tensor]:
+    fused = plan.linears[target.name].fused
+    assert fused is not None, target
+    return {piece: fused.piece_rows(piece) for piece in target.pieces}
+
+
+def _as_blocks(
+    parts: Mapping[str, Tensor], pieces: Sequence[str], rows: Mapping[str, Tensor], out_features: int
+) -> dict[str, Tensor]:
+    """One A and one B of all pieces: A is their stack, B zero outside the rows and columns of each."""
+    blocks = [
+        parts[f"B.{piece}"]
+        .new_zeros(out_features, parts[f"B.{piece}"].shape[1])
+        .index_copy(0, rows[piece], parts[f"B.{piece}"])
+        for piece in pieces
+    ]
+    return {"A": torch.cat([parts[f"A.{piece}"] for piece in pieces]), "B": torch.cat(blocks, 1)}
+
+
+def _from_blocks(file: Path, target: Target, parts: Mapping[str, Tensor], plan: ModelPlan) -> dict[str, Tensor]:
+    """The inverse of `_as_blocks`.
+
+    Raises:
+        UserError: B is not zero outside its blocks.
+    """
+    found: dict[str, Tensor] = {}
+    for index, (piece, rows) in enumerate(_rows_of_pieces(target, plan).items()):
+        columns = slice(index * target.r, (index + 1) * target.r)
+        found |= {f"A.{piece}": parts["A"][columns].clone(), f"B.{piece}": parts["B"][rows, columns].clone()}
+    whole = _as_blocks(found, target.pieces, _rows_of_pieces(target, plan), len(parts["B"]))
+    if not torch.equal(whole["B"], parts["B"]):
+        raise UserError(
+            f"{file}: {_key(target, 'B')}",
+            f"it is not zero outside the pieces {list(target.pieces)} that {PIECES_FILE} names",
+            f"leave out {PIECES_FILE} to train the whole matrix",
+        )
+    return found
+
+
+def _read_factors(
+    model: Any, file: Path, config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """(full factors by module and part, whole values of trained parameters), every one checked."""
+    trained = trained_parameters(model, plan, config, targets)
+    expected = _expected_shapes(model, targets, plan) | {
+        _key_of_parameter(name, targets): _whole_shape(model, name, plan) for name in trained
+    }
+    tensors: dict[str, Tensor] = {}
+    with open_safetensors(file) as opened:
+        _check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
+        for key, shape in expected.items():
+            tensors[key] = _read_tensor(opened, file, key, shape)
+    full = {}
+    for target in targets.values():
+        parts = {part: tensors[_key(target, part)] for part in _file_parts(target)}
+        full[target.name] = _from_blocks(file, target, parts, plan) if target.pieces else parts
+        if target.pieces and target.use_dora:
+            full[target.name]["magnitude"] = parts["magnitude"]
+    return full, {name: tensors[_key_of_parameter(name, targets)] for name in trained}
+
+
+def _base_keys(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, str]:
+    """Embedding and head, where they are targets -> the key under which PEFT may store the base's weight too."""
+    return {name: f"{_PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
+
+
+def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> None:
+    """A weight of the base that a file holds besides is that of this model: PEFT would load it.
+
+    Raises:
+        UserError: it is another one, as after a change of the vocabulary.
+    """
+    state = runtime(model)
+    with open_safetensors(file) as opened:
+        for name, key in _base_keys(targets, state.plan).items():
+            if key not in opened.keys():  # noqa: SIM118 - not a dict
+                continue
+            parameter = state.base.get(f"{name}.weight", model.get_parameter(f"{name}.weight"))
+            given, rule = opened.get_tensor(key), rule_of_parameter(state.plan, f"{name}.weight")
+            is_same = tuple(given.shape) == _whole_shape(model, f"{name}.weight", state.plan)
+            if is_same:
+                own = local_part(given, rule, state.mesh).to(parameter.device, parameter.dtype)
+                is_same = torch.equal(own, parameter.detach())
+            if not is_same:
+                raise UserError(
+                    f"{file}: {key}", "it is not the weight of this model", "is it the model that was trained on?"
+                )
+
+
+def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> Tensor:
+    view = opened.get_slice(key)
+    if tuple(view.get_shape()) != shape:
+        raise UserError(
+            f"{file}: {key}",
+            f"its shape is {list(view.get_shape())}, this model and adapter_config.json need {list(shape)}",
+            "it belongs to another model or another rank",
+        )
+    if view.get_dtype() not in _FLOATS:
+        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {set(_FLOATS)}")
+    tensor: Tensor = opened.get_tensor(key).clone()
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
+    return tensor
+
+
+def _expected_shapes(model: Any, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, tuple[int, ...]]:
+    embedding = embedding_size(model, plan)
+    expected: dict[str, tuple[int, ...]] = {}
+    for target in targets.values():
+        number = max(1, len(target.pieces))
+        # In the file the pieces are one adapter of all their ranks.
+        of_file = replace(target, r=target.r * number, pieces=())
+        shapes = of_file.shapes(plan.linears.get(target.name), embedding)
+        expected |= {_key(target, part): shapes[part] for part in _file_parts(target)}
     return expected
+
+
+def _whole_shape(model: Any, name: str, plan: ModelPlan) -> tuple[int, ...]:
+    """Shape of a parameter of the base before any split."""
+    owner, _, leaf = name.rpartition(".")
+    if owner in plan.linears:
+        rule = plan.linears[owner]
+        return (rule.out_features,) if leaf == "bias" else (rule.out_features, rule.in_features)
+    shape = list(model.get_parameter(name).shape)
+    if (split := plan.parameters.get(name)) is not None:
+        shape[split.dim] = split.layout.size
+    return tuple(shape)
 
 
 def _check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
@@ -188,7 +354,7 @@ def _check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
 
 def _config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
-    values = config.to_dict()
+    values = {key: value for key, value in config.to_dict().items() if key != "pieces"}
     values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
     values["inference_mode"] = True
     values["task_type"] = "CAUSAL_LM"

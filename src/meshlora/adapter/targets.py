@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.layout import Piece
+from meshlora.plan.rules import LinearRule, ModelPlan
 
 _SUPPORTED = {
     "r",
@@ -32,6 +33,11 @@ _SUPPORTED = {
     "rank_pattern",
     "alpha_pattern",
     "init_lora_weights",
+    "use_dora",
+    "bias",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "pieces",
 }
 # These describe where an adapter comes from, or how PEFT runs it; they do not change what is trained.
 _DESCRIPTIVE = {
@@ -44,16 +50,63 @@ _DESCRIPTIVE = {
     "inference_mode",
     "runtime_config",
 }
-_INITS = (True, False, "gaussian")
+_INITS = (True, False, "gaussian", "pissa", "olora")
+_BIASES = ("none", "all", "lora_only")
+
+
+@dataclass
+class PieceLoraConfig(LoraConfig):
+    """A `peft.LoraConfig` for adapters on some pieces of fused matrices.
+
+    Attributes:
+        pieces: target -> the pieces it is on, as in `{"c_attn": ["q", "v"]}`. PEFT itself knows it as one adapter of
+            all their ranks together (`rank_pattern`), with a B that is zero outside its blocks.
+    """
+
+    pieces: dict[str, list[str]] | None = None
 
 
 @dataclass(frozen=True)
 class Target:
-    """LoRA on one linear: rank r and scale s of `s * B @ A`."""
+    """LoRA on one linear or embedding: rank r and scale s of `s * B @ A`.
+
+    Attributes:
+        pieces: the pieces of a fused matrix, each with an A and a B of rank r; empty for all of it.
+        use_dora: whether there is a magnitude for each output feature.
+        is_embedding: A `[r, V]`, B `[H, r]` on the input embedding.
+    """
 
     name: str
     r: int
     scaling: float
+    pieces: tuple[str, ...] = ()
+    use_dora: bool = False
+    is_embedding: bool = False
+
+    def shapes(self, rule: LinearRule | None, embedding: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """Part -> shape of the whole: `A`, `B`, on pieces `A.q`, `B.q`, with DoRA `magnitude`."""
+        if self.is_embedding:
+            return {"A": (self.r, embedding[0]), "B": (embedding[1], self.r)}
+        assert rule is not None, self
+        shapes: dict[str, tuple[int, ...]] = {}
+        for piece in self.pieces or ("",):
+            end = f".{piece}" if piece else ""
+            rows = piece_of(rule, piece).size if piece else rule.out_features
+            shapes |= {f"A{end}": (self.r, rule.in_features), f"B{end}": (rows, self.r)}
+        return shapes | ({"magnitude": (rule.out_features,)} if self.use_dora else {})
+
+
+def piece_of(rule: LinearRule, name: str) -> Piece:
+    """The piece `name` of a fused linear.
+
+    Raises:
+        UserError: it has none of that name.
+    """
+    pieces = {p.name: p for p in rule.fused.pieces} if rule.fused is not None else {}
+    if name not in pieces:
+        known = ", ".join(pieces) or "none: it is not a fused matrix, or its layout is not known"
+        raise UserError(f"pieces: {name!r} of {rule.name}", f"its pieces are: {known}", "name them as they are there")
+    return pieces[name]
 
 
 def check_supported(config: LoraConfig) -> None:
@@ -79,6 +132,12 @@ def check_supported(config: LoraConfig) -> None:
     if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
         raise UnsupportedError(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
+        )
+    if config.bias not in _BIASES:
+        raise UserError(f"LoraConfig(bias={config.bias!r})", f"one of {', '.join(_BIASES)}")
+    if config.use_dora and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        raise UnsupportedError(
+            f"use_dora with init_lora_weights={config.init_lora_weights!r}", "the two are not proved together"
         )
     _check_types(config)
     for what, rank in [("r", config.r), *((f"rank_pattern[{k!r}]", v) for k, v in (config.rank_pattern or {}).items())]:
@@ -142,11 +201,23 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         if name and isinstance(check_target_module_exists(config, name), re.Match)
     ]
     for name in matched:
-        if name not in plan.linears or name == head:
-            kind = "the output head" if name == head else type(model.get_submodule(name)).__name__
+        if name not in plan.linears and name != plan.embedding:
+            kind = type(model.get_submodule(name)).__name__
             raise UnsupportedError(
-                f"target_modules matches {name}", f"LoRA on {kind} is not supported yet", "target linear layers inside"
+                f"target_modules matches {name}", f"LoRA on {kind} is not supported", "target linear layers"
             )
+        try:
+            _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+        except ValueError as error:  # their fused kernels read weights past the adapter
+            raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})") from None
+        is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        if is_tied and config.init_lora_weights in ("pissa", "olora"):
+            raise UnsupportedError(
+                f"init_lora_weights={config.init_lora_weights!r} on {name}", "it shares its weight with the embedding"
+            )
+        if name == plan.embedding and (config.use_dora or isinstance(config.init_lora_weights, str)):
+            what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
+            raise UnsupportedError(f"{what} on the embedding {name}", "it is for linear layers", "leave it out")
     if strict:
         _check_each_pattern(plan, config, matched)
     if not matched:
@@ -157,29 +228,112 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
             + (" that exclude_modules leaves" if config.exclude_modules else ""),
             _way_to_a_match(config, plan),
         )
-    return {name: _target(name, config) for name in plan.linears if name in set(matched)}
+    chosen = [name for name in (plan.embedding, *plan.linears) if name in set(matched)]
+    targets = {name: _target(name, config, plan) for name in chosen}
+    _check_pieces(config, targets, plan)
+    return targets
 
 
-def num_trainable(targets: Mapping[str, Target], plan: ModelPlan) -> int:
-    """Trainable elements of an adapter, each logical element counted once."""
-    rules = [(target.r, plan.linears[name]) for name, target in targets.items()]
-    return sum(r * (rule.in_features + rule.out_features) for r, rule in rules)
+def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:
+    """The base parameters that are trained besides: `modules_to_save` in full, and biases as `bias` says.
+
+    Raises:
+        UserError: a module to save that is not there, or that is a target too.
+        UnsupportedError: one that is more than a norm, a linear or an embedding.
+    """
+    found: list[str] = []
+    for wanted in config.modules_to_save or ():
+        owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # no dot between: so does PEFT
+        if not owners:
+            names = {name.rpartition(".")[2] for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+            raise UserError(
+                f"modules_to_save={list(config.modules_to_save or ())}",
+                f"{wanted!r} is no module of the model",
+                did_you_mean(wanted, names),
+            )
+        for owner in owners:
+            module = model.get_submodule(owner)
+            if owner in targets:
+                raise UserError(f"modules_to_save: {owner}", "it is a target of LoRA too", "choose one of the two")
+            if list(module.children()) and owner not in {*plan.linears, plan.embedding}:
+                raise UnsupportedError(
+                    f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
+                )
+            found += [f"{owner}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
+    if config.bias != "none":
+        biases = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
+        if config.bias == "lora_only":
+            biases = [name for name in biases if name.rpartition(".")[0] in targets]
+        found += [name for name in biases if name not in found]
+    return found
+
+
+def num_trainable(model: Any, targets: Mapping[str, Target], trained: Iterable[str], plan: ModelPlan) -> int:
+    """Trainable elements of an adapter on `model` (as it is before any split), each logical element counted once."""
+    embedding = embedding_size(model, plan)
+    shapes = [
+        shape for name, target in targets.items() for shape in target.shapes(plan.linears.get(name), embedding).values()
+    ]
+    return sum(math.prod(shape) for shape in shapes) + sum(model.get_parameter(name).numel() for name in trained)
+
+
+def embedding_size(model: Any, plan: ModelPlan) -> tuple[int, int]:
+    """(vocabulary, width) of the whole input embedding."""
+    module = model.get_submodule(plan.embedding)
+    rule = plan.parameters.get(f"{plan.embedding}.weight")
+    return (rule.layout.size if rule else module.num_embeddings), module.embedding_dim
 
 
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
     """The configuration to store: a copy whose `target_modules` names what is trained (`"all-linear"` resolved)."""
     config = dataclasses.replace(config)
+    if any(name in plan.linears and plan.linears[name].is_transposed for name in targets):
+        config.fan_in_fan_out = True  # PEFT's word for a weight that is stored [in, out]
     if config.target_modules is None or config.target_modules == "all-linear":
         suffixes = {name.rpartition(".")[2] for name in targets}
         covered = {name for name in plan.linears if name.rpartition(".")[2] in suffixes}
-        config.target_modules = suffixes if covered == set(targets) else set(targets)
+        # A number is the name of other modules too: of a whole layer.
+        is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes)
+        config.target_modules = suffixes if is_clear else set(targets)
     return config
 
 
-def _target(name: str, config: LoraConfig) -> Target:
+def _target(name: str, config: LoraConfig, plan: ModelPlan) -> Target:
     r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
-    return Target(name, r, alpha / math.sqrt(r) if config.use_rslora else alpha / r)
+    chosen = getattr(config, "pieces", None) or {}
+    pieces: list[str] = next((p for key, p in chosen.items() if name == key or name.endswith(f".{key}")), [])
+    if pieces and r % len(pieces):
+        raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
+    scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
+    return Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
+
+
+def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> PieceLoraConfig:
+    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands."""
+    ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
+    for key, names in pieces.items():
+        number = len(names)
+        ranks[key] = number * ranks.get(key, config.r)
+        alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
+    values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()})
+
+
+def _check_pieces(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+    """Each entry of `pieces` is about a target, and names its pieces."""
+    for key, names in (getattr(config, "pieces", None) or {}).items():
+        about = [name for name in targets if name == key or name.endswith(f".{key}")]
+        if not about:
+            raise UserError(f"pieces={config.pieces}", f"{key!r} is none of the targets", "add it to target_modules")
+        if len(set(names)) != len(names) or not names:
+            raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
+        for name in about:
+            if config.init_lora_weights in ("pissa", "olora"):
+                raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
+            for piece in names:
+                piece_of(plan.linears[name], piece)
 
 
 def _head_name(model: Any) -> str | None:
@@ -215,7 +369,7 @@ def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str])
     for option in ("target_modules", "exclude_modules"):
         given = getattr(config, option) or ()
         for suffix in [] if isinstance(given, str) else sorted(given):
-            if not any(name == suffix or name.endswith(f".{suffix}") for name in plan.linears):
+            if not any(name == suffix or name.endswith(f".{suffix}") for name in (*plan.linears, plan.embedding)):
                 raise UserError(
                     f"{option}={_shown(given)}",
                     f"{suffix!r} matches no linear layer",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Inside a PEFT layer: the frozen layer, captured by itself, and the parts of the adapter, which have no counterpart.
-_BASE, _ADAPTER = ".base_layer", ".lora_"
+_BASE, _ADAPTER = ".base_layer", (".lora_", ".modules_to_save.", ".original_module")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Capture:
     def __enter__(self) -> Capture:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for name, module in self.model.named_modules():
-            if _ADAPTER not in name:
+            if not any(part in name for part in _ADAPTER):
                 self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
         return self
 
@@ -74,7 +74,9 @@ class Capture:
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensor = first_tensor(output)
-            if tensor is None or not tensor.is_floating_point() or not self.micro_batches:
+            if name == "" and type(tensor) is not Tensor:  # logits that are not computed
+                self.is_forward = False
+            if type(tensor) is not Tensor or not tensor.is_floating_point() or not self.micro_batches:
                 return
             # Several calls are told apart by a word among the arguments (a rotary embedding's layer type, in an order
             # that may differ between processes), else by their number.

@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
     "lift.py",
     "plan/twin.py",
-    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "inputs", "reference", "trace", "worker")),
+    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "inputs", "ownership", "pieces")),
+    *(f"oracle/{name}.py" for name in ("reference", "trace", "worker")),
 )
 # Checkpoint files above this size are told apart by size and time of change instead of by content.
 _HASHED_BYTES = 256 * 2**20
@@ -49,6 +50,8 @@ class Case:
             shows.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
+        label_smoothing, lora_plus_ratio: of the loss and of the optimizer.
+        pieces: targets that are fused matrices -> the pieces that the adapter is on.
         device: "cpu" or "cuda".
     """
 
@@ -71,6 +74,9 @@ class Case:
     weight_decay: float = 0.1
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
+    label_smoothing: float = 0.0
+    lora_plus_ratio: float | None = None
+    pieces: dict[str, list[str]] = field(default_factory=dict)
     pad_token_id: int = 0
     trust_remote_code: bool = False
     device: str = "cpu"

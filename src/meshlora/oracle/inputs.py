@@ -7,6 +7,7 @@ adapters: written a second time, from the words of docs/oracle.md.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from meshlora.oracle.pieces import mask_of, pieces_of
 
 _PREFIX = "base_model.model."
 
@@ -33,36 +36,58 @@ def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, se
 
 
 def write_adapter(
-    model: str | Path, lora: Mapping[str, Any], folder: Path, *, seed: int, trust_remote_code: bool
+    model: str | Path,
+    lora: Mapping[str, Any],
+    folder: Path,
+    *,
+    seed: int,
+    trust_remote_code: bool,
+    pieces: dict[str, list[str]] | None = None,
 ) -> None:
     """The adapter that PEFT makes of `lora` on the model, with values drawn by name: A and B both non-zero."""
+    pieces = pieces or {}
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         peft_model = get_peft_model(base, LoraConfig(**lora))
-    shapes = {key: tensor.shape for key, tensor in get_peft_model_state_dict(peft_model).items()}
+    stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    shapes = {key: tensor.shape for key, tensor in stored.items()}
     folder.mkdir(parents=True)
     peft_model.peft_config["default"].save_pretrained(str(folder))
     drawn = {key: _draw(seed, key, tuple(shape)) for key, shape in shapes.items()}
+    for key, value in drawn.items():
+        module, _, part = key.removeprefix(_PREFIX).rpartition(".lora_")
+        if part == "B.weight" and (names := pieces_of(module, pieces)):
+            value *= mask_of(config, module, names, (value.shape[0], value.shape[1]))
+    if pieces:
+        (folder / "meshlora.json").write_text(json.dumps({"pieces": pieces}), encoding="utf-8")
     save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 1:  # a magnitude, a norm or a bias: around 1, around 0
+        return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * 0.1 + (not key.endswith("bias"))
     # B is small beside A: the adapter is far above rounding, but a deep model with it still computes finite numbers.
-    scale = (0.25 if ".lora_B" in key else 1.0) / math.sqrt(shape[-1])
+    scale = (0.25 if ".lora_B" in key or ".lora_embedding_B" in key else 1.0) / math.sqrt(shape[-1])
     return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * scale
 
 
-def expected_fresh(name: str, shape: tuple[int, int], *, init: bool | str, seed: int) -> Tensor:
+def expected_fresh(name: str, shape: tuple[int, ...], *, init: bool | str, seed: int) -> Tensor:
     """The factor `name`, as in `model.layers.0.mlp.up_proj.lora_A`, of a fresh adapter, whole.
 
     A is uniform in ±1/sqrt(in_features), or N(0, 1/r^2) for "gaussian"; B is zero, or uniform in ±1/sqrt(r) where
-    `init` is False. The generator's seed is the first 8 bytes of sha256("{seed}:{name}"), halved.
+    `init` is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). The generator's seed is the first 8 bytes
+    of sha256("{seed}:{name}"), halved. On pieces each has a name: `c_attn.lora_A.q`.
     """
-    if name.endswith("lora_B") and init is not False:
-        return torch.zeros(shape)
     generator = _generator(f"{seed}:{name}")
-    if init == "gaussian" and name.endswith("lora_A"):
+    part = name.rpartition(".lora_")[2].partition(".")[0]
+    if part.startswith("embedding"):
+        return (
+            torch.zeros(shape) if part.endswith("A") and init is not False else torch.randn(shape, generator=generator)
+        )
+    if part == "B" and init is not False:
+        return torch.zeros(shape)
+    if init == "gaussian" and part == "A":
         return torch.randn(shape, generator=generator) / shape[0]
     return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(shape[1]))
 

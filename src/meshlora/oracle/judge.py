@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from meshlora.oracle.inputs import expected_fresh
 from meshlora.oracle.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (
+    Ownership,
     Piece,
     ShapeError,
     Tokens,
@@ -30,6 +31,7 @@ from meshlora.oracle.unshard import (
     factor_pieces,
     is_complete,
     sequences_of,
+    sum_of,
     token_pieces,
 )
 from meshlora.plan.topology import Topology
@@ -52,6 +54,8 @@ PHASES = {
 _AFTER_ADAM = ("deltas", "saved_file")
 _EXACT = ("sequences", "fresh_adapter", "collectives")
 _NOISE = 4.0
+# Copies this far from the whole, relatively, are terms of a sum: terms that are nearer would be copies by chance.
+_TERMS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class _Judge:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
+        self.ownership = Ownership(self.ranks, self.reference, self.topology)
         self.tokens = Tokens(self.reference)
         self.rows = [self.tokens.rows(trace.micro_batches) for trace in self.ranks]
 
@@ -146,19 +151,31 @@ class _Judge:
         Their scales, and the file that the second of them is saved in, are what PEFT makes of the configuration.
         """
         saved, scales, results = self.evidence.saved, self.reference.scalings, []
+        drawn = {name: t for name, t in self.reference.initial.items() if ".lora_" in name}
+        magnitudes = {name: t for name, t in self.reference.row_norms.items() if name in drawn}
+        of_base = {name: t for name, t in self.reference.base.items() if name in self.reference.initial}
         expected: dict[str, Tensor] = {}
         for kind, init in (("fresh", self.evidence.fresh_init), ("fresh_both", False)):
+            ranks = [getattr(trace, kind) for trace in self.ranks]
             expected = {
-                name: expected_fresh(name, (t.shape[0], t.shape[1]), init=init, seed=self.evidence.seed)
-                for name, t in self.reference.initial.items()
+                name: expected_fresh(name, tuple(t.shape), init=init, seed=self.evidence.seed)
+                for name, t in drawn.items()
+                if name not in magnitudes
             }
-            results += self._factors([getattr(trace, kind) for trace in self.ranks], expected, [], exact=True)
+            results += self._factors([_only(r, expected) for r in ranks], expected, [], exact=True)
+            results += self._factors([_only(r, of_base) for r in ranks], of_base, [], exact=True)
+            # With B drawn a magnitude is that of the sum; of the configured adapter it is the base's.
+            if kind == "fresh":
+                close = self._factors([_only(r, magnitudes) for r in ranks], magnitudes, [], exact=True)
+                results += [replace(result, limit=1e-6) for result in close]
+            unknown = {name for r in ranks for name in r} - drawn.keys() - of_base.keys()
+            results += _missing(unknown, ())
         every = [saved.fresh_scalings, *(t.scalings for t in self.ranks), *(t.fresh_scalings for t in self.ranks)]
         wrong = sorted(n for s in every for n in s.keys() | scales.keys() if not _near(s.get(n), scales.get(n)))
         if wrong or saved.fresh_note:
             note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
             results.append(TensorResult(f"{FRESH}/{CONFIG}", math.inf, 0.0, note=note))
-        return results + self._bits(FRESH, saved.fresh, [expected])
+        return results + self._bits(FRESH, _only(saved.fresh, expected), [expected])
 
     def forward(self) -> list[TensorResult]:
         return self._modules("forward", [name for name in self.reference.order if name])
@@ -241,10 +258,12 @@ class _Judge:
             low = [whole for t in rounded if (whole := canonical(t, self.tokens, phase, name)) is not None]
             shown = name or "logits"
             try:
-                pieces = token_pieces(self.ranks, self.rows, self.topology, phase, name, *found)
+                pieces = token_pieces(self.ranks, self.rows, self.ownership, phase, name, *found)
             except ShapeError as error:
                 results.append(TensorResult(shown, math.inf, 0.0, note=str(error)))
                 continue
+            if phase == "backward" and name.partition("#")[0] in self.ranks[0].terms:
+                pieces = _summed_where_unequal(pieces, found[0])
             results.append(self._compare(shown, pieces, found[0], [whole for whole, _ in low], phase))
         if len(names) > 1:
             ours = {n for t in self.ranks for m in t.micro_batches for n in getattr(m, phase) if n}
@@ -272,7 +291,7 @@ class _Judge:
         for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and not exact):
             whole = wholes[name]
             try:
-                pieces = factor_pieces(ours, self.topology, name, whole)
+                pieces = factor_pieces(ours, self.ownership, name, whole)
             except ShapeError as error:
                 results.append(TensorResult(name, math.inf, 0.0, note=str(error)))
                 continue
@@ -330,6 +349,14 @@ class _Judge:
         return TensorResult(name, _relative(pieces, whole, largest=True), limit, whole, pieces)
 
 
+def _summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
+    """Inside a region the gradient of what every tp rank holds whole is one term on each: then their sums.
+
+    A rank's gradient is whole where what comes after it has left the region already.
+    """
+    return pieces if _relative(pieces, whole) <= _TERMS else [sum_of(pieces, whole)]
+
+
 def _relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
     """The worst copy's relative distance from `whole`: L2, or of the largest element."""
     errors = []
@@ -347,6 +374,10 @@ def _relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> f
             gap = math.sqrt(sum(float(g.square().sum()) for g in gaps))
             errors.append(gap / max(float(whole.double().norm()), 1e-300))
     return max(errors, default=math.inf)
+
+
+def _only(factors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: factors[name] for name in names if name in factors}
 
 
 def _missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]:

@@ -7,25 +7,29 @@ batches is used here; only what both sides need: the sequences of a run, and the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from meshlora.config import RunConfig
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
-from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
-from meshlora.oracle.batches import MicroBatch as MicroBatch
+from meshlora.oracle.batches import UNTRAINED, MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import Capture, copy
 from meshlora.oracle.case import Case
+from meshlora.oracle.ownership import fingerprints
+from meshlora.oracle.pieces import in_pieces, mask_of, pieces_of
 from meshlora.oracle.trace import Trace
 
 _PREFIX = "base_model.model."
@@ -40,6 +44,8 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    label_smoothing: float = 0.0
+    lora_plus_ratio: float | None = None
 
 
 def reference_model(
@@ -71,23 +77,27 @@ def reference_model(
     return model.train()
 
 
-def loss_sum(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def loss_sum(model: nn.Module, batch: MicroBatch, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64."""
     with lift(next(model.parameters()).dtype == torch.float64):
         # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
         inner = getattr(model, "get_base_model", lambda: model)()
         logits = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=UNTRAINED, reduction="sum"
+            logits.flatten(0, 1).float(),
+            batch.labels.flatten(),
+            ignore_index=UNTRAINED,
+            reduction="sum",
+            label_smoothing=label_smoothing,
         )
     return loss, logits
 
 
-def accumulate(model: nn.Module, batches: Iterable[MicroBatch]) -> float:
+def accumulate(model: nn.Module, batches: Iterable[MicroBatch], *, label_smoothing: float = 0.0) -> float:
     """Leave on the factors the gradient of the mean loss over all trained tokens of `batches`; returns that loss."""
     total, tokens = 0.0, 0
     for batch in batches:
-        loss, _ = loss_sum(model, batch)
+        loss, _ = loss_sum(model, batch, label_smoothing=label_smoothing)
         loss.backward()
         total += float(loss.detach())
         tokens += batch.num_tokens
@@ -104,28 +114,56 @@ def accumulate(model: nn.Module, batches: Iterable[MicroBatch]) -> float:
 
 def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: AdamW) -> list[float]:
     """AdamW over `steps`, each a list of micro-batches; returns the loss of each step."""
-    parameters = list(trainable(model).values())
-    optimizer = torch.optim.AdamW(
-        parameters, lr=0.0, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    optimizer = make_optimizer(model, settings)
     losses = []
     for batches, rate in zip(steps, settings.learning_rates, strict=False):
         optimizer.zero_grad(set_to_none=True)
-        losses.append(accumulate(model, batches))
+        losses.append(accumulate(model, batches, label_smoothing=settings.label_smoothing))
         if settings.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-        optimizer.param_groups[0]["lr"] = rate
+            torch.nn.utils.clip_grad_norm_(list(trainable(model).values()), settings.max_grad_norm)
+        set_rate(optimizer, rate)
         optimizer.step()
     return losses
 
 
+def make_optimizer(model: nn.Module, settings: AdamW) -> torch.optim.Optimizer:
+    """AdamW on what is trainable; with LoRA+ in the groups that PEFT makes. Their rates are relative to the peak."""
+    options: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
+    peak = max(settings.learning_rates)
+    optimizer: torch.optim.Optimizer
+    if settings.lora_plus_ratio is None:
+        parameters = list(trainable(model).values())
+        optimizer = torch.optim.AdamW(parameters, lr=peak, weight_decay=settings.weight_decay, **options)
+    else:
+        optimizer = create_loraplus_optimizer(
+            model,
+            torch.optim.AdamW,
+            lr=peak,
+            loraplus_lr_ratio=settings.lora_plus_ratio,
+            loraplus_weight_decay=settings.weight_decay,
+            **options,
+        )
+    for group in optimizer.param_groups:
+        group["share"] = group["lr"] / peak
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of this step; groups keep their relation."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["share"]
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable factors by their module and side: `model.layers.0.mlp.up_proj.lora_A`."""
-    return {
-        name.removeprefix(_PREFIX).replace(".default.weight", ""): p
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    """What is trained, by the names of the model without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`,
+    `model.embed_tokens.lora_embedding_A`, `model.norm.weight`.
+    """
+    return {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix(_PREFIX).replace(".modules_to_save.default", "").replace(".base_layer.", ".")
+    return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
 
 
 def linear_rates(lr: float, *, warmup_steps: int, steps: int) -> list[float]:
@@ -160,8 +198,15 @@ def train_run(
 
     rates = linear_rates(options.lr, warmup_steps=options.warmup_steps, steps=steps)
     settings = AdamW(
-        rates, (options.beta1, options.beta2), options.eps, options.weight_decay, options.max_grad_norm or None
+        rates,
+        (options.beta1, options.beta2),
+        options.eps,
+        options.weight_decay,
+        options.max_grad_norm or None,
+        options.label_smoothing,
+        options.lora_plus_ratio,
     )
+    freeze_outside_pieces(model, pieces_in(adapter))
     losses = train(model, (batches(step) for step in range(steps)), settings)
     model.save_pretrained(str(out))
     return losses
@@ -179,38 +224,88 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
 
 def _trace_case(case: Case, precision: str) -> Trace:
     model = _case_model(case, case.adapter, precision)
+    freeze_outside_pieces(model, case.pieces)
     factors = trainable(model)
-    optimizer = torch.optim.AdamW(
-        list(factors.values()),
-        lr=case.lr,
-        betas=(case.beta1, case.beta2),
-        eps=case.eps,
-        weight_decay=case.weight_decay,
-    )
-    trace = Trace(initial=_copies(factors), scalings=scalings(model))
-    trace.rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
-    for step, rate in enumerate(trace.rates):
+    rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
+    settings = AdamW(rates, (case.beta1, case.beta2), case.eps, case.weight_decay, lora_plus_ratio=case.lora_plus_ratio)
+    optimizer = make_optimizer(model, settings)
+    inner = model.get_base_model()
+    trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
+    trace.rows, trace.columns = fingerprints(inner)
+    trace.base, trace.row_norms = _base_values(case, factors)
+    for step, rate in enumerate(rates):
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
-            with Capture(model.get_base_model()) as capture:
-                loss = accumulate(model, batches)
-            trace.micro_batches, trace.order = capture.micro_batches, list(capture.micro_batches[0].forward)
-            trace.gradients = _gradients(factors)
+            with Capture(inner) as capture:
+                loss = accumulate(model, batches, label_smoothing=case.label_smoothing)
+            trace.micro_batches = capture.micro_batches
+            _forget_head(trace, inner)
+            trace.order = list(capture.micro_batches[0].forward)
+            trace.gradients = _gradients(case, model, factors)
         else:
-            loss = accumulate(model, batches)
+            loss = accumulate(model, batches, label_smoothing=case.label_smoothing)
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
         if step == 0:
-            trace.clipped = _gradients(factors)
-        optimizer.param_groups[0]["lr"] = rate
+            trace.clipped = _gradients(case, model, factors)
+        set_rate(optimizer, rate)
         optimizer.step()
         trace.losses.append(loss)
         trace.grad_norms.append(float(norm))
         trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
-    trace.final = _copies(factors)
+    trace.final = _copies(case, model, factors)
     trace.final_logits = _first_logits(case, model)
     trace.eval_losses = [evaluate(case, model)]
     return trace
+
+
+def _forget_head(trace: Trace, model: Any) -> None:
+    """Of the head only the logits of the model are compared: nobody else computes its output for all tokens."""
+    head = model.get_output_embeddings()
+    names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
+    for micro in trace.micro_batches:
+        for name in names:
+            logits = micro.forward[""]
+            micro.forward.pop(name, None)
+            micro.backward.pop(name, None)
+            micro.base.pop(name, None)
+            micro.forward[""] = logits
+        micro.backward.pop("", None)
+
+
+def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(values in the base of what is trained of it, norms of the rows of what DoRA scales)."""
+    wanted = {name for name in factors if ".lora_" not in name}
+    scaled = [name for name in factors if name.endswith(".lora_magnitude_vector")]
+    if not wanted and not scaled:
+        return {}, {}
+    # From the checkpoint: PEFT trains biases where they are.
+    fresh = AutoModelForCausalLM.from_pretrained(
+        case.model, dtype=getattr(torch, case.dtype), local_files_only=True, trust_remote_code=case.trust_remote_code
+    )
+    base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
+    norms = {}
+    for name in scaled:
+        module = name.rpartition(".lora_")[0]
+        is_transposed = isinstance(fresh.get_submodule(module), Conv1D)
+        norms[name] = base[f"{module}.weight"].norm(dim=0 if is_transposed else 1)
+    return {name: base[name] for name in wanted}, norms
+
+
+def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:
+    """Keep B zero outside the blocks of an adapter on pieces: these entries get no gradient."""
+    for name, parameter in trainable(model).items():
+        module, _, part = name.rpartition(".lora_")
+        if part == "B" and (names := pieces_of(module, pieces)):
+            config = model.get_base_model().config  # type: ignore[operator]
+            mask = mask_of(config, module, names, (parameter.shape[0], parameter.shape[1])).to(parameter)
+            parameter.register_hook(lambda grad, mask=mask: grad * mask)
+
+
+def pieces_in(adapter: str | Path) -> dict[str, list[str]]:
+    """The pieces that an adapter folder names besides its PEFT files."""
+    file = Path(adapter) / "meshlora.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))["pieces"]) if file.is_file() else {}
 
 
 @torch.no_grad()
@@ -237,7 +332,7 @@ def scalings(model: nn.Module) -> dict[str, float]:
 def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor]:
     """What PEFT finds in the adapter folder `saved`: (factors, logits of the first micro-batch) in float64."""
     model = _case_model(case, saved, "float64")
-    return _copies(trainable(model)), _first_logits(case, model)
+    return _copies(case, model, trainable(model)), _first_logits(case, model)
 
 
 def _case_model(case: Case, adapter: str | Path, precision: str) -> Any:
@@ -272,9 +367,11 @@ def _first_logits(case: Case, model: Any) -> Tensor:
     return copy(loss_sum(model, _case_batches(case, 0)[0])[1])
 
 
-def _copies(factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: copy(parameter) for name, parameter in factors.items()}
+def _copies(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    copies = {name: copy(parameter) for name, parameter in factors.items()}
+    return in_pieces(model.get_base_model().config, copies, case.pieces)
 
 
-def _gradients(factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: copy(p.grad) for name, p in factors.items() if p.grad is not None}
+def _gradients(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    copies = {name: copy(p.grad) for name, p in factors.items() if p.grad is not None}
+    return in_pieces(model.get_base_model().config, copies, case.pieces)

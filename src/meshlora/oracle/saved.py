@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.errors import reason
 from meshlora.oracle.case import Case
+from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.reference import read_back, scalings
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -68,10 +69,13 @@ def read_with_peft(case: Case, folder: str) -> dict[str, Any]:
     return found
 
 
-def read_saved(folder: Path, found: dict[str, Any]) -> Saved:
+def read_saved(case: Case, folder: Path, found: dict[str, Any]) -> Saved:
     """Everything, from the files and from what `read_with_peft` found."""
+    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
     read = _tensors(folder / _READ) if not found.get("note") else {}
-    first, last, fresh = (_tensors(folder / name / WEIGHTS) for name in (FIRST, LAST, FRESH))
+    first, last, fresh = (
+        in_pieces(config, _tensors(folder / name / WEIGHTS), case.pieces) for name in (FIRST, LAST, FRESH)
+    )
     return Saved(first, last, fresh, read, read.pop("logits", None), **found)
 
 
@@ -79,9 +83,15 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as stored:
             names = stored.keys()
-            return {n.removeprefix("base_model.model.").removesuffix(".weight"): stored.get_tensor(n) for n in names}
+            return {_plain(name): stored.get_tensor(name) for name in names}
     except (OSError, SafetensorError):
         return {}  # every name is then missing
+
+
+def _plain(key: str) -> str:
+    """The name of a trained parameter in the model without PEFT."""
+    name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return name.removesuffix(".weight") if ".lora_" in name else name
 
 
 def _difference(ours: Path, theirs: Path) -> str:

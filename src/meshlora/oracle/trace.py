@@ -16,7 +16,10 @@ from torch import Tensor
 
 from meshlora.oracle.capture import MicroBatchCapture
 
-_FACTORS = ("initial", "gradients", "clipped", "final", "fresh", "fresh_both")
+_FACTORS = (
+    *("initial", "gradients", "clipped", "final", "fresh", "fresh_both"),
+    *("rows", "columns", "base", "row_norms"),
+)
 _SCALARS = (
     "losses",
     "grad_norms",
@@ -29,6 +32,7 @@ _SCALARS = (
     "budget",
     "order",
     "facts",
+    "terms",
 )
 
 
@@ -45,10 +49,15 @@ class Trace:
         initial, gradients, clipped, final: factor -> value before the first step, gradient of the first step before
             and after clipping, value after the last step.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
+        rows, columns: module -> fingerprints of the rows and columns of its weight (`oracle.ownership`).
+        base: trained parameter of the base -> its value there. row_norms: magnitude of DoRA -> norms of the base's rows
+            (both reference only).
         final_logits: of the first micro-batch, after the last step (reference only).
         order: modules in execution order.
         facts: what the plan says of each linear and block, for the words of a diagnosis: name -> "column", "row",
             "whole", "split region", "whole region" (ours only).
+        terms: modules whose output has a gradient that may be one term of a sum over tp: what lies between where a
+            region is entered and where it is left (ours only).
         collectives, budget: "phase kind" -> calls in the first step, and how many there may be (ours only).
     """
 
@@ -66,11 +75,16 @@ class Trace:
     final: dict[str, Tensor] = field(default_factory=dict)
     fresh: dict[str, Tensor] = field(default_factory=dict)
     fresh_both: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    base: dict[str, Tensor] = field(default_factory=dict)
+    row_norms: dict[str, Tensor] = field(default_factory=dict)
     final_logits: Tensor | None = None
     order: list[str] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
     budget: dict[str, int] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    terms: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write everything to `path`; not atomic, the caller owns the folder."""
@@ -80,7 +94,7 @@ class Trace:
         for index, micro in enumerate(self.micro_batches):
             tensors |= {f"ids/{index}": micro.input_ids, f"mask/{index}": micro.attention_mask}
             for kind in ("forward", "backward", "base"):
-                tensors |= {f"{kind}/{index}/{name}": tensor for name, tensor in getattr(micro, kind).items()}
+                tensors |= {f"micro-{kind}/{index}/{name}": tensor for name, tensor in getattr(micro, kind).items()}
         if self.final_logits is not None:
             tensors["final_logits"] = self.final_logits
         save_file(tensors, path, metadata={"scalars": json.dumps({name: getattr(self, name) for name in _SCALARS})})
@@ -105,8 +119,8 @@ class Trace:
         elif kind == "mask":
             self.micro_batches[int(rest)].attention_mask = tensor
         else:
-            index, _, name = rest.partition("/")
-            getattr(self.micro_batches[int(index)], kind)[name] = tensor
+            index, _, name = rest.partition("/")  # of a micro-batch
+            getattr(self.micro_batches[int(index)], kind.removeprefix("micro-"))[name] = tensor
 
 
 def _file_order(key: str) -> tuple[Any, ...]:

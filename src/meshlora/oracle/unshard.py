@@ -1,15 +1,14 @@
 """Where each rank's part belongs in the whole: the judge's own view of sharding, from shapes and tokens alone.
 
 Owns: the canonical order of tokens, and the pieces that a whole tensor is made of. Nothing here knows the plan: a dim
-that is 1/tp of the reference's is split, a rank that holds 1/tp of the tokens has the next slice of them, and a
-sequence is known by its tokens, not by who was meant to take it.
+that is shorter than the reference's is split, in the way in which the rank's weights are; a rank that holds 1/tp of the
+tokens has the next slice of them; and a sequence is known by its tokens, not by who was meant to take it.
 
 Canonical: all real tokens of all sequences of a step, one after another, `[T, ...]`; padding is left out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshlora.oracle.capture import MicroBatchCapture
+from meshlora.oracle.ownership import places
 from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology
 
@@ -26,9 +26,9 @@ class Piece:
     """What one rank holds of a tensor.
 
     Attributes:
-        rank: who. copy: pieces of the same copy together must be the whole tensor, each element once.
+        rank: who. copy: pieces of the same copy together must be the whole tensor.
         values: what it holds. rows: the rows of the whole that these are; None: all.
-        dim: the dim that is split, start: where the piece begins on it; None: not split.
+        dim: the dim that is split; None: not split. index: which of the whole's entries along it these are.
     """
 
     rank: int
@@ -36,12 +36,20 @@ class Piece:
     values: Tensor
     rows: Tensor | None = None
     dim: int | None = None
-    start: int = 0
+    index: Tensor | None = None
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of `whole` that this piece should equal."""
-        part = whole if self.rows is None else whole[self.rows]
-        return part if self.dim is None else part.narrow(self.dim, self.start, self.values.shape[self.dim])
+        return self.along(whole if self.rows is None else whole[self.rows])
+
+    def along(self, whole: Tensor) -> Tensor:
+        """The entries of `whole`, or of rows of it, that these are along the dim that is split."""
+        return whole if self.dim is None or self.index is None else whole.index_select(self.dim, self.index)
+
+    @property
+    def start(self) -> int:
+        """The first of the entries along the dim that is split."""
+        return int(self.index[0]) if self.index is not None and len(self.index) else 0
 
 
 class ShapeError(ValueError):
@@ -116,7 +124,7 @@ def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[
         parts.append(flat_tokens(value, layout, micro)[row >= 0])
     if any(layout.is_once for layout in layouts):  # with one sequence in a micro-batch [B, S] looks like [1, S]
         layouts = {Layout(2, is_once=True)}
-    if len(layouts) > 1:
+    if len(layouts) > 1 or len({part.shape[1:] for part in parts}) > 1:  # attention probabilities are [B, H, S, S]
         return None
     whole = torch.cat(parts)
     order = torch.argsort(torch.cat([row[row >= 0] for row in rows]))
@@ -132,10 +140,36 @@ def flat_tokens(value: Tensor, layout: Layout, micro: MicroBatchCapture) -> Tens
     return value.flatten(0, 1) if layout.num_token_dims == 2 else value
 
 
+class Ownership:
+    """Which entries along a split dim a rank holds: by the rows and columns of its weights, else by counting."""
+
+    def __init__(self, ranks: list[Trace], reference: Trace, topology: Topology) -> None:
+        self.ranks, self.reference, self.topology = ranks, reference, topology
+
+    def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
+        """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`; "": of nothing known.
+
+        Raises:
+            ShapeError: `local` entries cannot be a rank's part of `whole`.
+        """
+        tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
+        prints = getattr(self.ranks[rank], kind, {}).get(module) if kind else None
+        every = getattr(self.reference, kind, {}).get(module) if kind else None
+        if prints is not None and every is not None and (len(prints), len(every)) == (local, whole):
+            found = places(prints, every, rank=tp_rank, size=tp)
+            if found is not None:
+                return found
+        if local * tp == whole:
+            return torch.arange(local) + tp_rank * local
+        if local < whole < local * tp and whole % local == 0 and tp % (whole // local) == 0:
+            return torch.arange(local) + tp_rank * (whole // local) // tp * local  # several ranks hold the same
+        raise ShapeError(f"{what}: {local} of {whole} entries are not a part of it on {tp} ranks")
+
+
 def token_pieces(
     ranks: list[Trace],
     rows: list[list[Tensor]],
-    topology: Topology,
+    ownership: Ownership,
     phase: str,
     name: str,
     whole: Tensor,
@@ -146,7 +180,7 @@ def token_pieces(
     Raises:
         ShapeError: a rank has no such output, or one of a shape that cannot be a part.
     """
-    pieces = []
+    pieces, topology = [], ownership.topology
     for rank, trace in enumerate(ranks):
         place = topology.coordinates(rank)
         for micro, row in zip(trace.micro_batches, rows[rank], strict=True):
@@ -160,51 +194,85 @@ def token_pieces(
                 if not is_cut:
                     raise ShapeError(f"rank {rank}: {name} is {list(value.shape)} for {row.numel()} tokens")
                 own = row.tensor_split(topology.tp)[place["tp"]]
-            dim, start = _split_dim(flat.shape, whole.shape, place["tp"], topology.tp, f"rank {rank}: {name}", first=1)
+            dim = _split_dim(flat.shape, whole.shape, f"rank {rank}: {name}", first=1)
             copy = () if is_cut or dim is not None else (place["tp"],)
-            pieces.append(Piece(rank, copy, flat[own >= 0], own[own >= 0], dim, start))
+            values, index = flat[own >= 0], None
+            if dim is not None:
+                kind = "rows" if dim == whole.ndim - 1 else ""
+                module = name.partition("#")[0]
+                index = ownership.index(rank, module, kind, flat.shape[dim], whole.shape[dim], f"rank {rank}: {name}")
+                values, index = _without_padding(values, dim, index)
+            pieces.append(Piece(rank, copy, values, own[own >= 0], dim, index))
     return pieces
 
 
-def factor_pieces(ranks: list[dict[str, Tensor]], topology: Topology, name: str, whole: Tensor) -> list[Piece]:
-    """What the ranks hold of the factor `name` (or of its gradient): every dp rank has a copy of its own.
+def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: str, whole: Tensor) -> list[Piece]:
+    """What the ranks hold of the trained parameter `name` (or of its gradient): every dp rank has a copy of its own.
 
     Raises:
         ShapeError: as above.
     """
     pieces = []
+    module, kinds = _sides(name)
     for rank, factors in enumerate(ranks):
-        place = topology.coordinates(rank)
+        place = ownership.topology.coordinates(rank)
         if name not in factors:
             raise ShapeError(f"rank {rank} has no {name}")
-        dim, start = _split_dim(factors[name].shape, whole.shape, place["tp"], topology.tp, f"rank {rank}: {name}")
+        values, index = factors[name], None
+        dim = _split_dim(values.shape, whole.shape, f"rank {rank}: {name}")
+        if dim is not None:
+            kind = kinds[dim] if dim < len(kinds) else ""
+            index = ownership.index(rank, module, kind, values.shape[dim], whole.shape[dim], f"rank {rank}: {name}")
+            values, index = _without_padding(values, dim, index)
         copy = (place["dp"],) if dim is not None else (place["dp"], place["tp"])
-        pieces.append(Piece(rank, copy, factors[name], None, dim, start))
+        pieces.append(Piece(rank, copy, values, None, dim, index))
     return pieces
 
 
-def _split_dim(
-    local: torch.Size, whole: torch.Size, tp_rank: int, tp: int, what: str, *, first: int = 0
-) -> tuple[int | None, int]:
-    """(the one dim on which `local` is 1/tp of `whole`, where it starts), or (None, 0) where they are alike."""
+def sum_of(pieces: list[Piece], whole: Tensor) -> Piece:
+    """All pieces added up where they belong, as one."""
+    total = torch.zeros(whole.shape, dtype=torch.float64)
+    for piece in pieces:
+        rows = torch.arange(len(whole)) if piece.rows is None else piece.rows
+        if piece.dim is None or piece.index is None:
+            total.index_add_(0, rows, piece.values.double())
+        else:
+            places = (rows[:, None], piece.index[None, :])
+            total.movedim(piece.dim, 1).index_put_(places, piece.values.double().movedim(piece.dim, 1), accumulate=True)
+    return Piece(0, (), total)
+
+
+def _sides(name: str) -> tuple[str, tuple[str, ...]]:
+    """(module, what of its weight each dim goes along) of a trained parameter."""
+    module, _, part = name.rpartition(".lora_")
+    if not module:
+        module, _, leaf = name.rpartition(".")
+        return module, ("rows", "columns") if leaf == "weight" else ("rows",)
+    known = {"A": ("", "columns"), "B": ("rows", ""), "magnitude_vector": ("rows",), "embedding_A": ("", "rows")}
+    return module, known.get(part, ())  # a piece goes along no whole weight
+
+
+def _split_dim(local: torch.Size, whole: torch.Size, what: str, *, first: int = 0) -> int | None:
+    """The one dim on which `local` differs from `whole`, None where they are alike."""
     differing = [d for d in range(first, len(whole)) if len(local) == len(whole) and local[d] != whole[d]]
     if len(local) != len(whole) or len(differing) > 1:
         raise ShapeError(f"{what} is {list(local)}, the whole is {list(whole)}")
-    if not differing:
-        return None, 0
-    dim = differing[0]
-    if local[dim] * tp != whole[dim]:
-        raise ShapeError(f"{what} is {list(local)}, the whole is {list(whole)}: not 1/{tp}")
-    return dim, tp_rank * local[dim]
+    return differing[0] if differing else None
+
+
+def _without_padding(values: Tensor, dim: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    keep = (index >= 0).nonzero().flatten()
+    return values.index_select(dim, keep), index[keep]
 
 
 def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
-    """Whether the pieces of a copy have every element of `whole` exactly once."""
-    seen = torch.zeros(whole.shape[0], dtype=torch.int64)
-    width = math.prod(whole.shape[1:])
+    """Whether the pieces of a copy have every element of `whole`."""
+    seen = torch.zeros(whole.shape, dtype=torch.bool)
     for piece in pieces:
-        rows = torch.arange(whole.shape[0]) if piece.rows is None else piece.rows
-        if piece.dim == 0:
-            rows = rows[piece.start : piece.start + piece.values.shape[0]]
-        seen.index_add_(0, rows, torch.full_like(rows, math.prod(piece.values.shape[1:])))
-    return bool((seen == width).all())
+        if piece.dim is None or piece.index is None:
+            seen[slice(None) if piece.rows is None else piece.rows] = True
+        elif piece.rows is None:
+            seen.movedim(piece.dim, 0)[piece.index] = True
+        else:
+            seen.movedim(piece.dim, 1)[piece.rows[:, None], piece.index[None, :]] = True
+    return bool(seen.all())

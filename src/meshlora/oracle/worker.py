@@ -24,7 +24,14 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
     if twin is not None:
         write_twin(twin, root / "model", dtype=getattr(torch, case.dtype), seed=case.seed)
     model = str(root / "model") if twin is not None else case.model
-    write_adapter(model, case.lora, root / "adapter", seed=case.seed, trust_remote_code=case.trust_remote_code)
+    write_adapter(
+        model,
+        case.lora,
+        root / "adapter",
+        seed=case.seed,
+        trust_remote_code=case.trust_remote_code,
+        pieces=case.pieces,
+    )
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     trace_case(here, precision="float64").save(root / "reference.safetensors")
     if case.dtype != "float64":

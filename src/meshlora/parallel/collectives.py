@@ -1,6 +1,6 @@
 """Collectives on training tensors, each with its gradient.
 
-Owns: the six movements that tensor and sequence parallelism are made of, and the plain sums that state needs.
+Owns: the seven movements that tensor and sequence parallelism are made of, and the plain sums that state needs.
 Does not own: who calls them where (`parallel.region`, `parallel.linear`), or the summing of gradients.
 
 A name says who holds what before and after, which fixes the gradient. *one*: a value that all ranks hold alike.
@@ -105,6 +105,14 @@ def copy_one_to_each(x: Tensor, axis: Axis) -> Tensor:
 def reduce_each_to_one(x: Tensor, axis: Axis) -> Tensor:
     """each -> one. forward: sum over `axis`; backward: identity. Leaves a split region."""
     return _move(x, axis, all_reduce_sum, _identity)
+
+
+def reduce_each_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """each -> each. forward: sum over `axis`; backward: sum over `axis`.
+
+    For a sum that every rank goes on with by itself, so that its gradient there is one term.
+    """
+    return _move(x, axis, all_reduce_sum, all_reduce_sum)
 
 
 def gather_each_to_each(x: Tensor, axis: Axis) -> Tensor:

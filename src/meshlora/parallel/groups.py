@@ -10,6 +10,7 @@ import atexit
 import os
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshlora.errors import UserError
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import Topology, copies_axis
 
 _GLOO_SETTLES_S = 0.2
 
@@ -174,8 +175,10 @@ def leave() -> None:
     time.sleep(_GLOO_SETTLES_S)
 
 
-def open_mesh(topology: Topology, *, device: torch.device | None = None) -> Mesh:
-    """Open the groups of `topology`. Every rank of the job must call this, with the same topology.
+def open_mesh(topology: Topology, *, device: torch.device | None = None, copies: Collection[int] = ()) -> Mesh:
+    """Open the groups of `topology`. Every rank of the job must call this, with the same arguments.
+
+    copies: numbers of neighbouring tp ranks that hold the same key/value heads, which get groups too.
 
     Raises:
         UserError: the job does not have `topology.world` ranks.
@@ -189,6 +192,8 @@ def open_mesh(topology: Topology, *, device: torch.device | None = None) -> Mesh
         )
     names = tuple(topology.sizes)
     subsets = [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
+    for number in sorted(copies):
+        subsets += [frozenset({copies_axis(number)}), frozenset({copies_axis(number), "dp"})]
     axes = {subset: _open_axis(topology.groups_over(subset), rank, world) for subset in subsets}
     return Mesh(topology, rank, device or torch.device("cpu"), axes)
 

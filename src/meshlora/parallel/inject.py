@@ -7,47 +7,86 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from meshlora.parallel.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.parallel.groups import Axis, Mesh
-from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.linear import ParallelHead, ParallelLinear
+from meshlora.parallel.norm import widen_norm
 from meshlora.parallel.region import install_borders
-from meshlora.plan.rules import LinearRule, ModelPlan, Split
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule, ModelPlan
 
 
 def parallelize(model: nn.Module, plan: ModelPlan, mesh: Mesh, *, targets: set[str], dtype: torch.dtype) -> None:
-    """Replace in place, on the meta device, every split linear and every whole linear that gets an adapter.
+    """Replace in place, on the meta device, every split leaf, the head, and every leaf that gets an adapter.
 
     The base is frozen. What is not replaced stays the model's own.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    tied = _tied(model, plan)
     for name, rule in plan.linears.items():
-        if rule.split is Split.WHOLE and name not in targets:
+        if rule.split is Split.WHOLE and name not in targets and name != plan.head:
             continue
-        leaf = ParallelLinear(
-            rule, mesh.tp, scatters_tokens=plan.topology.sp and rule.split is Split.ROW, dtype=dtype, device="meta"
-        )
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, leaf)
+        _replace(model, _leaf(plan, rule, mesh.tp, dtype=dtype))
+    for name, split in plan.parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        if owner != plan.embedding:
+            shape = list(model.get_parameter(name).shape)
+            shape[split.dim] = split.layout.local_size(mesh.tp.size)
+            empty = torch.empty(shape, dtype=model.get_parameter(name).dtype, device="meta")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
+    if plan.embedding and (plan.topology.tp > 1 or plan.embedding in targets):
+        embedding = model.get_submodule(plan.embedding)
+        parallelize_embedding(embedding, plan.parameters.get(f"{plan.embedding}.weight"), mesh.tp, name=plan.embedding)
+    if tied:
+        head, embedding = model.get_submodule(plan.head), model.get_submodule(plan.embedding)
+        head.weight = embedding.weight
+    for name, layout in plan.wide_norms.items():
+        widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
     install_borders(model, plan, mesh.tp)
 
 
-def parallel_linears(model: nn.Module) -> dict[str, ParallelLinear]:
-    """Name -> parallel linear, in module order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+def parallel_leaves(model: nn.Module) -> dict[str, ParallelLinear | ParallelEmbedding]:
+    """Name -> leaf that can carry adapters, in module order."""
+    kinds = (ParallelLinear, ParallelEmbedding)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def adopt_whole_linear(model: nn.Module, rule: LinearRule, tp: Axis) -> ParallelLinear:
-    """The parallel linear named by `rule`; a whole linear that is still the model's own is wrapped, weights shared."""
-    module = model.get_submodule(rule.name)
-    if isinstance(module, ParallelLinear):
+def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLinear | ParallelEmbedding:
+    """The parallel leaf `name`; one that is still the model's own is wrapped, weights shared."""
+    module = model.get_submodule(name)
+    if isinstance(module, ParallelLinear | ParallelEmbedding):
         return module
-    assert isinstance(module, nn.Linear), type(module)
+    if name == plan.embedding:
+        parallelize_embedding(module, None, tp, name=name)
+        assert isinstance(module, ParallelEmbedding)
+        return module
+    rule = plan.linears[name]
+    assert isinstance(module, nn.Linear | Conv1D), type(module)
     assert isinstance(module.weight, nn.Parameter)
     assert rule.split is Split.WHOLE, rule
     leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
-    leaf.weight = module.weight
+    leaf.weight = nn.Parameter(module.weight.T, requires_grad=False) if rule.is_transposed else module.weight
     leaf.register_parameter("bias", module.bias)
-    parent, _, child = rule.name.rpartition(".")
-    setattr(model.get_submodule(parent), child, leaf)
+    _replace(model, leaf)
     return leaf
+
+
+def _leaf(plan: ModelPlan, rule: LinearRule, tp: Axis, *, dtype: torch.dtype) -> ParallelLinear:
+    cls = ParallelHead if rule.name == plan.head else ParallelLinear
+    scatters = plan.topology.sp and rule.split is Split.ROW
+    return cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
+
+
+def _replace(model: nn.Module, leaf: ParallelLinear) -> None:
+    parent, _, child = leaf.rule.name.rpartition(".")
+    setattr(model.get_submodule(parent), child, leaf)
+
+
+def _tied(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether head and embedding are one parameter."""
+    if not plan.head or not plan.embedding:
+        return False
+    return model.get_submodule(plan.head).weight is model.get_submodule(plan.embedding).weight

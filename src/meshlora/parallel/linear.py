@@ -18,9 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.parallel.collectives import reduce_each_to_one, reduce_scatter_each_to_each
+from meshlora.parallel.collectives import (
+    all_reduce_sum,
+    gather_each_to_one,
+    reduce_each_to_one,
+    reduce_scatter_each_to_each,
+)
 from meshlora.parallel.groups import Axis
-from meshlora.plan.rules import LinearRule, Split
+from meshlora.parallel.vocabulary import LogitsRecipe
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule
 
 
 class LoraLinearFunction(Function):
@@ -68,9 +75,11 @@ class ParallelLinear(nn.Module):
 
     Attributes:
         rule: the whole matrix and how it is split.
-        weight: local part of W, `[out/tp, in]` (column), `[out, in/tp]` (row) or `[out, in]` (whole); frozen.
-        bias: `[out/tp]` (column) or `[out]` (row, whole), or None; frozen.
-        lora_A, lora_B: adapter name -> local factor.
+        weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
+        bias: `[out_local]` (column) or `[out]` (row, whole), or None.
+        lora_A, lora_B: adapter name -> local factor; of an adapter on pieces `name/piece` -> that piece's.
+        lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
+        pieces: adapter name -> the pieces of a fused matrix that it is on, in order.
         scaling: adapter name -> s.
         active: the adapter in use, None for the base alone.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
@@ -81,8 +90,7 @@ class ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.rule, self.tp, self.scatters_tokens = rule, tp, scatters_tokens
-        self.in_features = rule.in_features // (tp.size if rule.split is Split.ROW else 1)
-        self.out_features = rule.out_features // (tp.size if rule.split is Split.COLUMN else 1)
+        self.in_features, self.out_features = rule.local_features(tp.size)
         empty = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.register_parameter("bias", None)
@@ -90,36 +98,133 @@ class ParallelLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
         self.lora_A = nn.ParameterDict()
         self.lora_B = nn.ParameterDict()
+        self.lora_magnitude_vector = nn.ParameterDict()
+        self.pieces: dict[str, tuple[str, ...]] = {}
         self.scaling: dict[str, float] = {}
         self.active: str | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """Attach the local factors `{"A": [r, in_local], "B": [out_local, r]}` as adapter `name`; frozen until set."""
-        a, b = factors["A"], factors["B"]
-        assert a.shape[1] == self.in_features, (self.rule, a.shape)
-        assert b.shape == (self.out_features, a.shape[0]), (self.rule, b.shape, a.shape)
-        self.lora_A[name] = nn.Parameter(a, requires_grad=False)
-        self.lora_B[name] = nn.Parameter(b, requires_grad=False)
+        """Attach local factors as adapter `name`; frozen until set.
+
+        factors: `{"A": [r, in_local], "B": [out_local, r]}`; on pieces `A.q`, `B.q` and so on; with DoRA also
+        `magnitude` `[out_local]`.
+        """
+        for part, value in factors.items():
+            side, _, piece = part.partition(".")
+            if side == "magnitude":
+                self.lora_magnitude_vector[name] = nn.Parameter(value, requires_grad=False)
+                continue
+            width = len(self._piece_rows(piece)) if piece else self.out_features
+            assert value.shape[1 if side == "A" else 0] == (self.in_features if side == "A" else width), (part, value)
+            key = f"{name}/{piece}" if piece else name
+            (self.lora_A if side == "A" else self.lora_B)[key] = nn.Parameter(value, requires_grad=False)
+        if any(part.startswith("A") for part in factors):
+            self.pieces[name] = tuple(part.partition(".")[2] for part in factors if part.startswith("A."))
         self.scaling[name] = scaling
+
+    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
+        """What of `adapter` sits here, under the names of `add_adapter`."""
+        if adapter not in self.scaling:
+            return {}
+        found: dict[str, nn.Parameter] = {}
+        for piece in self.pieces[adapter] or ("",):
+            key, end = (f"{adapter}/{piece}", f".{piece}") if piece else (adapter, "")
+            found |= {f"A{end}": self.lora_A[key], f"B{end}": self.lora_B[key]}
+        if adapter in self.lora_magnitude_vector:
+            found["magnitude"] = self.lora_magnitude_vector[adapter]
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_local]` -> y `[..., out_local]`; a row layer returns the sum over tp."""
+        name = self.active if self.active in self.scaling else None
         is_row = self.rule.split is Split.ROW
-        bias = None if is_row else self.bias
-        name = self.active
-        if name is not None and name in self.lora_A:
-            y = LoraLinearFunction.apply(x, self.weight, bias, self.lora_A[name], self.lora_B[name], self.scaling[name])
-        else:
+        has_magnitude = name is not None and name in self.lora_magnitude_vector
+        # What comes after the sum over tp, and what needs a gradient, is added by itself.
+        adds_bias = self.bias is not None and (is_row or has_magnitude or self.bias.requires_grad)
+        bias = None if adds_bias else self.bias
+        if name is None:
             y = F.linear(x, self.weight, bias)
-        return self._leave_region(y) if is_row else y
+        else:
+            y = LoraLinearFunction.apply(x, self.weight, bias, *self.factors(name), self.scaling[name])
+        if is_row:
+            y = self._leave_region(y)
+        if name is not None and has_magnitude:
+            magnitude = self.lora_magnitude_vector[name]
+            y = y * (magnitude / self.weight_norm(name).to(magnitude.dtype)).to(y.dtype)
+        return self._add_bias(y) if adds_bias else y
+
+    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """(A `[r, in_local]`, B `[out_local, r]`); of k pieces A is their stack, and B zero outside their blocks."""
+        pieces = self.pieces[adapter]
+        if not pieces:
+            return self.lora_A[adapter], self.lora_B[adapter]
+        blocks = []
+        for piece in pieces:
+            b = self.lora_B[f"{adapter}/{piece}"]
+            rows = self._piece_rows(piece).to(b.device)
+            blocks.append(b.new_zeros(self.out_features, b.shape[1]).index_copy(0, rows, b))
+        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces]), torch.cat(blocks, 1)
+
+    def _piece_rows(self, piece: str) -> Tensor:
+        """Where the rows of `piece` lie in what this rank holds."""
+        assert self.rule.fused is not None, self.rule
+        is_split = self.rule.split is Split.COLUMN
+        return self.rule.fused.piece_rows(
+            piece, rank=self.tp.rank if is_split else 0, size=self.tp.size if is_split else 1
+        )
 
     def _leave_region(self, y: Tensor) -> Tensor:
-        """y `[B, S, out]`, one term of the sum -> `[B, S, out]`, or under sp `[1, B*S/tp, out]`."""
+        """y `[B, S, out]` or flat, one term of a sum -> the sum; under sp that of our tokens, `[1, B*S/tp, out]`."""
         if self.scatters_tokens:
-            y = reduce_scatter_each_to_each(y.reshape(-1, y.shape[-1]), self.tp).unsqueeze(0)
-        else:
-            y = reduce_each_to_one(y, self.tp)
-        return y if self.bias is None else y + self.bias
+            own = reduce_scatter_each_to_each(y.reshape(-1, y.shape[-1]), self.tp)
+            return own if y.ndim == 2 else torch.unsqueeze_copy(own, 0)  # no view: some models add to it in place
+        return reduce_each_to_one(y, self.tp)
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        assert self.bias is not None
+        return y + self.bias
+
+    @torch.no_grad()
+    def weight_norm(self, adapter: str) -> Tensor:
+        """`||W + s B A||` of each row, `[out_local]`: DoRA's, a constant to the gradient (section 4.3 of the paper).
+
+        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T: no matrix of the size of W is made. Of a row-parallel
+        linear each rank has the terms of its own input features: one small sum over tp.
+        """
+        a, b = (factor.float() for factor in self.factors(adapter))
+        weight = self.weight.float()
+        scale = self.scaling[adapter]
+        squares = weight.square().sum(1)
+        squares += 2 * scale * (b * (weight @ a.T)).sum(1) + scale**2 * (b @ (a @ a.T) * b).sum(1)
+        if self.rule.split is Split.ROW:
+            squares = all_reduce_sum(squares, self.tp)
+        return squares.clamp(min=0).sqrt()
 
     def extra_repr(self) -> str:
-        return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.lora_A)}"
+        return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.scaling)}"
+
+
+class ParallelHead(ParallelLinear):
+    """The output head, whose logits are split over the vocabulary.
+
+    Called, it returns whole logits: gathered over tp. While `is_lazy` it returns a `LogitsRecipe` instead, from which
+    the loss computes what it needs, a few tokens at a time.
+    """
+
+    is_lazy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in]` -> logits `[..., vocab]`."""
+        if self.is_lazy:
+            return LogitsRecipe(x, vocab=self.rule.out_features)
+        return self._whole(self.local_logits(x))
+
+    def local_logits(self, x: Tensor) -> Tensor:
+        """x `[..., in]` -> logits `[..., vocab/tp]` of this rank's rows, padding included."""
+        return super().forward(x)
+
+    def _whole(self, y: Tensor) -> Tensor:
+        if self.rule.split is Split.WHOLE:
+            return y
+        parts = gather_each_to_one(y.movedim(-1, 0).contiguous(), self.tp)
+        return parts[: self.rule.out_features].movedim(0, -1)

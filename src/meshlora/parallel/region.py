@@ -10,6 +10,8 @@ attention of transformers reads batch and sequence from the shape.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,55 +49,111 @@ class TokenCut:
         return slice_one_to_each(x.reshape(tokens, -1), self.tp).unsqueeze(0)
 
     def whole(self, x: Tensor, *, terms: bool) -> Tensor:
-        """`[1, B*S/tp, H]` -> `[B, S, H]`. terms: the gradient on each rank will be one term of a sum."""
+        """`[1, B*S/tp, H]` -> `[B, S, H]`, or flat `[B*S/tp, H]` -> `[B*S, H]`.
+
+        terms: the gradient on each rank will be one term of a sum.
+        """
         gather = gather_each_to_each if terms else gather_each_to_one
-        return gather(x.reshape(-1, x.shape[-1]), self.tp).view(self.batch_size, self.seq_len, -1)
+        whole = gather(x.reshape(-1, x.shape[-1]), self.tp)
+        return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
 
 
 def install_borders(model: nn.Module, plan: ModelPlan, tp: Axis) -> None:
     """Put the borders of `plan` on `model`; with tp=1 there are none."""
+    if plan.topology.tp == 1:
+        return
     cut = TokenCut(tp)
     for region in plan.regions:
         module = model.get_submodule(region.name)
         _install_region(module, region, cut, sp=plan.topology.sp)
+        _tell_local_sizes(model, region)
+        _cut_arguments(module, region, tp)
+    layers = model.get_submodule(plan.layers)
+    assert isinstance(layers, nn.ModuleList)
+    # What comes after the last layer is a region that the head leaves: there is no sum at its end, as logits stay
+    # split, but the gradient on each rank is that of its own part of the vocabulary.
     if plan.topology.sp:
-        layers = model.get_submodule(plan.layers)
-        assert isinstance(layers, nn.ModuleList)
-        _map_input(layers[0], "the first decoder layer", cut.cut)
-        _map_output(layers[-1], lambda x: cut.whole(x, terms=False))
+        map_input(layers[0], "the first decoder layer", cut.cut)
+        map_output(layers[-1], lambda x: cut.whole(x, terms=True))
+    else:
+        map_output(layers[-1], lambda x: copy_one_to_each(x, tp))
 
 
 def _install_region(module: nn.Module, region: Region, cut: TokenCut, *, sp: bool) -> None:
     if region.is_split and sp:
-        _map_input(module, region.name, lambda x: cut.whole(x, terms=True))
+        map_input(module, region.name, lambda x: cut.whole(x, terms=True), passes=region.passes)
     elif region.is_split:
-        _map_input(module, region.name, lambda x: copy_one_to_each(x, cut.tp))
+        map_input(module, region.name, lambda x: copy_one_to_each(x, cut.tp), passes=region.passes)
     elif sp:
-        _map_input(module, region.name, lambda x: cut.whole(x, terms=False))
-        _map_output(module, cut.cut)
+        map_input(module, region.name, lambda x: cut.whole(x, terms=False))
+        map_output(module, cut.cut)
 
 
-def _map_input(module: nn.Module, name: str, change: Any) -> None:
-    """Apply `change` to the hidden states that `module` is called with."""
+def _tell_local_sizes(model: nn.Module, region: Region) -> None:
+    """Give the modules of a region the counts of heads, and widths, of this rank."""
+    for path, values in region.local.items():
+        module = model.get_submodule(path)
+        for name, value in values.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner:
+                # A copy, as the configuration belongs to the whole model.
+                setattr(module, owner, copy.copy(getattr(module, owner)))
+            setattr(getattr(module, owner) if owner else module, attribute, value)
+
+
+def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
+    """Give a region the heads of this rank of arguments that have all of them."""
+    if not region.sliced:
+        return
+    names = list(inspect.signature(module.forward).parameters)
+
+    def cut(name: str, value: Any) -> Any:
+        if name not in region.sliced or not isinstance(value, Tensor):
+            return value
+        dim, heads = region.sliced[name]
+        if isinstance(dim, str):  # batch and heads in one dim
+            return value.unflatten(0, (-1, heads)).tensor_split(tp.size, 1)[tp.rank].flatten(0, 1)
+        # Of a mask that is the same for all heads there is one.
+        return value.tensor_split(tp.size, dim)[tp.rank] if value.shape[dim] == heads else value
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args and isinstance(args[0], Tensor):
-            _refuse_second_input(name, (args[1:], kwargs))
-            return (change(args[0]), *args[1:]), kwargs
-        if isinstance(kwargs.get("hidden_states"), Tensor):
-            _refuse_second_input(name, (args, {k: v for k, v in kwargs.items() if k != "hidden_states"}))
-            return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-        raise UnsupportedError(name, "a region is called with hidden_states, first or by name")
+        own = tuple(cut(name, value) for name, value in zip(names, args, strict=False))
+        return own, {name: cut(name, value) for name, value in kwargs.items()}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _map_output(module: nn.Module, change: Any) -> None:
+def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, ...] = ()) -> None:
+    """Apply `change` to the hidden states that `module` is called with.
+
+    passes: arguments that may carry a gradient besides, as they are only added to what the module returns.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        first = names[0] if args and isinstance(args[0], Tensor) else "hidden_states"
+        if not isinstance(given.get(first), Tensor):
+            raise UnsupportedError(name, "a region is called with hidden_states, first or by name")
+        hidden = given[first]
+        rest = [value for key, value in given.items() if key not in passes and value is not hidden]
+        _refuse_second_input(name, rest)
+        changed = change(hidden)
+        # Some attentions are called with the same tensor as query, key and value.
+        return (
+            tuple(changed if value is hidden else value for value in args),
+            {key: changed if value is hidden else value for key, value in kwargs.items()},
+        )
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def map_output(module: nn.Module, change: Any) -> None:
     """Apply `change` to the hidden states that `module` returns, alone or first in a tuple."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
+        if isinstance(output, tuple | list):
+            return type(output)((change(output[0]), *output[1:]))
         return change(output)
 
     module.register_forward_hook(hook)

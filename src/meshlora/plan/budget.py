@@ -9,28 +9,43 @@ from collections import Counter
 from collections.abc import Iterable
 
 from meshlora.plan.grads import FactorRule
-from meshlora.plan.rules import ModelPlan, Split
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import ModelPlan
 
 
-def micro_batch_budget(plan: ModelPlan) -> Counter[tuple[str, str]]:
-    """(phase, kind) -> the most calls in the forward and the backward of one micro-batch.
+def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tuple[str, str]]:
+    """(phase, kind) -> the most calls in the forward, the loss and the backward of one micro-batch.
 
     A split region costs one collective where it is entered, and each of its row-parallel linears one, in either
-    direction; a whole region under sp one gather. Under sp the residual stream is cut once and joined once.
+    direction; a whole region under sp one gather. The embedding is summed once. The residual stream is cut once under
+    sp; what follows the last layer is entered as a region is, and left by the loss: one gather a chunk of tokens, here
+    one chunk. A norm over a split width takes a small sum in either direction.
+
+    scaled_rows: row-parallel linears with DoRA, each of which needs the norms of its rows.
     """
     entered = sum(region.is_split for region in plan.regions)
-    left = sum(rule.split is Split.ROW for rule in plan.linears.values())
     whole = len(plan.regions) - entered
+    left = sum(rule.split is Split.ROW for rule in plan.linears.values())
+    norms = len(plan.wide_norms)
     if plan.topology.tp == 1:
         return Counter()
     if not plan.topology.sp:
-        return Counter({("forward", "allreduce"): left, ("backward", "allreduce"): entered})
+        return Counter(
+            {
+                ("forward", "allreduce"): 1 + left + norms + scaled_rows,
+                ("loss", "allgather"): 1,
+                ("backward", "allreduce"): entered + norms + 1,
+            }
+        )
     return Counter(
         {
+            ("forward", "allreduce"): 1 + norms + scaled_rows,
             ("forward", "allgather"): entered + whole + 1,
             ("forward", "reducescatter"): left,
+            ("loss", "allgather"): 1,
+            ("backward", "allreduce"): norms,
             ("backward", "allgather"): left + whole + 1,
-            ("backward", "reducescatter"): entered,
+            ("backward", "reducescatter"): entered + 1,
         }
     )
 
@@ -38,6 +53,6 @@ def micro_batch_budget(plan: ModelPlan) -> Counter[tuple[str, str]]:
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:
     """Of one optimizer step besides: a bucket for each set of gradient axes that spans ranks, and the token count."""
     sizes = plan.topology.sizes
-    axes = {(rule.grad_axes, rule.mean_axes) for rule in factors}
-    buckets = [pair for pair in axes if any(sizes[axis] > 1 for axis in pair[0] | pair[1])]
+    segments = [segment for rule in factors for segment in rule.segments(rank=0, size=sizes["tp"])]
+    buckets = {(s.grad_axes, s.mean_axes) for s in segments if plan.topology.size_over(s.grad_axes | s.mean_axes) > 1}
     return Counter({("step", "allreduce"): len(buckets) + (plan.topology.dp > 1)})

@@ -1,62 +1,105 @@
 """The plan: which module is split how, in which region. Plain data, computable without a process group.
 
-Owns: the words of a plan (`Split`, `LinearRule`, `Region`, `ModelPlan`) and how it is derived from
-`config.base_model_tp_plan` and the module tree of a model on the meta device.
-Does not own: the gradient axes that follow (`plan.grads`), the layers that run it (`parallel`), LoRA targets
-(`adapter`).
+Owns: the words of a plan (`LinearRule`, `ParameterRule`, `Region`, `ModelPlan`) and how it is derived from the model's
+tensor-parallel plan in transformers, or from ours (`plan.explicit`), and the module tree on the meta device.
+Does not own: which rows a rank holds (`plan.layout`), the gradient axes that follow (`plan.grads`), the layers that run
+it (`parallel`), LoRA targets (`adapter`).
 
 A *region* is a block whose input enters the tensor-parallel part once and leaves it once: an attention, an MLP.
-Each direct child of a decoder layer is one of
+Each block of a decoder layer is one of
 
 - a split region: its linears are column- or row-parallel, each rank computes its own heads or features;
 - a whole region: kept whole on every rank. Under sp it sees all tokens: gathered before, sliced after. This is the
   safe default for whatever the plan does not split: a convolution or a state-space mixer that saw only its own slice
   of the sequence would train silently wrong;
 - token-wise (a norm, a dropout): works on any slice of the tokens, and is left alone.
+
+The embedding and the output head are split over the vocabulary. All that runs after the last decoder layer is one more
+region, which the head leaves: its ranks each see all tokens, and make logits of their own part of the vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
+from meshlora.plan.explicit import FamilyPlan, Leaf, explicit_plan
 from meshlora.plan.families import check_family
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.styles import family_plan
 from meshlora.plan.topology import Topology, divisors
 
 
-class Split(StrEnum):
-    """How a linear `y = x W^T`, W `[out, in]`, lies on the tp axis."""
+class Domain(StrEnum):
+    """Which tokens and which terms a module sees on one tp rank, where it is whole on every rank."""
 
-    COLUMN = "column"  # W split on out: each rank makes its own output features
-    ROW = "row"  # W split on in: each rank consumes its own input features, outputs are summed
-    WHOLE = "whole"  # the same W on every rank
+    PARTIAL = "partial"  # inside a split region: all tokens, and its gradient is one term of a sum over tp
+    EQUAL = "equal"  # in a whole region, or before the first layer: the same on every tp rank
+    RESIDUAL = "residual"  # between regions: all tokens alike, or under sp its own
 
 
 @dataclass(frozen=True)
 class LinearRule:
-    """One linear of the model. Widths are global: `in_features`, `out_features` of the whole matrix."""
+    """One linear of the model. Widths are global: `in_features`, `out_features` of the whole matrix.
+
+    Attributes:
+        layout: of the dim that is split: out of a column, in of a row; None where the linear is whole.
+        domain: of a whole linear; of a row-parallel one's output.
+        is_transposed: stored as `[in, out]`, as transformers' Conv1D is.
+        fused: the pieces that its output features are made of, where there are several; on any topology.
+    """
 
     name: str
     split: Split
     in_features: int
     out_features: int
     has_bias: bool
+    layout: Layout | None = None
+    domain: Domain = Domain.EQUAL
+    is_transposed: bool = False
+    fused: Layout | None = None
+
+    def local_features(self, tp: int) -> tuple[int, int]:
+        """(in, out) of what each of `tp` ranks holds."""
+        local = self.layout.local_size(tp) if self.layout else 0
+        return (
+            local if self.split is Split.ROW else self.in_features,
+            local if self.split is Split.COLUMN else self.out_features,
+        )
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """A parameter that is no linear's and split over tp along `dim`: a vocabulary, one value a head."""
+
+    dim: int
+    layout: Layout
 
 
 @dataclass(frozen=True)
 class Region:
-    """A block that tensors enter and leave once. `is_split` is False where every rank computes all of it."""
+    """A block that tensors enter and leave once.
+
+    Attributes:
+        is_split: False where every rank computes all of it.
+        local: module -> attribute -> its value on a rank. A dot leads into the module's configuration.
+        sliced: argument -> where its dim of heads is, and how many heads there are.
+        passes: arguments that are added to the output.
+    """
 
     name: str
     is_split: bool
+    local: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sliced: Mapping[str, tuple[int | str, int]] = field(default_factory=dict)
+    passes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +112,9 @@ class ModelPlan:
             where tp=1: nothing of the model's structure is then relied on.
         regions: the regions in module order; empty where tp=1.
         linears: name -> rule, for every linear of the model, split or whole.
+        parameters: name -> rule, of all others that are split. wide_norms: name -> layout of the width that is split.
+        embedding, head: names of the input and output embeddings; head is empty where it is no linear.
+        after: modules that run after the last decoder layer, but for the head.
     """
 
     model_type: str
@@ -77,13 +123,26 @@ class ModelPlan:
     num_layers: int
     regions: tuple[Region, ...]
     linears: Mapping[str, LinearRule]
+    parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
+    wide_norms: Mapping[str, Layout] = field(default_factory=dict)
+    embedding: str = ""
+    head: str = ""
+    after: tuple[str, ...] = ()
 
+    def domain_of(self, module: str) -> Domain:
+        """Of what is whole on every tp rank, in `module`."""
+        region = next((r for r in self.regions if module == r.name or module.startswith(f"{r.name}.")), None)
+        if region is not None:
+            return Domain.PARTIAL if region.is_split else Domain.EQUAL
+        if self.layers and module.startswith(f"{self.layers}."):
+            return Domain.RESIDUAL
+        return Domain.PARTIAL if module in self.after else Domain.EQUAL
 
-# Styles of `base_model_tp_plan`. The first two are split. A block with one of the next two is kept whole on every
-# rank: their own plan gathers inside the block, which wastes the split. Anything else is refused.
-_SPLITS = {"colwise": Split.COLUMN, "rowwise": Split.ROW}
-_KEPT_WHOLE = {"colwise_gather_output", "rowwise_split_input"}
-_REPLICATED = {"replicated_with_grad_allreduce"}
+    @property
+    def copies(self) -> set[int]:
+        """The numbers of neighbouring tp ranks, above 1, that hold the same rows of something."""
+        layouts = [rule.layout for rule in self.linears.values()] + [rule.layout for rule in self.parameters.values()]
+        return {n for layout in layouts if layout for n in layout.copies(self.topology.tp)} - {1}
 
 
 def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
@@ -93,128 +152,241 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         UnsupportedError: the family, a style, a layer or a parameter that is not proved to be split right.
         UserError: tp does not divide the heads or a width; the message names the values that work.
     """
-    config = model.config
-    check_family(config, topology)
-    layers_name, layers = _decoder_layers(model) if topology.tp > 1 else ("", nn.ModuleList())
+    check_family(model, topology)
     linears = {
-        name: LinearRule(name, Split.WHOLE, m.in_features, m.out_features, m.bias is not None)
+        name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear)
+        if isinstance(m, nn.Linear | Conv1D)
     }
-    regions: list[Region] = []
-    num_layers = len(layers) or config.get_text_config().num_hidden_layers
-    if topology.tp > 1:
-        styles = _styles_by_module(model, layers_name)
-        for index, layer in enumerate(layers):
-            for child_name, child in layer.named_children():
-                name = f"{layers_name}.{index}.{child_name}"
-                regions += _plan_child(name, child, styles, linears)
-        if list(layer_parameters_outside_children(layers)):
-            raise UnsupportedError(
-                f"model_type {config.model_type!r}", "its decoder layers own parameters directly", "use tp=1"
-            )
-        _check_divisible(config, topology, regions, linears)
-    return ModelPlan(config.model_type, topology, layers_name, num_layers, tuple(regions), linears)
+    linears |= _fused(model, linears)
+    embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    if topology.tp == 1:
+        layers = model.config.get_text_config().num_hidden_layers
+        head = head if head in linears else ""
+        return ModelPlan(model.config.model_type, topology, "", layers, (), linears, embedding=embedding, head=head)
+    return _Planner(model, topology, linears, embedding, head).plan()
 
 
-def layer_parameters_outside_children(layers: nn.ModuleList) -> list[str]:
-    """Parameters that belong to a decoder layer itself rather than to one of its blocks."""
-    return [name for layer in layers for name, _ in layer.named_parameters(recurse=False)]
+class _Planner:
+    """One derivation: what is known so far."""
+
+    def __init__(
+        self, model: Any, topology: Topology, linears: dict[str, LinearRule], embedding: str, head: str
+    ) -> None:
+        self.model, self.config, self.topology = model, model.config, topology
+        self.what = f"model_type {model.config.model_type!r}"
+        self.linears, self.embedding, self.head = linears, embedding, head
+        self.layers_name, self.layers = decoder_layers(model)
+        self.regions: list[Region] = []
+        self.parameters: dict[str, ParameterRule] = {}
+        self.wide_norms: dict[str, Layout] = {}
+        self.limits: dict[str, Layout] = {}  # what tp must divide -> of which layout
+
+    def plan(self) -> ModelPlan:
+        family = family_plan(self.model, self.layers_name, self.layers)
+        for index, layer in enumerate(self.layers):
+            self._plan_layer(f"{self.layers_name}.{index}", layer, family)
+        self._check_divisible()
+        self._split_vocabulary()
+        after = self._modules_after(family)
+        plan = ModelPlan(
+            self.config.model_type,
+            self.topology,
+            self.layers_name,
+            len(self.layers),
+            tuple(self.regions),
+            self.linears,
+            self.parameters,
+            self.wide_norms,
+            self.embedding,
+            self.head,
+            after,
+        )
+        for name, rule in self.linears.items():
+            domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
+            self.linears[name] = replace(rule, domain=domain)
+        return plan
+
+    def _plan_layer(self, prefix: str, layer: nn.Module, family: FamilyPlan) -> None:
+        if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):
+            raise UnsupportedError(self.what, "its decoder layers own matrices directly", "use tp=1")
+        if hasattr(layer, "per_layer_input_gate"):
+            raise UnsupportedError(self.what, "its layers take a second input that carries a gradient", "use tp=1")
+        modules = dict(layer.named_modules())
+        present = {path: leaf for path, leaf in family.leaves.items() if path in modules}
+        for child_name, child in layer.named_children():
+            name = f"{prefix}.{child_name}"
+            inside = {p: leaf for p, leaf in present.items() if p == child_name or p.startswith(f"{child_name}.")}
+            if not any(leaf.split is not Split.WHOLE for leaf in inside.values()):
+                if not kept_whole(child):
+                    continue
+                self.regions.append(Region(name, is_split=False))
+            elif child_name in inside:
+                self._split_leaf(prefix, child_name, inside[child_name], heads=None)
+                if inside[child_name].split is Split.COLUMN:
+                    self.regions.append(Region(name, is_split=True))
+            else:
+                self._split_block(prefix, child_name, child, inside, family)
+
+    def _split_block(
+        self, prefix: str, child_name: str, child: nn.Module, inside: dict[str, Leaf], family: FamilyPlan
+    ) -> None:
+        """A child whose linears are split: an attention or an MLP."""
+        name = f"{prefix}.{child_name}"
+        heads = Heads.of(child, self.config)
+        splits = {leaf.split for leaf in inside.values()} - {Split.WHOLE}
+        if splits != {Split.COLUMN, Split.ROW}:
+            raise UnsupportedError(name, f"a split region needs column and row linears, its plan has {sorted(splits)}")
+        for path, leaf in inside.items():
+            self._split_leaf(prefix, path, leaf, heads)
+        for path, dim in family.parameters.items():
+            if path.startswith(f"{child_name}."):
+                self._split_parameter(f"{prefix}.{path}", dim, heads)
+        for path in family.wide_norms:
+            if path.startswith(f"{child_name}."):
+                self._split_wide_norm(f"{prefix}.{path}", heads)
+        self._check_every_parameter_is_claimed(name, child, {f"{prefix}.{path}" for path in family.whole}, heads)
+        local: dict[str, dict[str, int]] = {}
+        for path, module in child.named_modules(prefix=name):
+            own = family.local.get(path.removeprefix(f"{prefix}."), ())
+            if heads is not None and (values := local_attributes(module, heads, own, tp=self.topology.tp)):
+                local[path] = values
+        cut = family.sliced.get(child_name, {})
+        sliced = {key: (dim, heads.query) for key, dim in cut.items() if heads is not None}
+        self.regions.append(Region(name, True, local, sliced, family.passes.get(child_name, ())))
+
+    def _split_leaf(self, prefix: str, path: str, leaf: Leaf, heads: Heads | None) -> None:
+        name = f"{prefix}.{path}"
+        rule = self.linears.get(name)
+        if rule is None:
+            raise UnsupportedError(name, "its tensor-parallel plan splits it, and it is not a linear layer", "use tp=1")
+        if leaf.split is Split.WHOLE:
+            return
+        layout = leaf_layout(path, leaf, rule.out_features if leaf.split is Split.COLUMN else rule.in_features, heads)
+        self.linears[name] = replace(rule, split=leaf.split, layout=layout)
+        width = "out_features" if leaf.split is Split.COLUMN else "in_features"
+        self._limit(layout, heads, f"{name}.{width}={layout.size}")
+
+    def _split_parameter(self, name: str, dim: int, heads: Heads | None) -> None:
+        parent, _, leaf = name.rpartition(".")
+        try:
+            parameter = getattr(self.model.get_submodule(parent), leaf, None)
+        except AttributeError:  # not in this layer, or not with these options
+            return
+        if parameter is not None:
+            layout = parameter_layout(name.removeprefix(f"{self.layers_name}."), parameter.shape[dim], heads)
+            self.parameters[name] = ParameterRule(dim, layout)
+            self._limit(layout, heads, name)
+
+    def _split_wide_norm(self, name: str, heads: Heads | None) -> None:
+        self._split_parameter(f"{name}.weight", 0, heads)
+        if f"{name}.weight" in self.parameters:
+            self.wide_norms[name] = self.parameters[f"{name}.weight"].layout
+
+    def _limit(self, layout: Layout, heads: Heads | None, width: str) -> None:
+        """Note what tp must divide, under the name that a user knows."""
+        for piece in layout.pieces:
+            what = width
+            if heads is not None:
+                kind = "num_key_value_heads" if piece.can_replicate else "num_attention_heads"
+                what = f"{kind}={piece.num_units}" + (" or be a multiple of it" if piece.can_replicate else "")
+            self.limits.setdefault(what, Layout((piece,)))
+
+    def _check_every_parameter_is_claimed(
+        self, name: str, region: nn.Module, whole: set[str], heads: Heads | None
+    ) -> None:
+        """In a split region each parameter is split, a norm's, or a linear's that is declared whole. Else: refuse."""
+        for path, module in region.named_modules(prefix=name):
+            if isinstance(module, nn.ModuleList) and heads is not None and len(module) == heads.query > 1:
+                raise UnsupportedError(path, "a module for each head is not split yet", "use tp=1")
+            if path in self.linears:
+                continue
+            for leaf, parameter in module.named_parameters(recurse=False):
+                is_norm = "Norm" in type(module).__name__ and parameter.ndim == 1
+                if parameter.numel() > 1 and not is_norm and f"{path}.{leaf}" not in {*self.parameters, *whole}:
+                    raise UnsupportedError(
+                        f"{path}.{leaf} {list(parameter.shape)}",
+                        "its tensor-parallel plan does not say how it is split",
+                        "use tp=1",
+                    )
+
+    def _check_divisible(self) -> None:
+        """tp divides heads and every split width; else name the values that do."""
+        tp = self.topology.tp
+        for what, layout in self.limits.items():
+            if not layout.can_split(tp):
+                most = max(piece.num_units for limit in self.limits.values() for piece in limit.pieces)
+                working = [n for n in divisors(most) if all(limit.can_split(n) for limit in self.limits.values())]
+                raise UserError(f"tp={tp}", f"tp must divide {what}", f"use tp in {{{', '.join(map(str, working))}}}")
+
+    def _split_vocabulary(self) -> None:
+        """Embedding and head, tied or not."""
+        if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or self.head not in self.linears:
+            raise UnsupportedError(self.what, "its embedding or its output head is not an ordinary one", "use tp=1")
+        num_embeddings = self.model.get_input_embeddings().num_embeddings
+        self.parameters[f"{self.embedding}.weight"] = ParameterRule(0, Layout.padded(num_embeddings))
+        rule = self.linears[self.head]
+        self.linears[self.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
+
+    def _modules_after(self, family: FamilyPlan) -> tuple[str, ...]:
+        """Norms that are registered after the layers, all that is outside the base model, what the family names."""
+        found, is_after = [], False
+        base = self.layers_name.rpartition(".")[0]
+        for name, module in self.model.named_modules():
+            is_after = is_after or name.startswith(f"{self.layers_name}.")
+            is_inside = name.startswith((f"{self.layers_name}.", f"{self.embedding}."))
+            is_likely = "Norm" in type(module).__name__ or not name.startswith(f"{base}.")
+            named = name.removeprefix(f"{base}.") in family.after
+            if named or (is_after and not is_inside and is_likely and name != self.head):
+                found.append(name)
+        return tuple(found)
 
 
-def _decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder layers: the one ModuleList that is a direct child of the base model."""
-    prefix = model.base_model_prefix
-    lists = [(n, m) for n, m in model.base_model.named_children() if isinstance(m, nn.ModuleList) and len(m)]
+def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
+    """The linears whose pieces are known, with them."""
+    family = explicit_plan(model.config)
+    fused = {path: leaf for path, leaf in (family.leaves if family else {}).items() if leaf.pieces}
+    if not fused:
+        return {}
+    prefix, layers = decoder_layers(model)
+    found = {}
+    for index, layer in enumerate(layers):
+        for path, leaf in fused.items():
+            rule = linears.get(f"{prefix}.{index}.{path}")
+            if rule is not None:
+                heads = Heads.of(layer.get_submodule(path.partition(".")[0]), model.config)
+                layout = leaf_layout(path, leaf, rule.out_features, heads)
+                found[rule.name] = replace(rule, fused=layout)
+    return found
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """(name, the list of decoder layers): the one list of modules that is in no other.
+
+    Raises:
+        UnsupportedError: there is none, or several.
+    """
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inner:
+            lists[name] = module
+    if len(lists) > 1:
+        lists = {name: m for name, m in lists.items() if name.rpartition(".")[2] in ("layers", "h", "blocks")}
     if len(lists) != 1:
-        found = ", ".join(n for n, _ in lists) or "none"
         raise UnsupportedError(
             f"model_type {model.config.model_type!r}",
-            f"its base model must hold exactly one list of decoder layers (found: {found})",
+            f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})",
         )
-    return f"{prefix}.{lists[0][0]}", lists[0][1]
+    return next(iter(lists.items()))
 
 
-def _styles_by_module(model: PreTrainedModel, layers_name: str) -> dict[str, str]:
-    """Module name -> style, from `config.base_model_tp_plan`, for what is inside the decoder layers.
-
-    Some versions of transformers also split the embedding; ours is whole on every rank.
-    """
-    plan: dict[str, str] | None = getattr(model.config, "base_model_tp_plan", None)
-    what = f"model_type {model.config.model_type!r}"
-    if not plan:
-        raise UnsupportedError(what, "transformers has no tensor-parallel plan for it", "use tp=1, with dp as you like")
-    plan = {f"{model.base_model_prefix}.{key}": style for key, style in plan.items()}
-    plan = {key: style for key, style in plan.items() if key.startswith(f"{layers_name}.")}
-    unknown = {style for style in plan.values() if style not in _SPLITS.keys() | _KEPT_WHOLE | _REPLICATED}
-    if unknown:
-        raise UnsupportedError(what, f"its plan has styles that are not supported yet: {sorted(unknown)}", "use tp=1")
-    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
-    return {name: style for name, _ in model.named_modules() for pattern, style in patterns if pattern.fullmatch(name)}
+def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:
+    """(in, out)."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return module.in_features, module.out_features
 
 
-def _plan_child(name: str, child: nn.Module, styles: dict[str, str], linears: dict[str, LinearRule]) -> list[Region]:
-    """Classify one child of a decoder layer; the linears of a split region get their split in `linears`."""
-    inside = {n: s for n, s in styles.items() if n == name or n.startswith(f"{name}.")}
-    if not any(style in _SPLITS for style in inside.values()):
-        return [] if _is_token_wise(child) else [Region(name, is_split=False)]
-    if any(style in _KEPT_WHOLE for style in inside.values()):
-        return [Region(name, is_split=False)]
-    if name in inside:
-        raise UnsupportedError(name, "a linear that is itself a block of the decoder layer cannot be a region")
-    _check_every_parameter_is_claimed(name, child, inside)
-    for linear, style in inside.items():
-        if style in _SPLITS:
-            rule = linears[linear]
-            linears[linear] = LinearRule(linear, _SPLITS[style], rule.in_features, rule.out_features, rule.has_bias)
-    return [Region(name, is_split=True)]
-
-
-def _is_token_wise(module: nn.Module) -> bool:
-    """Norms and dropouts treat every token by itself. Of anything else we do not know, so the answer is no."""
-    kind = type(module).__name__
-    return isinstance(module, nn.Dropout | nn.Identity) or (
-        "Norm" in kind and all(p.ndim <= 1 for p in module.parameters()) and not list(module.children())
-    )
-
-
-def _check_every_parameter_is_claimed(name: str, region: nn.Module, styles: dict[str, str]) -> None:
-    """In a split region each parameter is split by the plan, declared replicated, or a scalar. Else: refuse."""
-    for path, module in region.named_modules(prefix=name):
-        if styles.get(path) in _REPLICATED and isinstance(module, nn.Linear):
-            # Its gradient would be partial over tp, as its output is used by local heads only.
-            raise UnsupportedError(path, "a whole linear inside a split region is not supported yet", "use tp=1")
-        if path in styles:
-            continue
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.numel() > 1:
-                raise UnsupportedError(
-                    f"{path}.{leaf} {list(parameter.shape)}",
-                    "the tensor-parallel plan of transformers does not say how it is split",
-                    "use tp=1",
-                )
-    splits = {styles[n] for n in styles if styles[n] in _SPLITS}
-    if splits != set(_SPLITS):
-        raise UnsupportedError(name, f"a split region needs column and row linears, the plan has only {sorted(splits)}")
-
-
-def _check_divisible(config: Any, topology: Topology, regions: list[Region], linears: dict[str, LinearRule]) -> None:
-    """tp divides heads, key/value heads and every split width; else name the values that do."""
-    limits: dict[str, int] = {}
-    if any(r.is_split and "att" in r.name.rsplit(".", 1)[-1] for r in regions):
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            if getattr(config, key, None):
-                limits[key] = getattr(config, key)
-    for rule in linears.values():
-        if rule.split is Split.COLUMN:
-            limits[f"{rule.name}.out_features"] = rule.out_features
-        elif rule.split is Split.ROW:
-            limits[f"{rule.name}.in_features"] = rule.in_features
-    for what, number in limits.items():
-        if number % topology.tp:
-            working = divisors(math.gcd(*limits.values()))
-            raise UserError(
-                f"tp={topology.tp}",
-                f"tp must divide {what}={number}",
-                f"use tp in {{{', '.join(map(str, working))}}}",
-            )
+def _name_of(model: nn.Module, module: nn.Module | None) -> str:
+    return next((name for name, m in model.named_modules() if m is module and module is not None), "")

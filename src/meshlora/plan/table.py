@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Column, Table
 
-from meshlora.plan.grads import Side, factor_rule
-from meshlora.plan.rules import ModelPlan, Split
+from meshlora.plan.grads import Side, general_rules
+from meshlora.plan.rules import ModelPlan
 
 
 def plan_table(plan: ModelPlan) -> Table:
@@ -21,8 +21,7 @@ def plan_table(plan: ModelPlan) -> Table:
     )
     for name, layers in _folded(plan).items():
         rule = plan.linears[layers[0]]
-        out = rule.out_features // (tp if rule.split is Split.COLUMN else 1)
-        inside = rule.in_features // (tp if rule.split is Split.ROW else 1)
+        inside, out = rule.local_features(tp)
         table.add_row(
             name, str(rule.split), f"[{rule.out_features}, {rule.in_features}]", f"[{out}, {inside}]", str(len(layers))
         )
@@ -32,11 +31,10 @@ def plan_table(plan: ModelPlan) -> Table:
 def gradient_table(plan: ModelPlan) -> Table:
     """One row per kind of factor: where its gradient is a partial sum."""
     table = Table("base", "factor", "split on dim", "gradient summed over", "mean over", title="gradient axes")
-    for split in Split:
-        for side in Side:
-            rule = factor_rule(split, side)
-            dim = "-" if rule.split_dim is None else str(rule.split_dim)
-            table.add_row(str(split), f"lora_{side}", dim, ", ".join(sorted(rule.grad_axes)), ", ".join(rule.mean_axes))
+    for words, side, rule in general_rules(sp=plan.topology.sp):
+        dim = "-" if rule.split_dim is None else str(rule.split_dim)
+        name = "bias, magnitude" if side is Side.AFTER else f"lora_{side}"
+        table.add_row(words, name, dim, ", ".join(sorted(rule.grad_axes)), ", ".join(rule.mean_axes))
     return table
 
 

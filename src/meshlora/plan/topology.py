@@ -111,12 +111,25 @@ class Topology:
         return {"dp": rank // self.tp, "tp": rank % self.tp}
 
     def groups_over(self, axes: frozenset[str]) -> list[list[int]]:
-        """The rank lists of all groups that span `axes`: ranks that agree on every other axis, in mesh order."""
+        """The rank lists of all groups that span `axes`: ranks that agree on every other axis, in mesh order.
+
+        An axis may be `copies_axis(n)`: part of tp.
+        """
+        copies = next((int(axis.partition("/")[2]) for axis in axes if "/" in axis), 1)
         by_place: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            place = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
-            by_place.setdefault(place, []).append(rank)
+            place = self.coordinates(rank) | {"tp": rank % self.tp // copies}
+            by_place.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
         return list(by_place.values())
+
+    def size_over(self, axes: frozenset[str]) -> int:
+        """Number of ranks of a group over `axes`."""
+        return len(self.groups_over(axes)[0])
+
+
+def copies_axis(number: int) -> str:
+    """The axis of `number` neighbouring tp ranks that hold the same key/value heads."""
+    return f"kv/{number}"
 
 
 def divisors(number: int) -> list[int]:

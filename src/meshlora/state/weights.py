@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.linear import ParallelLinear
-from meshlora.plan.rules import Split
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import ModelPlan
 from meshlora.state.files import open_safetensors, read_json
 
 
@@ -32,12 +33,6 @@ class Part:
     dim: int
     start: int
     stop: int
-
-    @classmethod
-    def of(cls, dim: int, whole: int, *, rank: int, size: int) -> Part:
-        """Share `rank` of `size` equal shares of a dim of `whole` elements."""
-        assert whole % size == 0, (whole, size)
-        return cls(dim, rank * whole // size, (rank + 1) * whole // size)
 
 
 _ROWS_AT_ONCE = 4096
@@ -197,21 +192,36 @@ def _named_for_model(folder: Path, model: nn.Module) -> dict[str, list[_Stored]]
     return {name: [s for _, s in sorted(pieces, key=lambda p: p[0])] for name, pieces in found.items()}
 
 
-def fill(model: nn.Module, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
+@dataclass(frozen=True)
+class Placement:
+    """How a rank's tensor lies in the stored one: `shape` as stored, the dim that is split (None: none) as we hold it,
+    its layout, and whether the stored one is transposed.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    layout: Layout | None = None
+    is_transposed: bool = False
+
+
+def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
     """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
 
     Raises:
         UserError: what `check_checkpoint` refuses.
     """
-    aliases = check_checkpoint(model, source, allow_unused=allow_unused)
+    aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused)
     # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, source, mesh)
     made: dict[int, nn.Parameter] = {}
     for path, module in list(model.named_modules()):
         for leaf, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:
-                value = _read_local(f"{path}.{leaf}" if path else leaf, module, old, source, aliases, mesh)
-                _check_tied(aliases[f"{path}.{leaf}" if path else leaf], source)
+                name = f"{path}.{leaf}" if path else leaf
+                where = _placement(name, module, old, plan)
+                tensor = _read_local(_stored_name(name, source, aliases), where, source, mesh)
+                value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
+                _check_tied(aliases[name], source)
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             setattr(module, leaf, made[id(old)])
 
@@ -224,8 +234,12 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in by_id.values() for name in names}
 
 
-def check_checkpoint(model: nn.Module, source: Source, *, allow_unused: bool = False) -> dict[str, list[str]]:
+def check_checkpoint(
+    model: nn.Module, source: Source, *, plan: ModelPlan | None = None, allow_unused: bool = False
+) -> dict[str, list[str]]:
     """Every weight of `model` is in `source` and every one of `source` has a place; returns the names of tied weights.
+
+    plan: of a model that is split already.
 
     Raises:
         UserError: weights are missing, of another shape or not used by the model. UnsupportedError: they are integers.
@@ -246,15 +260,16 @@ def check_checkpoint(model: nn.Module, source: Source, *, allow_unused: bool = F
             f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
             "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true",
         )
-    _check_shapes(model, source, aliases)
+    _check_shapes(model, source, aliases, plan)
     return aliases
 
 
-def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]]) -> None:
+def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]], plan: ModelPlan | None) -> None:
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = _stored_name(f"{path}.{leaf}" if path else leaf, source, aliases)
-            given, needed = source.shape(name), _whole_shape(module, parameter)
+            given = source.shape(name)
+            needed = _placement(f"{path}.{leaf}" if path else leaf, module, parameter, plan).shape
             assert given is not None, name
             if given != needed:
                 raise UserError(
@@ -292,26 +307,36 @@ def _check_tied(names: list[str], source: Source) -> None:
             )
 
 
-def _whole_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
-    """Shape of a base parameter before any split."""
-    if not isinstance(module, ParallelLinear):
-        return tuple(parameter.shape)
-    rule = module.rule
-    return (rule.out_features, rule.in_features) if parameter.ndim == 2 else (rule.out_features,)
-
-
-def _read_local(
-    name: str, module: nn.Module, old: Tensor, source: Source, aliases: dict[str, list[str]], mesh: Mesh
-) -> Tensor:
-    part = None
+def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
+    """Where the base parameter `name` lies in what is stored."""
     if isinstance(module, ParallelLinear):
-        rule, tp = module.rule, mesh.tp
-        if rule.split is Split.COLUMN:
-            part = Part.of(0, rule.out_features, rank=tp.rank, size=tp.size)
-        elif rule.split is Split.ROW and old.ndim == 2:
-            part = Part.of(1, rule.in_features, rank=tp.rank, size=tp.size)
-    tensor = source.read(_stored_name(name, source, aliases), part)
-    return tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
+        rule = module.rule
+        if parameter.ndim == 1:
+            return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
+        dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
+        shape = (rule.out_features, rule.in_features)
+        return Placement(shape[::-1] if rule.is_transposed else shape, dim, rule.layout, rule.is_transposed)
+    if plan is not None and (own := plan.parameters.get(name)) is not None:
+        whole = list(parameter.shape)
+        whole[own.dim] = own.layout.size
+        return Placement(tuple(whole), own.dim, own.layout)
+    return Placement(tuple(parameter.shape))
+
+
+def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
+    """This rank's part of the stored tensor `name`, as we hold it: its runs one after another, then padding."""
+    tp = mesh.tp
+    if where.dim is None or where.layout is None:
+        tensor = source.read(name, None)
+        return tensor.T if where.is_transposed else tensor
+    stored_dim = 1 - where.dim if where.is_transposed else where.dim
+    runs = where.layout.runs(rank=tp.rank, size=tp.size)
+    tensor = torch.cat([source.read(name, Part(stored_dim, run.start, run.stop)) for run in runs], stored_dim)
+    if missing := where.layout.local_size(tp.size) - tensor.shape[stored_dim]:
+        shape = list(tensor.shape)
+        shape[stored_dim] = missing
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], stored_dim)
+    return tensor.T if where.is_transposed else tensor
 
 
 def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
@@ -328,13 +353,7 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
                 module._buffers[leaf] = torch.full_like(old, poison, device=mesh.device)
                 computed = True
         if computed:
-            # On the model's own default dtype: transformers computes scales in it.
-            default = torch.get_default_dtype()
-            torch.set_default_dtype(model.dtype)
-            try:
-                model._init_weights(module)
-            finally:
-                torch.set_default_dtype(default)
+            model._init_weights(module)
             for leaf, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.isnan().any():
                     raise UnsupportedError(

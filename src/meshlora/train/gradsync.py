@@ -15,6 +15,7 @@ from meshlora.adapter.manage import Factor, active_factors, runtime
 from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import Mesh
+from meshlora.plan.grads import Segment, segment_of
 
 # Marks a gradient tensor that is summed and divided: a second time would be silently wrong.
 _FINISHED = "_meshlora_finished"
@@ -50,9 +51,15 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     total = int(all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp).item())
     if total == 0:
         raise MeshloraError("no rank has a trained token in this step, so its mean loss is not defined")
-    for axes, mean_axes in sorted({(f.rule.grad_axes, f.rule.mean_axes) for f in factors}, key=_in_order):
-        grads = [_grad(f) for f in factors if (f.rule.grad_axes, f.rule.mean_axes) == (axes, mean_axes)]
+    buckets: dict[tuple[frozenset[str], frozenset[str]], list[Tensor]] = {}
+    for factor in factors:
+        for segment in _segments(factor, mesh):
+            part = segment_of(_grad(factor), segment)
+            buckets.setdefault((segment.grad_axes, segment.mean_axes), []).append(part)
+    for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: _in_order(item[0])):
         _sum_bucket(grads, axes | mean_axes, mesh, scale=1 / (total * mesh.over(mean_axes).size))
+    for factor in factors:
+        setattr(_grad(factor), _FINISHED, True)
     return total
 
 
@@ -94,11 +101,15 @@ def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale:
     flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes)).mul_(scale)
     for grad, result in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(result.view_as(grad))
-        setattr(grad, _FINISHED, True)
 
 
 def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
-    return sum(
-        (_grad(f).double().square().sum() for f in factors),
-        start=torch.zeros((), dtype=torch.float64, device=mesh.device),
-    ).reshape(1)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for factor in factors:
+        for segment in _segments(factor, mesh):  # rows that several tp ranks hold count once
+            total = total + segment_of(_grad(factor), segment).double().square().sum() / segment.copies
+    return total.reshape(1)
+
+
+def _segments(factor: Factor, mesh: Mesh) -> list[Segment]:
+    return factor.rule.segments(rank=mesh.tp.rank, size=mesh.tp.size)

@@ -1,16 +1,68 @@
-"""Losses as sums over trained tokens. Dividing by the global number of tokens is `gradsync.finish_gradients`' part."""
+"""Losses as sums over trained tokens. Dividing by the global number of tokens is `gradsync.finish_gradients`' part.
+
+Owns: the loss of a language model whose logits never exist whole, and that of logits that do, for loops of one's own.
+Does not own: the arithmetic over a split vocabulary (`parallel.vocabulary`).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from meshlora.adapter.manage import runtime
+from meshlora.errors import UnsupportedError
+from meshlora.parallel.linear import ParallelHead
+from meshlora.parallel.vocabulary import IGNORED, LogitsRecipe, summed_cross_entropy_from_hidden
 
 
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log p(label) over the trained tokens, in fp32 (fp64 inside the lift).
+def language_model_loss(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor, *, label_smoothing: float = 0.0
+) -> Tensor:
+    """Sum over the trained tokens of (1-e) -log p(label) + e times the mean of -log p over the vocabulary.
 
-    logits: `[B, S, V]`; labels: `[B, S]`, shifted already (labels[b, t] is the token after t), -100 where untrained.
+    input_ids, attention_mask, labels: `[B, S]`; labels are shifted already (labels[b, t] is the token after t), and
+    -100 where untrained. The logits `[B, S, V]` never exist: the head runs on some tokens at a time.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    state = runtime(model)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    head = model.get_submodule(state.plan.head) if state.plan.head else None
+    if isinstance(head, ParallelHead):
+        head.is_lazy = True
+        try:
+            recipe = model(**inputs).logits
+        except UnsupportedError:
+            if state.plan.topology.tp > 1:
+                raise
+            # What this model does to its logits needs all of them: on one process they can be had.
+            head.is_lazy = False
+            return summed_cross_entropy(model(**inputs).logits, labels, label_smoothing=label_smoothing)
+        finally:
+            head.is_lazy = False
+        assert isinstance(recipe, LogitsRecipe), type(recipe)
+
+        def local_logits(hidden: Tensor) -> Tensor:
+            return recipe.replay(head.local_logits(hidden))
+
+        return summed_cross_entropy_from_hidden(
+            recipe.hidden.flatten(0, -2),
+            local_logits,
+            labels.flatten(),
+            [parameter for parameter in head.parameters() if parameter.requires_grad],
+            axis=state.mesh.tp,
+            vocab=head.rule.out_features,
+            label_smoothing=label_smoothing,
+        )
+    return summed_cross_entropy(model(**inputs).logits, labels, label_smoothing=label_smoothing)
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """The same from whole logits `[B, S, V]`, in fp32 (fp64 inside the lift)."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meshlora.adapter.peft_format import check_adapter, lora_config, read_config
-from meshlora.adapter.targets import Target, num_trainable, resolve_targets
+from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
@@ -32,13 +32,14 @@ RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that passed every check."""
+    """A run that passed every check. num_trainable: trainable elements, each counted once."""
 
     config: RunConfig
     topology: Topology
     plan: ModelPlan
     lora: LoraConfig
     targets: dict[str, Target]
+    num_trainable: int
     pad_token_id: int
     train_data: TokenizedDataset
     eval_data: TokenizedDataset | None
@@ -48,11 +49,6 @@ class Prepared:
     def batches(self) -> GlobalBatches:
         """The global order of sequences."""
         return GlobalBatches(len(self.train_data), self.config.train.batch_size, self.config.train.seed)
-
-    @property
-    def num_trainable(self) -> int:
-        """Trainable elements, each counted once."""
-        return num_trainable(self.targets, self.plan)
 
 
 def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
@@ -90,11 +86,12 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         trust_remote_code=config.model.trust_remote_code,
     )
     targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
+    trained = trained_parameters(model, plan, lora, targets)
     check_checkpoint(
         model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
     )
     if config.adapter is not None:
-        check_adapter(Path(config.adapter), targets, plan)
+        check_adapter(model, Path(config.adapter), lora, targets, plan)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     _check_fits(tokenizer, hf_config, config, topology)
     train_data = _read(config, config.data.train, tokenizer)
@@ -104,7 +101,18 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         raise UserError(
             f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
         )
-    return Prepared(config, topology, plan, lora, targets, padding_token_id(tokenizer), train_data, eval_data, steps)
+    return Prepared(
+        config,
+        topology,
+        plan,
+        lora,
+        targets,
+        num_trainable(model, targets, trained, plan),
+        padding_token_id(tokenizer),
+        train_data,
+        eval_data,
+        steps,
+    )
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

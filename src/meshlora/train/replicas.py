@@ -24,8 +24,8 @@ from torch import Tensor
 from meshlora.adapter.manage import active_factors, runtime
 from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_gather
-from meshlora.plan.grads import FactorRule
-from meshlora.plan.topology import Topology
+from meshlora.plan.grads import Segment, segment_of
+from meshlora.plan.topology import Topology, copies_axis
 
 # Lanes that are hashed at once. Bounds the memory: 16 bytes a lane for the weights, and as much for their products.
 _CHUNK = 2**18
@@ -41,7 +41,7 @@ _LIKELY_CAUSE = (
 
 @dataclass(frozen=True)
 class Drift:
-    """A factor whose copies are not equal: its place in the list of factors, and the axes over which they differ."""
+    """A parameter whose copies are not equal: its place in the list, and the axes over which they differ."""
 
     index: int
     axes: frozenset[str]
@@ -64,38 +64,47 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
     mesh = runtime(model).mesh
     if mesh.topology.world == 1:
         return
-    factors = active_factors(model)
+    parts = [
+        (factor.name, segment, segment_of(factor.parameter, segment))
+        for factor in active_factors(model)
+        for segment in factor.rule.segments(rank=mesh.tp.rank, size=mesh.tp.size)
+    ]
     weights = position_weights(mesh.device)
-    ours = torch.stack([fingerprint(factor.parameter, weights) for factor in factors])  # [num_factors, 2]
-    everyone = all_gather(ours.unsqueeze(0), mesh.world).cpu()  # [world, num_factors, 2]
-    drifts = find_drifts(everyone, [factor.rule for factor in factors], mesh.topology)
+    ours = torch.stack([fingerprint(part, weights) for _, _, part in parts])  # [num_parts, 2]
+    everyone = all_gather(ours.unsqueeze(0), mesh.world).cpu()  # [world, num_parts, 2]
+    replicas = [replicated_over(segment, mesh.topology) for _, segment, _ in parts]
+    drifts = find_drifts(everyone, replicas, mesh.topology)
     if not drifts:
         return
-    first, rule = drifts[0], factors[drifts[0].index].rule
+    first = drifts[0]
     saved = "nothing has been saved yet" if last_saved is None else f"the last save, of equal copies, is {last_saved}"
     way_out = "start again" if last_saved is None else f"go on from there in a new run (adapter: {last_saved})"
     raise MeshloraError(
-        f"step {step}: {factors[first.index].name} must be the same to the bit over "
-        f"{_words(replicated_over(rule, mesh.topology))}, and differs over {_words(first.axes)}: "
-        f"{_who(everyone[:, first.index], rule, mesh.topology)}; drifted are {len(drifts)} of {len(factors)} "
-        f"parameters. Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
+        f"step {step}: {parts[first.index][0]} must be the same to the bit over "
+        f"{_words(replicas[first.index])}, and differs over {_words(first.axes)}: "
+        f"{_who(everyone[:, first.index], replicas[first.index], mesh.topology)}; drifted are {len(drifts)} of "
+        f"{len(parts)} parameters. Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
         f"Mend it, then {way_out}"
     )
 
 
-def replicated_over(rule: FactorRule, topology: Topology) -> frozenset[str]:
-    """The axes, of more than one rank, along which all ranks hold the same local part of a factor."""
-    axes = ("dp", "tp") if rule.split_dim is None else ("dp",)
-    return frozenset(axis for axis in axes if topology.sizes[axis] > 1)
+def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
+    """The axes, of more than one rank, along which all ranks hold the same rows of a parameter."""
+    axes = {"dp"} | ({copies_axis(segment.copies)} if segment.copies > 1 else set())
+    if segment.is_whole:
+        axes |= {"tp"}
+    return frozenset(axis for axis in axes if topology.size_over(frozenset({axis})) > 1)
 
 
-def find_drifts(everyone: Tensor, rules: Sequence[FactorRule], topology: Topology) -> list[Drift]:
-    """The factors with unequal copies, in order. everyone: fingerprints of all ranks `[world, num_factors, 2]`."""
-    differs = {axis: _differs_over(axis, everyone, topology) for axis in topology.sizes}
+def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> list[Drift]:
+    """The parameters with unequal copies, in order. everyone: fingerprints of all ranks `[world, num_parts, 2]`;
+    replicas: of each the axes along which it has copies.
+    """
+    differs = {axis: _differs_over(axis, everyone, topology) for axis in frozenset().union(*replicas)}
     drifts = []
-    for index, rule in enumerate(rules):
+    for index, over in enumerate(replicas):
         # Copies that agree along each axis agree altogether.
-        axes = frozenset(axis for axis in replicated_over(rule, topology) if differs[axis][index])
+        axes = frozenset(axis for axis in over if differs[axis][index])
         if axes:
             drifts.append(Drift(index, axes))
     return drifts
@@ -130,10 +139,10 @@ def _differs_over(axis: str, everyone: Tensor, topology: Topology) -> list[bool]
     return (lines != lines[:, :1]).any(dim=3).any(dim=1).any(dim=0).tolist()
 
 
-def _who(values: Tensor, rule: FactorRule, topology: Topology) -> str:
+def _who(values: Tensor, axes: frozenset[str], topology: Topology) -> str:
     """Which ranks hold odd copies of one factor, `values` `[world, 2]`. What most of a group hold is the good one."""
     found = []
-    for ranks in topology.groups_over(replicated_over(rule, topology)):
+    for ranks in topology.groups_over(axes):
         holders: dict[tuple[int, ...], list[int]] = {}
         for rank in ranks:
             holders.setdefault(tuple(values[rank].tolist()), []).append(rank)
@@ -147,7 +156,7 @@ def _who(values: Tensor, rule: FactorRule, topology: Topology) -> str:
 
 
 def _words(axes: frozenset[str]) -> str:
-    return " and ".join(sorted(axes))
+    return " and ".join(sorted("tp (key/value heads)" if "/" in axis else axis for axis in axes))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import active_factors, runtime
+from meshlora.adapter.manage import runtime
 from meshlora.adapter.peft_format import save_adapter
 from meshlora.data import Batch, TokenizedDataset, collate, share
 from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.train.gradsync import clip_gradients, finish_gradients
-from meshlora.train.losses import summed_cross_entropy
+from meshlora.train.losses import language_model_loss
 from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.replicas import check_replicas
 from meshlora.train.schedule import linear
@@ -46,7 +47,7 @@ class Trainer:
         self.output = Path(options.output)
         self.last_saved: Path | None = None
         self.optimizer = torch.optim.AdamW(
-            [factor.parameter for factor in active_factors(self.model)],
+            parameter_groups(self.model, options),
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
@@ -92,7 +93,7 @@ class Trainer:
             )
         rate = linear(step, peak=options.lr, warmup_steps=options.warmup_steps, steps=self.run.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["times_lr"]
         self.optimizer.step()
         return StepMetrics(step + 1, mean_loss, rate, grad_norm, tokens, time.perf_counter() - started)
 
@@ -121,12 +122,13 @@ class Trainer:
     def _loss_sum(self, batch: Batch) -> Tensor:
         device = self.mesh.device
         with lift(self.model.dtype == torch.float64):
-            logits = self.model(
-                input_ids=batch.input_ids.to(device),
-                attention_mask=batch.attention_mask.to(device),
-                use_cache=False,
-            ).logits
-            return summed_cross_entropy(logits, batch.labels.to(device))
+            return language_model_loss(
+                self.model,
+                batch.input_ids.to(device),
+                batch.attention_mask.to(device),
+                batch.labels.to(device),
+                label_smoothing=self.run.config.train.label_smoothing if self.model.training else 0.0,
+            )
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This dp rank's share of `indices`, padded; every rank gets the same number of micro-batches."""

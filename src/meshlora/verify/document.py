@@ -11,8 +11,7 @@ from typing import Any
 
 from meshlora.oracle.case import versions
 from meshlora.oracle.judge import Phase
-from meshlora.plan.grads import Side, factor_rule
-from meshlora.plan.rules import Split
+from meshlora.plan.grads import general_rules
 from meshlora.verify.mutations import MUTATIONS
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
@@ -43,14 +42,13 @@ def document(
     if details:
         result["gradient_axes"] = [
             {
-                "base": str(split),
+                "base": words,
                 "factor": f"lora_{side}",
-                "split_dim": factor_rule(split, side).split_dim,
-                "axes": sorted(factor_rule(split, side).grad_axes),
-                "mean_axes": sorted(factor_rule(split, side).mean_axes),
+                "split_dim": rule.split_dim,
+                "axes": sorted(rule.grad_axes),
+                "mean_axes": sorted(rule.mean_axes),
             }
-            for split in Split
-            for side in Side
+            for words, side, rule in general_rules(sp=False)
         ]
     return result
 

@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.manage import active_factors, adapter_factors, runtime
+from meshlora.adapter.targets import PieceLoraConfig
 from meshlora.api import load_without_proof
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.lift import lift
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
+from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
-from meshlora.parallel.inject import parallel_linears
+from meshlora.parallel.inject import parallel_leaves
 from meshlora.plan.budget import micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
 from meshlora.train import trainer as trainer_module
@@ -52,8 +57,9 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         allow_unused_weights=True,
     )
     state = runtime(model)
-    trace = Trace(initial=_locals(model, "default"), facts=_facts(model))
+    trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
     trace.scalings = _scalings(model, "default")
+    trace.rows, trace.columns = _fingerprints(model)
     trace.fresh = _fresh(model, case, "fresh")
     trace.fresh_both = _fresh(model, case, "fresh_both")
     trace.fresh_scalings = _scalings(model, "fresh")
@@ -64,6 +70,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         state.plan,
         state.adapters["default"].config,
         dict(state.adapters["default"].targets),
+        0,
         case.pad_token_id,
         case.data,
         case.data,
@@ -73,8 +80,14 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     train_step = trainer.train_step
 
     def watched(step: int) -> StepMetrics:
-        with _watch(model, trace) if step == 0 else contextlib.nullcontext():
+        if step > 0:
             return train_step(step)
+        logits = _logits(trainer)
+        with _watch(model, trace):
+            metrics = train_step(step)
+        for micro, whole in zip(trace.micro_batches, logits, strict=True):
+            micro.forward[""] = whole
+        return metrics
 
     with mock.patch.object(trainer, "train_step", watched):
         trainer.train()
@@ -99,10 +112,29 @@ class _Recorder(Reporter):
         self.trace.eval_losses.append(loss)
 
 
+@torch.no_grad()
+def _logits(trainer: Trainer) -> list[Tensor]:
+    """Of the first step's micro-batches, as anyone gets them who calls the model: the loss makes none."""
+    model, batches = trainer.model, trainer._micro_batches(trainer.run.train_data, trainer.batches.batch(0))
+    found = []
+    for batch in batches:
+        with lift(model.dtype == torch.float64):
+            ids, mask = (t.to(trainer.mesh.device) for t in (batch.input_ids, batch.attention_mask))
+            found.append(copy(model(input_ids=ids, attention_mask=mask, use_cache=False).logits))
+    return found
+
+
+def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of the weights of the base that this rank holds."""
+    with manage.disable_adapter(model):
+        return fingerprints(model)
+
+
 @contextlib.contextmanager
 def _watch(model: Any, trace: Trace) -> Iterator[None]:
     """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
     clip, finish = trainer_module.clip_gradients, trainer_module.finish_gradients
+    loss = trainer_module.language_model_loss
     counter = CollectiveCounter()
 
     def recording_clip(model: Any, max_norm: float | None) -> float:
@@ -118,23 +150,30 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
         finally:
             counter.phase = None
 
+    def counted_loss(*args: Any, **options: Any) -> Tensor:
+        value = loss(*args, **options)
+        counter.phase = "backward"
+        return value
+
     def set_phase(phase: str) -> Any:
         return lambda *_: setattr(counter, "phase", phase)
 
     with contextlib.ExitStack() as stack:
         begin = model.register_forward_pre_hook(set_phase("forward"), prepend=True)
-        end = model.register_forward_hook(set_phase("backward"))
+        end = model.register_forward_hook(set_phase("loss"))
         stack.callback(begin.remove)
         stack.callback(end.remove)
         stack.enter_context(mock.patch.object(trainer_module, "clip_gradients", recording_clip))
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients", counted_finish))
+        stack.enter_context(mock.patch.object(trainer_module, "language_model_loss", counted_loss))
         capture = stack.enter_context(Capture(model))
         stack.enter_context(counter)
         yield
     plan = runtime(model).plan
     trace.micro_batches = capture.micro_batches
     trace.collectives = {" ".join(key): number for key, number in counter.counts.items()}
-    per_micro_batch = micro_batch_budget(plan)
+    scaled = [f for f in active_factors(model) if f.name.endswith(".lora_magnitude_vector")]
+    per_micro_batch = micro_batch_budget(plan, scaled_rows=sum(f.rule.split_dim is None for f in scaled))
     budget = Counter({key: n * len(capture.micro_batches) for key, n in per_micro_batch.items()})
     budget += step_budget(plan, [f.rule for f in active_factors(model)])
     trace.budget = {" ".join(key): number for key, number in budget.items()}
@@ -151,16 +190,18 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 def _scalings(model: Any, adapter: str) -> dict[str, float]:
     """Module -> the scale that the adapter is applied with."""
-    linears = parallel_linears(model)
-    return {name: module.scaling[adapter] for name, module in linears.items() if adapter in module.scaling}
+    leaves = parallel_leaves(model)
+    return {name: leaf.scaling[adapter] for name, leaf in leaves.items() if adapter in leaf.scaling}
 
 
 def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
     """The factors of an adapter that is drawn from the user's configuration, "fresh_both" with B drawn too."""
-    values = dict(case.lora)
+    config: LoraConfig = LoraConfig(**case.lora)
+    if case.pieces:
+        config = PieceLoraConfig(**case.lora, pieces=case.pieces)
     if name == "fresh_both":
-        values["init_lora_weights"] = False
-    manage.add_adapter(model, name, peft_format.lora_config(values, "lora"), seed=case.seed)
+        config.init_lora_weights = False
+    manage.add_adapter(model, name, config, seed=case.seed)
     return _locals(model, name)
 
 
@@ -168,6 +209,16 @@ def _facts(model: Any) -> dict[str, str]:
     plan = runtime(model).plan
     regions = {r.name: "split region" if r.is_split else "whole region" for r in plan.regions}
     return regions | {name: str(rule.split) for name, rule in plan.linears.items()}
+
+
+def _terms(model: Any) -> list[str]:
+    """Modules inside split regions, and what follows the last layer."""
+    plan = runtime(model).plan
+    split = [f"{region.name}." for region in plan.regions if region.is_split]
+    inside = [name for name, _ in model.named_modules() if any(name.startswith(prefix) for prefix in split)]
+    parents = plan.layers.split(".")[:-1]
+    around = [".".join(parents[: depth + 1]) for depth in range(len(parents))]
+    return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
 
 
 def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
@@ -186,6 +237,8 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             beta1=case.beta1,
             beta2=case.beta2,
             eps=case.eps,
+            label_smoothing=case.label_smoothing,
+            lora_plus_ratio=case.lora_plus_ratio,
             max_grad_norm=case.max_grad_norm,
             seed=case.seed,
             replica_check_every=0,  # a drift is to be found by the judge

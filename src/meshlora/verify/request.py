@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 import yaml
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
 from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.targets import resolve_targets
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.data import TokenizedDataset, read_records, tokenize
-from meshlora.errors import UnsupportedError, UserError, reason
+from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import handle_dropout
 from meshlora.oracle.case import (
     Case,
@@ -33,6 +36,7 @@ from meshlora.oracle.case import (
     random_tokens,
 )
 from meshlora.parallel.groups import on_gpus
+from meshlora.plan.layout import Layout
 from meshlora.plan.rules import ModelPlan, Split
 from meshlora.plan.topology import Topology, divisors
 from meshlora.plan.twin import shrink_config, twin_config
@@ -56,6 +60,8 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run.
+        label_smoothing, lora_plus_ratio: as in a run file.
+        overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
         mutations: faults to put in, one a run, after the runs without any.
     """
@@ -68,6 +74,9 @@ class Request:
     dtype: str = "float64"
     steps: int = 3
     seed: int = 0
+    label_smoothing: float = 0.0
+    lora_plus_ratio: float | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
     nproc: int | None = None
     mutations: tuple[str, ...] = ()
@@ -107,21 +116,54 @@ class Proof:
         return [name for name in self.request.mutations if find(name).needs <= self.features_on(topology)]
 
     def features_on(self, topology: Topology) -> set[str]:
-        """What a run on `topology` has for a mutation to show."""
-        plan, config = self.plans[topology], LoraConfig(**self.case.lora)
+        """What a run on `topology` has for a mutation to show; the words are those of `verify.mutation.Mutation`."""
+        plan, case, config = self.plans[topology], self.case, LoraConfig(**self.case.lora)
         has = {name for name in ("dp", "tp") if getattr(topology, name) > 1} | ({"sp"} if topology.sp else set())
         has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
-        if self.case.steps > 1:
-            has.add("steps")
-        if self.case.dtype != "bfloat16":
-            has.add("digits")
-        if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
-            has |= {"targets"} if len(config.target_modules or ()) > 1 else set()
-        if any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions):
-            has.add("whole_mixer")
-        if config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1:
-            has.add("scale")
-        return has
+        targets = [rule for name, rule in plan.linears.items() if _is_target(config, name) and name != plan.head]
+        has |= {f"{rule.split}_target" for rule in targets}
+        split = {name: layout for name, rule in plan.linears.items() if (layout := rule.layout)}
+        shared = {name for name, layout in split.items() if max(layout.copies(topology.tp)) > 1}
+        fused = {name: {p.name for p in layout.pieces} for name, layout in split.items() if len(layout.pieces) > 1}
+        blocks = {name for name in fused if not _is_one_run(split[name], topology.tp)}
+        facts = {
+            "ranks": topology.world > 1,
+            "steps": case.steps > 1,
+            "digits": case.dtype != "bfloat16",
+            "targets": config.target_modules == "all-linear"
+            or (not isinstance(config.target_modules, str) and len(config.target_modules or ()) > 1),
+            "whole_mixer": any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions),
+            "scale": config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1,
+            "kv_replicas": bool(shared),
+            "kv_target": any(rule.name in shared for rule in targets),
+            "fused_qkv": any(names == {"q", "k", "v"} for names in fused.values()),
+            "fused_gate_up": any(names == {"gate", "up"} for names in fused.values()),
+            "fused_target": any(rule.name in blocks and not case.pieces for rule in targets),
+            "fused_blocks": bool(blocks),
+            "sliced": any(r.sliced for r in plan.regions) and getattr(self.config, "alibi", True),
+            "wide_norm": bool(plan.wide_norms),
+            "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),
+            "pieces": bool(case.pieces),
+            "embedding_target": _is_target(config, plan.embedding, is_linear=False),
+            "trained": bool(config.modules_to_save),
+            "dora": config.use_dora,
+            "smoothing": case.label_smoothing > 0,
+            "lora_plus": case.lora_plus_ratio is not None,
+        }
+        return has | {name for name, is_there in facts.items() if is_there}
+
+
+def _is_one_run(layout: Layout, tp: int) -> bool:
+    """Whether what a rank holds of a fused matrix are neighbouring rows."""
+    runs = layout.runs(rank=0, size=tp)
+    return runs[-1].stop - runs[0].start == sum(run.size for run in runs)
+
+
+def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:
+    """Whether the adapter is on the module `name`, a linear or the embedding."""
+    if config.target_modules == "all-linear":
+        return is_linear
+    return bool(check_target_module_exists(config, name))
 
 
 def prepare_proof(request: Request) -> Proof:
@@ -143,7 +185,15 @@ def prepare_proof(request: Request) -> Proof:
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
+    pieces = getattr(lora, "pieces", None) or {}
+    plain = {name: value for name, value in request.lora.items() if name != "pieces"}
+    if lora.init_lora_weights in WHOLE_MATRIX:
+        plain["init_lora_weights"] = True  # where training starts is proved by itself, in float32
+    if pieces:  # in PEFT's words
+        plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
     plans = _plans(request, config, given, lora, dtype)
+    if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
+        plain["fan_in_fan_out"] = True  # or PEFT warns, and does it by itself
     device = _device(request.device, max(t.world for t in plans))
     batch_size = batch_size_for(max(t.dp for t in plans))
     data, pad = _sequences(request, config, number=num_sequences_for(batch_size, request.steps))
@@ -152,7 +202,10 @@ def prepare_proof(request: Request) -> Proof:
         adapter="",
         model_type=config.model_type,
         dtype=dtype,
-        lora=json.loads(json.dumps(request.lora)),
+        lora=json.loads(json.dumps(plain)),
+        pieces=pieces,
+        label_smoothing=request.label_smoothing,
+        lora_plus_ratio=request.lora_plus_ratio,
         input_ids=tuple(data.input_ids.tolist()),
         is_trained=tuple(data.is_trained.tolist()),
         offsets=tuple(data.offsets.tolist()),
@@ -250,10 +303,12 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
     if request.family is not None:
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
-        config = with_biases(_twin(request.family, tp))
+        config = with_biases(_twin(request.family, tp, request.overrides), given=request.overrides)
     else:
         assert request.model is not None
         config = read_model_config(request.model, trust_remote_code=request.trust_remote_code)
+        if request.overrides:
+            raise UserError("--set with --model", "the configuration of a checkpoint is what it is", "use --family")
         if not request.twin and not isinstance(request.model, PretrainedConfig):
             handle_dropout(config, disable=True)
             return config, False
@@ -262,19 +317,28 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
     return config, True
 
 
-def _twin(family: str, tp: int) -> PretrainedConfig:
+def _twin(family: str, tp: int, overrides: dict[str, Any]) -> PretrainedConfig:
+    """The twin of a family.
+
+    Raises:
+        UserError: no such family, or an override that is no field of its configuration.
+    """
     try:
-        return twin_config(family, tp=tp)
+        config = twin_config(family, tp=tp)
+        for name in overrides:
+            if not hasattr(config, name):
+                raise UserError(f"--set {name}", f"{family} has no such field", did_you_mean(name, config.to_dict()))
+        return twin_config(family, tp=tp, **overrides) if overrides else config
     except UserError:
         raise
     except Exception as error:  # families check their own fields, with exceptions of every kind
         raise UnsupportedError(f"model_type {family!r}", f"no twin of it can be built ({reason(error)})") from error
 
 
-def with_biases(config: PretrainedConfig) -> PretrainedConfig:
+def with_biases(config: PretrainedConfig, given: Collection[str] = ()) -> PretrainedConfig:
     """The biases that a family can have, switched on: without one a fault in adding it could not show."""
     for name in ("attention_bias", "mlp_bias"):
-        if getattr(config, name, None) is False:
+        if getattr(config, name, None) is False and name not in given:
             setattr(config, name, True)
     return config
 

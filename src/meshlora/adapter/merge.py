@@ -1,0 +1,378 @@
+"""Merging: a checkpoint and an adapter in, one plain checkpoint out, with the logits of both.
+
+Owns: the arithmetic, tied weights that the adapter makes differ, the output folder. One process, one tensor in memory
+at a time; only the model's meta structure is built. Does not own: what an adapter changes (`adapter.changes`), the
+bytes of a file (`state.stream`), comparing logits (`adapter.merge_check`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from meshlora.adapter.changes import Change, Changes, Lora, read_changes
+from meshlora.adapter.merge_check import compare_logits
+from meshlora.errors import MeshloraError, UnsupportedError, UserError, reason
+from meshlora.state.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.state.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
+from meshlora.state.weights import CheckpointSource, check_checkpoint
+
+INDEX = "model.safetensors.index.json"
+_LARGEST_TO_RUN = 2 * 2**30
+# Weights in any form, and what speaks of the base model only.
+_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt"}
+_COPIED_FOLDERS = ("additional_chat_templates",)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written: `check` says how it was verified."""
+
+    num_tensors: int
+    num_changed: int
+    num_bytes: int
+    is_untied: bool
+    check: str
+
+
+@dataclass(frozen=True)
+class _Output:
+    """One tensor to write: `name` in the model, rows `start:stop` of it (None: all), an `entry` of `file`."""
+
+    file: str
+    entry: Entry
+    name: str
+    rows: tuple[int, int] | None
+
+
+def merge(
+    model_folder: str | Path,
+    adapter_folder: str | Path,
+    out_folder: str | Path,
+    *,
+    config: PretrainedConfig,
+    dtype: torch.dtype | None = None,
+    check_logits: bool = True,
+    trust_remote_code: bool = False,
+) -> Merged:
+    """Write `out_folder`: the checkpoint of `model_folder` with the adapter in its weights, in the same shards.
+
+    Products are computed in float32 (float64 beside float64) and rounded once, to the type in which the tensor is
+    stored, or to `dtype`. The folder appears whole, read back and compared, or not at all.
+
+    Args:
+        config: of the model, as `api.read_model_config` reads it.
+        check_logits: also run both in transformers + peft, if the model is small enough.
+
+    Raises:
+        UserError: a folder is there already or missing, the adapter does not fit. UnsupportedError: it cannot be
+            merged. MeshloraError: what was written is not what was meant, or the disk failed.
+    """
+    source_folder, out = Path(model_folder), Path(out_folder)
+    if out.exists():
+        raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
+    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    source = CheckpointSource(source_folder, model)
+    aliases = check_checkpoint(model, source, allow_unused=True)
+    _check_stored_twice(source, aliases)
+    kept_wide = _names_kept_wide(model)
+    names = set(model.state_dict())
+    changes = _alike(_shared(read_changes(model, Path(adapter_folder)), aliases), aliases)
+    untied = _untied_names(changes, aliases)
+    outputs = _outputs(source, changes, untied, aliases, dtype, kept_wide)
+    added = [name for name in untied if source.shape(name) is None]
+    _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
+    try:
+        with new_folder(out) as folder:
+            _copy_files(source_folder, folder)
+            _write_config(source_folder, folder, dtype, untie=bool(untied))
+            meant = _write_weights(folder, outputs, source, changes, aliases)
+            check = "every tensor read back"
+            _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
+            if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
+                error = compare_logits(
+                    source_folder, Path(adapter_folder), folder, _narrowest(outputs), trust_remote_code
+                )
+                check += f"; logits of transformers + peft: relative difference {error:.1e}"
+            elif check_logits:
+                check += "; logits not compared, as the model is above 2 GiB"
+    except (OSError, SafetensorError) as error:
+        raise MeshloraError(f"{out}: the merged model could not be written ({reason(error)})") from error
+    return Merged(
+        num_tensors=len(outputs),
+        num_changed=sum(o.name in changes.by_name for o in outputs),
+        num_bytes=sum(o.entry.num_bytes for o in outputs),
+        is_untied=bool(untied),
+        check=check,
+    )
+
+
+def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
+    """`W + s B A` (DoRA: its rows scaled to norm m), in place where `weight` is float32 or float64.
+
+    Args:
+        weight: [out, in], or [in, out] where `lora.is_transposed`. a: [r, in]. b: [out, r]. magnitude: [out].
+    """
+    weight = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    view = weight.T if lora.is_transposed else weight  # [out, in]
+    if lora.residual == "pissa":
+        u, s, vh = torch.linalg.svd(view, full_matrices=False)
+        view.addmm_(u[:, : lora.r] * s[: lora.r], vh[: lora.r], alpha=-1)
+    elif lora.residual == "olora":
+        q, r = torch.linalg.qr(view)
+        # Times the scale, as PEFT has it: B A starts as Q R, not as Q R / s.
+        view.addmm_(q[:, : lora.r], r[: lora.r], alpha=-lora.scaling)
+    view.addmm_(b.to(view.dtype), a.to(view.dtype), alpha=lora.scaling)
+    if magnitude is not None:
+        norm = torch.linalg.vector_norm(view, dim=1)
+        view.mul_((magnitude.to(view.dtype) / norm)[:, None])
+    return weight
+
+
+def _meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each family has its own: ImportError, ZeroDivisionError, KeyError
+        raise UserError(
+            f"model_type {config.model_type!r}", f"transformers cannot build it ({reason(error)})"
+        ) from error
+
+
+def _check_stored_twice(source: CheckpointSource, aliases: Mapping[str, list[str]]) -> None:
+    """Where a checkpoint stores a tied weight under two names, both are the same."""
+    for names in {tuple(names) for names in aliases.values() if len(names) > 1}:
+        first, *others = [name for name in names if source.shape(name) is not None]
+        if any(not torch.equal(source.read(first, None), source.read(name, None)) for name in others):
+            raise UserError(
+                f"{source.describe()}: {first} and {others[0]}",
+                "config.json ties them, but they differ",
+                "set tie_word_embeddings: false in config.json",
+            )
+
+
+def _shared(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
+    """A replaced base parameter is replaced under all the names that share it; LoRA sits on one name."""
+    by_name = dict(changes.by_name)
+    for name, change in changes.by_name.items():
+        if change.whole is None or change.is_own:
+            continue
+        for alias in aliases.get(name, [name]):
+            there = by_name.get(alias, Change())
+            if not there.is_own:
+                by_name[alias] = Change(change.whole, there.lora, there.bias)
+    return Changes(changes.file, by_name)
+
+
+def _alike(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
+    """Names that share a weight and are changed alike (PEFT's `ensure_weight_tying`) get one and the same change."""
+    by_name = dict(changes.by_name)
+    for first, *others in {tuple(names) for names in aliases.values() if len(names) > 1}:
+        if first in by_name and all(_is_same(changes, first, name) for name in others):
+            by_name |= dict.fromkeys(others, by_name[first])
+    return Changes(changes.file, by_name)
+
+
+def _is_same(changes: Changes, first: str, second: str) -> bool:
+    one, two = changes.by_name[first], changes.by_name.get(second, Change())
+    if (one.whole is None) != (two.whole is None) or (one.lora is None) != (two.lora is None):
+        return False
+    if one.whole and two.whole and not torch.equal(changes.read(one.whole), changes.read(two.whole)):
+        return False
+    if one.lora is None or two.lora is None:
+        return True
+    if one.lora.scaling != two.lora.scaling or one.lora.magnitude or two.lora.magnitude:
+        return False
+    pairs = []
+    for lora in (one.lora, two.lora):
+        a, b = changes.read(lora.a), changes.read(lora.b)
+        pairs.append((a.T, b.T) if lora.is_transposed else (b, a))  # left and right factor of what is stored
+    return all(torch.equal(x, y) for x, y in zip(*pairs, strict=True))
+
+
+def _untied_names(changes: Changes, aliases: Mapping[str, list[str]]) -> list[str]:
+    """Names that share one weight in the model and no longer do once the adapter is in it."""
+    groups = {tuple(names) for names in aliases.values() if len(names) > 1}
+    return sorted(name for names in groups if len({changes.by_name.get(n) for n in names}) > 1 for name in names)
+
+
+def _outputs(
+    source: CheckpointSource,
+    changes: Changes,
+    untied: list[str],
+    aliases: Mapping[str, list[str]],
+    dtype: torch.dtype | None,
+    kept_wide: set[str],
+) -> list[_Output]:
+    """Every tensor to write: what the checkpoint stores, under its names, and the new halves of untied weights."""
+
+    def type_of(name: str, stored: str) -> str:
+        is_cast = dtype is not None and stored in FLOATS and name not in kept_wide
+        return dtype_name(dtype) if is_cast and dtype is not None else stored
+
+    outputs = []
+    for name, pieces in source.stored.items():
+        if name in changes.by_name and not source.is_float(name):
+            raise UnsupportedError(f"{source.describe()}: {name}", "it holds integers, and the adapter changes it")
+        start = 0
+        for piece in pieces:
+            rows = None if len(pieces) == 1 else (start, start + piece.shape[0])
+            start += piece.shape[0] if piece.shape else 0
+            entry = Entry(piece.key, piece.shape, type_of(name, piece.dtype))
+            outputs.append(_Output(piece.file.name, entry, name, rows))
+    for name in untied:
+        if source.shape(name) is None:
+            twin = next(alias for alias in aliases[name] if source.shape(alias) is not None)
+            stored = source.stored[twin][0]
+            entry = Entry(name, stored.shape, type_of(name, stored.dtype))
+            outputs.append(_Output(stored.file.name, entry, name, None))
+    return outputs
+
+
+def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str], *, trust_remote_code: bool) -> None:
+    """transformers will load a new key under the name that it has."""
+    if not added:
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    for name in added:
+        found, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, dict.fromkeys(names, 1)
+        )
+        if found != name or pattern is not None:
+            raise UnsupportedError(name, f"it must be stored on its own now, and transformers would load it as {found}")
+
+
+def _names_kept_wide(model: Any) -> set[str]:
+    """Names of modules that transformers keeps in float32 in a half-precision model."""
+    parts = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    parts |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    return {name for name in model.state_dict() if parts & set(name.split("."))}
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Configuration, tokenizer, templates, licences, code: all that is not weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name in _COPIED_FOLDERS:
+            shutil.copytree(path, folder / path.name)
+        skip = path.suffix in _NOT_COPIED or path.name.endswith(".index.json") or path.name.lower() == "readme.md"
+        if path.is_file() and not skip and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, *, untie: bool) -> None:
+    stored = read_json(source / "config.json")
+    parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
+    for part in parts:
+        if untie:
+            part["tie_word_embeddings"] = False
+        if dtype is not None:
+            for key in [key for key in ("dtype", "torch_dtype") if key in part] or (
+                ["dtype"] if part is stored else []
+            ):
+                part[key] = str(dtype).removeprefix("torch.")
+    write_json_atomically(folder / "config.json", stored)
+
+
+def _write_weights(
+    folder: Path, outputs: list[_Output], source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]
+) -> dict[str, dict[str, str]]:
+    """File -> key -> SHA-256 of what was meant."""
+    by_key = {(o.file, o.entry.key): o for o in outputs}
+    meant = {}
+    for name in sorted({o.file for o in outputs}):
+
+        def read(entry: Entry, file: str = name) -> Tensor:
+            return _value(by_key[file, entry.key], source, changes, aliases)
+
+        with open_safetensors(source.folder / name) as file:
+            metadata = file.metadata() or {"format": "pt"}
+        meant[name] = write_stream(folder / name, [o.entry for o in outputs if o.file == name], read, metadata)
+    if (source.folder / INDEX).is_file():
+        write_json_atomically(folder / INDEX, _index(outputs))
+    return meant
+
+
+def _index(outputs: list[_Output]) -> dict[str, Any]:
+    total = {
+        "total_parameters": sum(math.prod(o.entry.shape) for o in outputs),
+        "total_size": sum(o.entry.num_bytes for o in outputs),
+    }
+    return {"metadata": total, "weight_map": {o.entry.key: o.file for o in outputs}}
+
+
+def _value(output: _Output, source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]) -> Tensor:
+    """The tensor to write, in its final type."""
+    change = changes.by_name.get(output.name, Change())
+    if change.whole is not None:
+        value = changes.read(change.whole)
+    elif change == Change() and output.rows is not None:
+        piece = next(p for p in source.stored[output.name] if p.key == output.entry.key)
+        with open_safetensors(piece.file) as file:
+            return _cast(file.get_tensor(piece.key).clone(), output)
+    else:
+        stored = next(a for a in aliases.get(output.name, [output.name]) if source.shape(a) is not None)
+        value = source.read(stored, None)
+    if lora := change.lora:
+        magnitude = changes.read(lora.magnitude) if lora.magnitude else None
+        value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
+    if change.bias is not None:
+        key, scaling = change.bias
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        value = value.to(wide).add_(changes.read(key).to(wide), alpha=scaling)
+    if output.rows is not None:
+        value = value[slice(*output.rows)]
+    value = _cast(value, output)
+    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
+        raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+    return value
+
+
+def _cast(value: Tensor, output: _Output) -> Tensor:
+    return value.to(FLOATS[output.entry.dtype]) if output.entry.dtype in FLOATS else value
+
+
+def _read_back(
+    folder: Path, outputs: list[_Output], meant: Mapping[str, Mapping[str, str]], *, trust_remote_code: bool
+) -> None:
+    """Every file holds what was meant, the index names all of it, and it is a whole checkpoint of its config.json."""
+    for name, digests in meant.items():
+        check_stream(folder / name, [o.entry for o in outputs if o.file == name], digests)
+    if (folder / INDEX).is_file() and read_json(folder / INDEX) != json.loads(json.dumps(_index(outputs))):
+        raise MeshloraError(f"{INDEX}: read back, it differs from what was written")
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    tied = check_checkpoint(model, CheckpointSource(folder, model), allow_unused=True)
+    stored = {o.name for o in outputs}
+    if shared := [
+        name
+        for name, names in tied.items()
+        if len(names) > 1 and set(names) <= stored and _differ(meant, names, outputs)
+    ]:
+        raise MeshloraError(f"{shared[0]}: its config.json still ties it to a weight that differs")
+
+
+def _differ(meant: Mapping[str, Mapping[str, str]], names: list[str], outputs: list[_Output]) -> bool:
+    return len({meant[o.file][o.entry.key] for o in outputs if o.name in names}) > 1
+
+
+def _narrowest(outputs: list[_Output]) -> torch.dtype:
+    types = {FLOATS[o.entry.dtype] for o in outputs if o.entry.dtype in FLOATS}
+    return max(types, key=lambda t: torch.finfo(t).eps)

@@ -1,0 +1,68 @@
+"""Initialisations that need a whole weight: PiSSA and OLoRA.
+
+Owns: the factors that are taken out of the base, and the base without them. Does not own: drawn factors
+(`adapter.initialization`).
+
+The weight is gathered over tp, the factors are computed once, on rank 0, and every rank gets the same bits: two ranks
+might not agree on the signs of singular vectors. Each then takes its own part of the product out of its own part of the
+weight. PEFT does the same each time that it loads such an adapter, and so do we.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshlora.errors import UnsupportedError
+from meshlora.parallel.collectives import all_gather, broadcast_in_place
+from meshlora.parallel.groups import Mesh
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.plan.layout import Split
+
+WHOLE_MATRIX = ("pissa", "olora")
+
+
+@torch.no_grad()
+def take_out_of_base(leaf: ParallelLinear, mesh: Mesh, *, init: str, r: int, scaling: float) -> dict[str, Tensor]:
+    """Take the principal part of rank r out of the weight of `leaf`; returns it, whole, as `{"A", "B"}` in float32.
+
+    pissa: the r largest singular values (Meng et al., 2024). olora: the first r columns of a QR (Büyükakyüz, 2024).
+    Collective: all ranks must call it.
+
+    Raises:
+        UnsupportedError: a weight that PEFT does not do it for either.
+    """
+    if leaf.weight.dtype == torch.float64:
+        raise UnsupportedError(f"init_lora_weights={init!r} in float64", "PEFT computes it in float32", "use float32")
+    if init == "olora" and leaf.rule.is_transposed:
+        raise UnsupportedError(f"olora on {leaf.rule.name}", "PEFT decomposes the transposed weight", "use pissa")
+    rule, tp = leaf.rule, mesh.tp
+    dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
+    whole = leaf.weight.detach()
+    if dim is not None and rule.layout is not None:
+        whole = rule.layout.join(list(all_gather(whole.unsqueeze(0), tp)), dim)
+    a = torch.empty(r, rule.in_features, device=mesh.device)
+    b = torch.empty(rule.out_features, r, device=mesh.device)
+    if mesh.rank == 0:
+        first, second = _factors(whole.float(), init=init, r=r, scaling=scaling)
+        a.copy_(first)
+        b.copy_(second)
+    for factor in (a, b):
+        broadcast_in_place(factor, mesh.world)
+    own_a, own_b = a, b
+    if dim == 0 and rule.layout is not None:
+        own_b = rule.layout.cut(b, 0, rank=tp.rank, size=tp.size)
+    elif dim == 1 and rule.layout is not None:
+        own_a = rule.layout.cut(a, 1, rank=tp.rank, size=tp.size)
+    leaf.weight.copy_(leaf.weight.float() - scaling * own_b @ own_a)
+    return {"A": a, "B": b}
+
+
+def _factors(weight: Tensor, *, init: str, r: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """(A `[r, in]`, B `[out, r]`) of a float32 weight `[out, in]`."""
+    if init == "olora":
+        q, upper = torch.linalg.qr(weight)
+        return upper[:r], q[:, :r]
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    roots = (values[:r] / scaling).sqrt()
+    return roots[:, None] * right[:r], left[:, :r] * roots

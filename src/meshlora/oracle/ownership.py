@@ -1,0 +1,61 @@
+"""Which rows and columns of the base's weights a rank holds: found by looking at the weights themselves.
+
+Owns: fingerprints of rows and columns, and where those of a rank are among those of the whole. Nothing here knows a
+layout: a row is known by its values, as a sequence is by its tokens. What a rank's activations and factors are compared
+with follows from what its weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+Prints = dict[str, Tensor]
+
+
+def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
+    """(rows, columns) of every weight of a base model: module -> int64 `[out]`, `[in]`."""
+    rows: Prints = {}
+    columns: Prints = {}
+    for name, module, weight in _weights(model):
+        matrix = weight.detach().double()
+        matrix = matrix.T if isinstance(module, Conv1D) else matrix.reshape(len(matrix), -1)
+        rows[name] = _prints(matrix)
+        columns[name] = _prints(matrix.T)
+    return rows, columns
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """(name in the model without adapters, module, weight)."""
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and ".lora_" not in path and ".modules_to_save." not in path:
+            yield path.replace(".base_layer", "").replace(".original_module", ""), module, weight
+
+
+def _prints(matrix: Tensor) -> Tensor:
+    """One number for each row: the sum of its bits times odd pseudo-random numbers, modulo 2^64; zeros give 0."""
+    bits = matrix.contiguous().view(torch.int64).cpu()
+    raw = np.random.PCG64(1).random_raw(bits.shape[1]).view(np.int64)
+    return (bits * torch.from_numpy(raw | 1)).sum(1)
+
+
+def places(local: Tensor, whole: Tensor, *, rank: int, size: int) -> Tensor | None:
+    """Where the rows with fingerprints `local` are among `whole`, int64; -1 for padding. None: that cannot be told.
+
+    Rows that are alike cannot be told apart; they are then taken to be the next in order, if all others are.
+    """
+    start = min(rank * len(local), len(whole))
+    stop = min(start + len(local), len(whole))
+    if torch.equal(local[: stop - start], whole[start:stop]) and not bool(local[stop - start :].any()):
+        return torch.cat([torch.arange(start, stop), torch.full((len(local) - stop + start,), -1)])
+    index: dict[int, int] = {}
+    for place, value in enumerate(whole.tolist()):
+        if index.setdefault(value, place) != place:
+            index[value] = -2
+    found = torch.tensor([index.get(value, -1 if value == 0 else -2) for value in local.tolist()])
+    return None if bool((found == -2).any()) else found

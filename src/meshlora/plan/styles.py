@@ -1,0 +1,73 @@
+"""transformers' own tensor-parallel plans, in our words.
+
+Owns: what each style of `config.base_model_tp_plan` means here. Does not own: families that need more
+(`plan.explicit`), and what follows (`plan.rules`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from meshlora.errors import UnsupportedError
+from meshlora.plan.explicit import COLUMN, ROW, WHOLE, FamilyPlan, Leaf, explicit_plan
+
+_LEAVES = {
+    "colwise": COLUMN,
+    "rowwise": ROW,
+    "replicated_with_grad_allreduce": WHOLE,
+    "mla_kv_a_proj": WHOLE,
+}
+# A block with one of these is kept whole on every rank: transformers gathers inside it.
+_GATHERS = {"colwise_gather_output", "rowwise_split_input"}
+
+
+def family_plan(model: Any, layers_name: str, layers: nn.ModuleList) -> FamilyPlan:
+    """Our plan of the family where there is one, else what transformers says; empty where nobody says anything.
+
+    Raises:
+        UnsupportedError: the plan has a style that is not known; an explicit plan names what is not there.
+    """
+    model_type = model.config.model_type
+    if (family := explicit_plan(model.config)) is not None:
+        there = {name for layer in layers for name, _ in layer.named_modules()}
+        if not there & family.leaves.keys():
+            raise UnsupportedError(f"model_type {model_type!r}", "its layers are not those of its plan", "use tp=1")
+        return family
+    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    inside = _inside_layers(plan, f"{model.base_model_prefix}.", layers_name)
+    paths = {path for layer in layers for path, _ in layer.named_modules()}
+    inside = {key: style for key, style in inside.items() if any(re.fullmatch(_regex(key), path) for path in paths)}
+    unknown = sorted(set(inside.values()) - _LEAVES.keys() - _GATHERS)
+    if unknown:
+        raise UnsupportedError(
+            f"model_type {model_type!r}", f"its plan has styles that are not supported yet: {unknown}", "use tp=1"
+        )
+    gathering = {_block(path) for path, style in inside.items() if style in _GATHERS}
+    leaves: dict[str, Leaf] = {}
+    for layer in layers:
+        for path, module in layer.named_modules():
+            style = next((s for pattern, s in inside.items() if re.fullmatch(_regex(pattern), path)), None)
+            if style is None or _block(path) in gathering:
+                continue
+            leaf = _LEAVES[style]
+            if leaf is not WHOLE or isinstance(module, nn.Linear):  # norms need no word
+                leaves[path] = leaf
+    return FamilyPlan(leaves)
+
+
+def _inside_layers(plan: dict[str, str], prefix: str, layers_name: str) -> dict[str, str]:
+    """The entries about decoder layers, relative to one: `layers.*.mlp.up_proj` -> `mlp.up_proj`."""
+    start = f"{layers_name}.*."
+    full = {f"{prefix}{key}": style for key, style in plan.items()}
+    return {key.removeprefix(start): style for key, style in full.items() if key.startswith(start)}
+
+
+def _regex(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*", r"\d+")
+
+
+def _block(path: str) -> str:
+    return path.partition(".")[0]

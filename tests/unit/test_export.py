@@ -1,0 +1,240 @@
+"""Adapters in PEFT's and in microsoft/LoRA's form: the same update of the weights, both ways, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from meshlora.adapter import export as export_module
+from meshlora.adapter.export import export, import_loralib
+from meshlora.cli import main
+from meshlora.errors import MeshloraError, UnsupportedError, UserError
+from tests.unit.test_merge import assert_merged, make_adapter, make_model, one_error, peft_logits
+
+HIDDEN, R = 64, 4
+
+
+def make_pieces(model: Path, folder: Path, enabled: tuple[bool, bool, bool] = (True, False, True)) -> Path:
+    """An adapter on pieces of GPT-2's c_attn = [Q|K|V], in block form."""
+    k = sum(enabled)
+    names = [name for name, on in zip("qkv", enabled, strict=True) if on]
+    lora = {
+        "target_modules": ["c_attn"],
+        "r": R,
+        "rank_pattern": {"c_attn": k * R},
+        "alpha_pattern": {"c_attn": k * 12},
+    }
+    make_adapter(model, folder, **lora)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for key in [key for key in tensors if "lora_B" in key]:
+        mask = torch.zeros_like(tensors[key])
+        for j, name in enumerate(names):
+            start = "qkv".index(name) * HIDDEN
+            mask[start : start + HIDDEN, j * R : (j + 1) * R] = 1
+        tensors[key] = tensors[key] * mask
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "meshlora.json").write_text(json.dumps({"pieces": {"c_attn": names}}))
+    return folder
+
+
+def merged_linear(a: Tensor, b: Tensor, enable_lora: list[bool]) -> Tensor:
+    """`MergedLinear.merge_AB` of microsoft/LoRA (loralib/layers.py), written out: the update `[out, in]` over s."""
+    delta = F.conv1d(a.unsqueeze(0), b.unsqueeze(-1), groups=sum(enable_lora)).squeeze(0)
+    size = b.shape[0] // sum(enable_lora)
+    rows = torch.zeros(len(enable_lora), size, dtype=torch.bool)
+    rows[torch.tensor(enable_lora)] = True
+    whole = torch.zeros(len(enable_lora) * size, a.shape[1])
+    whole[rows.view(-1)] = delta
+    return whole
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("gpt2") / "model", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
+
+
+@pytest.mark.parametrize("enabled", [(True, False, True), (True, True, True), (False, True, False)])
+def test_pieces_become_a_merged_linear_with_the_same_update(
+    enabled: tuple[bool, bool, bool], gpt2: Path, tmp_path: Path
+) -> None:
+    adapter = make_pieces(gpt2, tmp_path / "adapter", enabled)
+    assert main(["export", str(adapter), "--layout", "loralib", "--out", str(tmp_path / "lora.safetensors")]) == 0
+    state, ours = load_file(tmp_path / "lora.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    with safe_open(tmp_path / "lora.safetensors", "pt") as file:
+        metadata = json.loads(file.metadata()["loralib"])
+    k = sum(enabled)
+    assert (metadata["r"], metadata["lora_alpha"]) == (R, 12)
+    for layer in range(2):
+        module = f"transformer.h.{layer}.attn.c_attn"
+        a, b = state[f"{module}.lora_A"], state[f"{module}.lora_B"]
+        assert (a.shape, b.shape) == ((R * k, HIDDEN), (HIDDEN * k, R))
+        assert metadata["enable_lora"][module] == list(enabled)
+        expected = ours[f"base_model.model.{module}.lora_B.weight"] @ ours[f"base_model.model.{module}.lora_A.weight"]
+        torch.testing.assert_close(merged_linear(a, b, list(enabled)), expected, rtol=1e-6, atol=1e-7)
+    assert (
+        main(["export", str(tmp_path / "lora.safetensors"), "--layout", "peft", "--out", str(tmp_path / "back")]) == 0
+    )
+    back = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert back.keys() == ours.keys()
+    assert all(torch.equal(back[key], ours[key]) for key in ours)
+    assert torch.equal(peft_logits(gpt2, tmp_path / "back"), peft_logits(gpt2, adapter))
+    assert (tmp_path / "back" / "meshlora.json").exists()
+
+
+def test_plain_adapter_with_patterns_and_biases_survives_both_ways(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2")
+    adapter = make_adapter(
+        model,
+        tmp_path / "adapter",
+        target_modules=["q_proj", "k_proj", "up_proj"],
+        use_rslora=True,
+        rank_pattern={"k_proj": 2},
+        alpha_pattern={"layers.1.self_attn.q_proj": 3},
+        bias="lora_only",
+    )
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    state = load_file(tmp_path / "lora.safetensors")
+    assert state["model.layers.0.self_attn.k_proj.lora_A"].shape[0] == 2
+    assert "model.layers.0.self_attn.q_proj.bias" in state
+    import_loralib(tmp_path / "lora.safetensors", tmp_path / "back")
+    expected = peft_logits(model, adapter)
+    assert (peft_logits(model, tmp_path / "back") - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_embedding_survives_both_ways(llama: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    import_loralib(tmp_path / "lora.safetensors", tmp_path / "back")
+    assert torch.equal(peft_logits(llama, tmp_path / "back"), peft_logits(llama, adapter))
+
+
+def test_file_of_microsoft_lora_needs_alpha_and_pieces(gpt2: Path, tmp_path: Path) -> None:
+    adapter = make_pieces(gpt2, tmp_path / "adapter")
+    export(adapter, tmp_path / "ours.safetensors", "loralib")
+    theirs = tmp_path / "theirs.safetensors"
+    save_file(load_file(tmp_path / "ours.safetensors"), theirs)
+    with pytest.raises(UserError, match="--lora-alpha"):
+        import_loralib(theirs, tmp_path / "back")
+    with pytest.raises(UserError, match="--enable-lora"):
+        import_loralib(theirs, tmp_path / "back", lora_alpha=12)
+    line = ["export", str(theirs), "--layout", "peft", "--out", str(tmp_path / "back")]
+    assert main([*line, "--lora-alpha", "12", "--enable-lora", "1,0,1"]) == 0
+    assert torch.equal(peft_logits(gpt2, tmp_path / "back"), peft_logits(gpt2, adapter))
+
+
+def test_peft_layout_drops_our_file_and_changes_no_tensor(gpt2: Path, tmp_path: Path) -> None:
+    adapter = make_pieces(gpt2, tmp_path / "adapter")
+    export(adapter, tmp_path / "plain", "peft")
+    assert sorted(p.name for p in (tmp_path / "plain").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert torch.equal(peft_logits(gpt2, tmp_path / "plain"), peft_logits(gpt2, adapter))
+    export(tmp_path / "plain", tmp_path / "again", "peft")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_pieces_merge_as_any_adapter_does(gpt2: Path, tmp_path: Path) -> None:
+    assert_merged(gpt2, make_pieces(gpt2, tmp_path / "adapter"), tmp_path / "out")
+
+
+def test_adapter_that_is_not_zero_outside_of_its_pieces_is_refused(gpt2: Path, tmp_path: Path) -> None:
+    adapter = make_pieces(gpt2, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    key = next(key for key in tensors if "lora_B" in key)
+    tensors[key][HIDDEN, 0] = 1
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    for layout, out in (("peft", "out"), ("loralib", "out.safetensors")):
+        with pytest.raises(UserError, match="not zero outside"):
+            export(adapter, tmp_path / out, layout)
+
+
+def test_interleaved_pieces_are_not_for_loralib(gpt2: Path, tmp_path: Path) -> None:
+    def interleaved(module: str, out_features: int) -> dict[str, Tensor]:
+        return {name: torch.arange(i, out_features, 3) for i, name in enumerate("qkv")}
+
+    adapter = make_pieces(gpt2, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key in [key for key in tensors if "lora_B" in key]:
+        whole = tensors[key]
+        # [Q|K|V] -> q k v q k v …
+        tensors[key] = whole.view(3, HIDDEN, -1).transpose(0, 1).reshape(whole.shape).contiguous()
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    export(adapter, tmp_path / "plain", "peft", piece_rows=interleaved)
+    with pytest.raises(UnsupportedError, match="not equal blocks"):
+        export(adapter, tmp_path / "lora.safetensors", "loralib", piece_rows=interleaved)
+
+
+@pytest.mark.parametrize(
+    ("lora", "word"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ],
+)
+def test_what_loralib_does_not_know_is_refused(lora: dict[str, Any], word: str, llama: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"], **lora)
+    with pytest.raises(UnsupportedError, match=word):
+        export(adapter, tmp_path / "lora.safetensors", "loralib")
+
+
+def test_file_that_reads_back_differently_is_not_left(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"])
+    honest = export_module.save_file
+
+    def lossy(tensors: dict[str, Tensor], *arguments: Any, **options: Any) -> None:
+        honest({key: tensor.half().float() for key, tensor in tensors.items()}, *arguments, **options)
+
+    monkeypatch.setattr(export_module, "save_file", lossy)
+    monkeypatch.setattr("meshlora.adapter.peft_format.save_file", lossy)
+    before = sorted(tmp_path.rglob("*"))
+    for layout, out in (("peft", "out"), ("loralib", "out.safetensors")):
+        with pytest.raises(MeshloraError, match="read back"):
+            export(adapter, tmp_path / out, layout)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_mistakes_say_what_to_do(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"])
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    torch.save(load_file(tmp_path / "lora.safetensors"), tmp_path / "lora.bin")
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "lora.safetensors").read_bytes()[:-40])
+    new, lora = str(tmp_path / "new"), str(tmp_path / "lora.safetensors")
+    cases: list[tuple[list[str], tuple[str, ...]]] = [
+        ([str(tmp_path / "nowhere"), "--layout", "peft", "--out", new], ("nowhere", "no such folder")),
+        ([str(adapter), "--layout", "peft", "--out", str(adapter)], ("there already",)),
+        ([str(adapter), "--layout", "loralib", "--out", new], (".safetensors",)),
+        ([str(adapter), "--layout", "loralib", "--out", lora], ("there already",)),
+        ([str(adapter), "--layout", "peft", "--out", new, "--lora-alpha", "3"], ("--lora-alpha", "leave out")),
+        ([str(tmp_path / "lora.bin"), "--layout", "peft", "--out", new], ("pickled", "save_file", "convert")),
+        ([str(tmp_path / "other.safetensors"), "--layout", "peft", "--out", new, "--lora-alpha", "3"], ("lora_A",)),
+        ([str(tmp_path / "cut.safetensors"), "--layout", "peft", "--out", new], ("damaged",)),
+        ([lora, "--layout", "loralib", "--out", new], ("--layout peft",)),
+        ([lora, "--layout", "peft", "--out", new, "--enable-lora", "q"], ("--enable-lora", "1,0,1")),
+        ([lora, "--layout", "peft", "--out", new, "--lora-alpha", "-1"], ("lora_alpha", "above 0")),
+    ]
+    capfd.readouterr()
+    for line, words in cases:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["export", *line]) == 2, line
+        message = one_error(*capfd.readouterr())
+        assert not [word for word in words if word not in message], message
+        assert sorted(tmp_path.rglob("*")) == before
