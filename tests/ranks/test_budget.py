@@ -12,8 +12,12 @@ from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshlora
+from meshlora.adapter.manage import runtime
+from meshlora.oracle.capture import CollectiveCounter
+from meshlora.plan.budget import micro_batch_budget
+from meshlora.plan.layout import Split
 from meshlora.plan.twin import twin_config
-from meshlora.train.losses import summed_cross_entropy
+from meshlora.train.losses import language_model_loss, summed_cross_entropy
 from tests.pool import Pool
 
 BUDGET = {
@@ -66,6 +70,51 @@ def test_a_layer_costs_what_the_frozen_base_costs(topology: str, with_lora: bool
         phase: {kind: (four[phase][kind] - two[phase].get(kind, 0)) / 2 for kind in four[phase]} for phase in four
     }
     assert {phase: {k: n for k, n in counts.items() if n} for phase, counts in per_layer.items()} == BUDGET[topology]
+
+
+def _count_micro_batch(
+    family: str, topology: str, options: dict[str, Any]
+) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
+    """(what a micro-batch from tokens to gradients takes, what the plan says), by phase and kind."""
+    # The embedding is trained: below a frozen one nothing flows back, and the first layer saves a call.
+    whole = {} if "target_modules" in options else {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}
+    lora = LoraConfig(**{"init_lora_weights": False, **whole, **options})
+    model = meshlora.load(twin_config(family), lora=lora, topology=topology)
+    ids = torch.arange(3, 35).view(2, 16)
+    counter = CollectiveCounter()
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "forward"), prepend=True),
+        model.register_forward_hook(lambda *_: setattr(counter, "phase", "loss")),
+    ]
+    with counter:
+        loss = language_model_loss(model, ids, None, ids.roll(-1, 1))
+        counter.phase = "backward"
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    plan = runtime(model).plan
+    rows = sum(rule.split is Split.ROW for rule in plan.linears.values()) if options.get("use_dora") else 0
+    budget = micro_batch_budget(plan, scaled_rows=rows)
+    return dict(counter.counts), {key: n for key, n in budget.items() if n}
+
+
+@pytest.mark.parametrize("topology", ["tp=2", "tp=2,sp"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("llama", {}, id="llama"),
+        pytest.param("llama", {"use_dora": True}, id="dora"),
+        pytest.param("llama", {"target_modules": ["lm_head", "embed_tokens"]}, id="embedding_and_head"),
+        pytest.param("olmo2", {}, id="wide_norms"),
+        pytest.param("olmo_hybrid", {}, id="whole_regions"),
+    ],
+)
+def test_a_micro_batch_costs_what_the_plan_says(
+    family: str, options: dict[str, Any], topology: str, pools: Callable[[int], Pool]
+) -> None:
+    """Layers, embedding, head and loss: the whole of it, and no call less than planned either."""
+    for counted, budget in pools(2).run(_count_micro_batch, family, topology, options):
+        assert counted == budget
 
 
 def _count_step(topology: str) -> dict[str, int]:

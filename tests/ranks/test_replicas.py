@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +20,11 @@ import meshlora.train.run
 from meshlora.adapter.manage import active_factors, runtime
 from meshlora.config import read_run
 from meshlora.plan.grads import FactorRule
+from meshlora.plan.layout import Layout
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.train.prepare import prepare
-from meshlora.train.replicas import check_replicas, find_drifts, fingerprint, position_weights
+from meshlora.train.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool
 from tests.ranks.test_budget import CommCounter
@@ -90,11 +91,15 @@ def test_order_of_chunks_counts_and_the_last_may_be_short(dtype: torch.dtype) ->
 
 
 def _verdict(
-    topology: str, faults: dict[int, tuple[str, Callable[[Tensor], None]]], dtype: str, family: str
+    topology: str,
+    faults: dict[int, tuple[str, Callable[[Tensor], None]]],
+    dtype: str,
+    family: str,
+    shape: dict[str, int],
 ) -> tuple[str, Counter[str]]:
     """(what the check says, its collectives) with `faults[rank] = (factor, change)`."""
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = meshlora.load(twin_config(family), lora=lora, topology=topology, dtype=dtype)
+    model = meshlora.load(twin_config(family, **shape), lora=lora, topology=topology, dtype=dtype)
     factors = {factor.name: factor.parameter for factor in active_factors(model)}
     if (rank := runtime(model).mesh.rank) in faults:
         name, change = faults[rank]
@@ -108,9 +113,11 @@ def _verdict(
     return said, counter.counts
 
 
-def _agreed(pool: Pool, topology: str, faults: dict[int, Any], *, dtype: str = "float32", family: str = "llama") -> str:
+def _agreed(
+    pool: Pool, topology: str, faults: dict[int, Any], *, dtype: str = "float32", family: str = "llama", **shape: Any
+) -> str:
     """What the check says, the same on every rank, for one collective."""
-    (said, counts), *others = pool.run(_verdict, topology, faults, dtype, family)
+    (said, counts), *others = pool.run(_verdict, topology, faults, dtype, family, shape)
     assert all(other == (said, counts) for other in others)
     assert counts == {"allgather": 1}
     return said
@@ -123,7 +130,7 @@ def test_equal_copies_pass_for_one_collective(topology: str, pools: Callable[[in
 
 def test_one_process_has_no_copies_and_does_nothing() -> None:
     with mock.patch("meshlora.train.replicas.fingerprint", side_effect=AssertionError("work for nothing")):
-        assert _verdict("", {}, "float32", "llama") == ("", Counter())
+        assert _verdict("", {}, "float32", "llama", {}) == ("", Counter())
 
 
 @pytest.mark.parametrize("change", [_flip_last_bit, _swap_two_elements])
@@ -172,20 +179,56 @@ def test_first_of_several_is_named_and_all_are_counted(pools: Callable[[int], Po
 
 
 def test_factor_of_a_whole_linear_agrees_over_tp_too(pools: Callable[[int], Pool]) -> None:
-    """B of an attention that is kept whole: split in most families, a copy on each rank in this one."""
-    said = _agreed(pools(2), "tp=2", {1: (COLUMN_B, _flip_last_bit)}, family="olmo2")
-    assert f"{COLUMN_B} must be the same to the bit over tp" in said
+    """B of a mixer that is kept whole: a split attention has a part of it on each rank, this one a copy."""
+    name = f"{LAYER}.linear_attn.q_proj.lora_B"
+    said = _agreed(pools(2), "tp=2", {1: (name, _flip_last_bit)}, family="olmo_hybrid")
+    assert f"{name} must be the same to the bit over tp" in said
+
+
+KV_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "num_attention_heads": 8}
+KV_B = f"{LAYER}.self_attn.v_proj.lora_B"
+
+
+def test_kv_head_that_two_of_four_ranks_hold_is_compared_between_them(pools: Callable[[int], Pool]) -> None:
+    assert _agreed(pools(4), "tp=4", {}, **KV_HEADS) == ""
+    said = _agreed(pools(4), "tp=4", {3: (KV_B, _flip_last_bit)}, **KV_HEADS)
+    where = "tp (key/value heads)"
+    assert f"{KV_B} must be the same to the bit over {where}, and differs over {where}: " in said
+    assert "rank 2 against rank 3, without a majority; drifted are 1 of 28" in said
+
+
+def test_kv_heads_of_different_ranks_may_differ(pools: Callable[[int], Pool]) -> None:
+    """Both copies of the second head are changed alike."""
+    assert _agreed(pools(4), "tp=4", dict.fromkeys((2, 3), (KV_B, _negate)), **KV_HEADS) == ""
 
 
 def test_axes_come_from_the_rule_and_the_topology() -> None:
-    whole, split = FactorRule(None, frozenset({"dp", "tp"})), FactorRule(0, frozenset({"dp"}))
+    rules = FactorRule(None, frozenset({"dp", "tp"})), FactorRule(0, frozenset({"dp"}), layout=Layout.plain(6))
     # No two ranks hold equal copies, and the second sum alone tells it.
     everyone = torch.stack([torch.zeros(6, 2, dtype=torch.int64), torch.arange(6).view(6, 1).expand(6, 2)], dim=2)
     found = {
-        topology: [sorted(drift.axes) for drift in find_drifts(everyone, [whole, split], Topology.parse(topology))]
-        for topology in ("dp=6", "tp=6", "dp=2,tp=3")
+        topology: [sorted(drift.axes) for drift in find_drifts(everyone, _replicas(rules, topology), topology)]
+        for topology in (Topology(dp=6), Topology(tp=6), Topology(dp=2, tp=3))
     }
-    assert found == {"dp=6": [["dp"], ["dp"]], "tp=6": [["tp"]], "dp=2,tp=3": [["dp", "tp"], ["dp"]]}
+    assert list(found.values()) == [[["dp"], ["dp"]], [["tp"]], [["dp", "tp"], ["dp"]]]
+
+
+def _replicas(rules: Iterable[FactorRule], topology: Topology) -> list[frozenset[str]]:
+    """Along which axes each parameter has copies."""
+    segments = [segment for rule in rules for segment in rule.segments(rank=0, size=topology.tp)]
+    return [replicated_over(segment, topology) for segment in segments]
+
+
+def test_axes_of_rows_that_several_tp_ranks_hold_are_their_own() -> None:
+    """Six tp ranks and two heads: ranks 0 to 2 hold one, 3 to 5 the other."""
+    rule = FactorRule(0, frozenset({"dp"}), layout=Layout.plain(2, 4, can_replicate=True))
+    topology = Topology(tp=6)
+    (axes,) = _replicas([rule], topology)
+    assert axes == {"kv/3"}
+    alike = torch.tensor([0, 0, 0, 1, 1, 1]).view(6, 1, 1).expand(6, 1, 2)
+    assert find_drifts(alike, [axes], topology) == []
+    across = torch.tensor([0, 0, 1, 1, 1, 1]).view(6, 1, 1).expand(6, 1, 2)
+    assert [drift.axes for drift in find_drifts(across, [axes], topology)] == [{"kv/3"}]
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------

@@ -36,7 +36,12 @@ def test_interleaved_per_group_with_fewer_groups_than_ranks_replicates_k_and_v()
     """Falcon's newer decoders: [q q k v] of group 0, then of group 1; on four ranks each group lies on two."""
     layout = Layout((Piece("q", 4, 1), Piece("k", 2, 1, True), Piece("v", 2, 1, True)), groups=2)
     assert layout.rows(rank=0, size=2).tolist() == [0, 1, 2, 3]
-    assert [layout.rows(rank=rank, size=4).tolist() for rank in range(4)] == [[0, 2, 3], [1, 2, 3], [4, 6, 7], [5, 6, 7]]
+    assert [layout.rows(rank=rank, size=4).tolist() for rank in range(4)] == [
+        [0, 2, 3],
+        [1, 2, 3],
+        [4, 6, 7],
+        [5, 6, 7],
+    ]
     assert {run.piece: run.copies for run in layout.runs(rank=3, size=4)} == {"q": 1, "k": 2, "v": 2}
 
 

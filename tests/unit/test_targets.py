@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from meshlora.adapter.targets import check_supported, resolve_targets
+from meshlora.adapter.targets import check_supported, resolve_targets, trained_parameters
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.rules import plan_model
 from meshlora.plan.topology import Topology
@@ -34,10 +34,12 @@ CHOICES: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj", "v_proj"],
         "alpha_pattern": {"self_attn.q_proj": 32, r"layers.1.self_attn.v_proj": 5},
     },
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     "rslora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "rank_pattern": {"v_proj": 2}},
 }
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's, about merging
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) -> None:
@@ -60,13 +62,11 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("use_dora", True),
         ("lora_dropout", 0.1),
-        ("bias", "all"),
-        ("modules_to_save", ["lm_head"]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("init_lora_weights", "pissa"),
-        ("fan_in_fan_out", True),
+        ("init_lora_weights", "eva"),
+        ("init_lora_weights", "corda"),
+        ("use_qalora", True),
         ("layer_replication", [(0, 1)]),
         ("trainable_token_indices", [1]),
         ("lora_bias", True),
@@ -78,6 +78,59 @@ def test_option_that_would_not_be_followed_is_refused_by_name(option: str, value
     setattr(config, option, value)
     with pytest.raises(UnsupportedError, match=option):
         check_supported(config)
+
+
+def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
+    """(targets, what is trained of the base)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(twin_config(family))
+    plan, config = plan_model(model, Topology()), LoraConfig(**options)
+    targets = resolve_targets(model, plan, config)
+    return list(targets), trained_parameters(model, plan, config, targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": ["q_proj"], "bias": "some"}, "bias"),
+        ({"target_modules": ["q_proj"], "use_dora": True, "init_lora_weights": "pissa"}, "use_dora"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora on the embedding"),
+        ({"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"}, "'pissa' on the embedding"),
+        ({"target_modules": ["norm"]}, "LoRA on LlamaRMSNorm"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "did you mean 'lm_head'"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "target_modules"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "whole block"),
+    ],
+)
+def test_what_two_options_would_do_together_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        _resolved("llama", **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
+        ("llama", {"modules_to_save": ["norm"]}),  # PEFT looks at how names end, and so takes all of them
+        ("llama", {"modules_to_save": ["0.self_attn.q_proj"]}),  # the other layer's keeps its adapter
+        ("gpt2", {"modules_to_save": ["ln_f"], "fan_in_fan_out": True}),
+        ("qwen2", {"bias": "all"}),
+        ("qwen2", {"bias": "lora_only"}),
+        ("gpt_neox_japanese", {"bias": "all"}),  # one is called dense_bias
+    ],
+)
+def test_what_is_trained_of_the_base_is_what_peft_trains(family: str, options: dict[str, Any]) -> None:
+    targets = "all-linear" if "bias" in options else None
+    _, ours = _resolved(family, target_modules=targets or _some_linear(family), **options)
+    model = AutoModelForCausalLM.from_config(twin_config(family))
+    peft = get_peft_model(model, LoraConfig(target_modules=targets or _some_linear(family), **options))
+    theirs = [name for name, parameter in peft.named_parameters() if parameter.requires_grad and ".lora_" not in name]
+    plain = [name.replace(".modules_to_save.default", "").replace(".base_layer", "") for name in theirs]
+    assert sorted(ours) == sorted(name.removeprefix("base_model.model.") for name in plain)
+
+
+def _some_linear(family: str) -> list[str]:
+    return ["c_attn"] if family == "gpt2" else ["q_proj"]
 
 
 def test_config_of_the_caller_is_not_changed() -> None:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from meshlora.oracle.capture import Capture, MicroBatchCapture
 from meshlora.oracle.judge import _relative
+from meshlora.oracle.ownership import fingerprints, places
+from meshlora.oracle.pieces import in_pieces, mask_of, rows_of
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (
     Layout,
+    Ownership,
     Piece,
     ShapeError,
     Tokens,
@@ -105,7 +109,8 @@ def _pieces(ranks: list[Trace], topology: str, name: str = "m") -> tuple[list[Pi
     found = canonical(reference, tokens, "forward", name)
     assert found is not None
     rows = [tokens.rows(trace.micro_batches) for trace in ranks]
-    return token_pieces(ranks, rows, Topology.parse(topology), "forward", name, *found), found[0]
+    ownership = Ownership(ranks, reference, Topology.parse(topology))
+    return token_pieces(ranks, rows, ownership, "forward", name, *found), found[0]
 
 
 def test_canonical_order_leaves_padding_out() -> None:
@@ -141,7 +146,8 @@ def _flat_pieces(ranks: list[Trace]) -> tuple[list[Piece], Tensor]:
     assert found is not None
     assert found[1] == Layout(1)
     rows = [tokens.rows(trace.micro_batches) for trace in ranks]
-    return token_pieces(ranks, rows, Topology.parse("tp=2,sp"), "forward", "m", *found), found[0]
+    ownership = Ownership(ranks, reference, Topology.parse("tp=2,sp"))
+    return token_pieces(ranks, rows, ownership, "forward", "m", *found), found[0]
 
 
 def test_sequences_of_dp_ranks_are_put_together_and_a_missing_one_is_seen() -> None:
@@ -153,7 +159,8 @@ def test_sequences_of_dp_ranks_are_put_together_and_a_missing_one_is_seen() -> N
     assert _relative(pieces, whole) == 0
     assert not is_complete(pieces[:1], whole)
     assert _relative(pieces[:1], whole) == math.inf
-    assert _relative([*pieces, pieces[0]], whole) == math.inf  # and one that is there twice
+    twice = Piece(1, pieces[0].copy, pieces[0].values * 1.5, pieces[0].rows)
+    assert _relative([*pieces, twice], whole) > 0.1  # what is there twice is compared twice
 
 
 def test_swapped_slices_are_different() -> None:
@@ -178,11 +185,12 @@ def test_layouts_are_told_by_the_tokens() -> None:
 
 def test_a_part_that_cannot_be_one_is_an_error() -> None:
     whole = torch.ones(8, 6)
+    ownership = Ownership([Trace(), Trace()], Trace(), Topology(tp=2))
     for shape in [(8, 4), (4, 3), (8, 6, 1), (3, 6)]:
         with pytest.raises(ShapeError):
-            factor_pieces([{"f": torch.ones(shape)}] * 2, Topology(tp=2), "f", whole)
+            factor_pieces([{"f": torch.ones(shape)}] * 2, ownership, "f", whole)
     with pytest.raises(ShapeError, match="rank 1 has no f"):
-        factor_pieces([{"f": whole}, {}], Topology(tp=2), "f", whole)
+        factor_pieces([{"f": whole}, {}], ownership, "f", whole)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -201,3 +209,123 @@ def test_worst_copy_counts_not_the_mean_of_copies() -> None:
     whole = torch.ones(4)
     pieces = [Piece(0, (0,), whole), Piece(1, (1,), whole * 1.5)]
     assert _relative(pieces, whole) == pytest.approx(0.5)
+
+
+def _weight(rows: int, columns: int = 4) -> Tensor:
+    return torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def _model(weight: Tensor) -> nn.Module:
+    """A model whose one linear is `m`."""
+    model, linear = nn.Module(), nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight)
+    model.m = linear
+    return model
+
+
+def _held(weight: Tensor, *indices: list[int]) -> tuple[Ownership, list[Trace]]:
+    """An ownership of ranks that hold the rows `indices[rank]` of `weight`, -1 for padding, and their traces."""
+
+    def trace(weight: Tensor) -> Trace:
+        rows, columns = fingerprints(_model(weight))
+        return Trace(rows=rows, columns=columns)
+
+    padded = torch.cat([weight, torch.zeros(1, weight.shape[1], dtype=weight.dtype)])
+    ranks = [trace(padded[index]) for index in indices]
+    return Ownership(ranks, trace(weight), Topology(tp=len(ranks))), ranks
+
+
+# [Q|K|V] of 4 query heads and 2 key/value heads of one row each: on 2 ranks, and on 4, where two share a k and a v.
+FUSED = ([0, 1, 4, 6], [2, 3, 5, 7])
+SHARED = ([0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7])
+PADDED = ([0, 1, 2], [3, 4, 5], [6, 7, -1])
+
+
+@pytest.mark.parametrize("held", [FUSED, SHARED, PADDED], ids=["fused", "shared", "padded"])
+def test_rows_that_a_rank_holds_are_found_by_content(held: tuple[list[int], ...]) -> None:
+    ownership, _ = _held(_weight(8), *held)
+    for rank, index in enumerate(held):
+        assert ownership.index(rank, "m", "rows", len(index), 8, "").tolist() == index
+    whole = _weight(8, 2)
+    padded = torch.cat([whole, torch.full((1, 2), 0.5, dtype=whole.dtype)])  # what is in the padding is nobody's
+    factors = [{"m.lora_B": padded[index]} for index in held]
+    pieces = factor_pieces(factors, ownership, "m.lora_B", whole)
+    assert [piece.index.tolist() for piece in pieces] == [[i for i in index if i >= 0] for index in held]  # type: ignore[union-attr]
+    assert is_complete(pieces, whole)
+    assert _relative(pieces, whole) == 0
+
+
+def test_shared_rows_that_differ_between_ranks_are_seen() -> None:
+    ownership, _ = _held(_weight(8), *SHARED)
+    whole = _weight(8, 2)
+    factors = [{"m.lora_B": whole[index].clone()} for index in SHARED]
+    factors[1]["m.lora_B"][1] *= 2
+    pieces = factor_pieces(factors, ownership, "m.lora_B", whole)
+    assert _relative(pieces, whole) > 0.1
+
+
+def test_factor_rows_that_do_not_go_with_the_base_are_different() -> None:
+    ownership, _ = _held(_weight(8), *FUSED)
+    whole = _weight(8, 2)
+    pieces = factor_pieces([{"m.lora_B": part} for part in whole.chunk(2)], ownership, "m.lora_B", whole)
+    assert _relative(pieces, whole) > 0.1
+
+
+def test_outputs_follow_the_rows_of_the_weight() -> None:
+    ownership, ranks = _held(_weight(4), [0, 2], [1, 3])
+    for rank, index in enumerate(([0, 2], [1, 3])):
+        for micro in (_micro(A, B, length=3), _micro(C, length=4)):
+            micro.forward["m"] = _output(micro)[..., index]
+            ranks[rank].micro_batches.append(micro)
+    reference = _reference()
+    tokens = Tokens(reference)
+    found = canonical(reference, tokens, "forward", "m")
+    assert found is not None
+    rows = [tokens.rows(trace.micro_batches) for trace in ranks]
+    pieces = token_pieces(ranks, rows, ownership, "forward", "m", *found)
+    assert _relative(pieces, found[0]) == 0
+
+
+def test_columns_of_a_transposed_weight_are_its_inputs() -> None:
+    plain, transposed, conv = _model(_weight(6)), nn.Module(), Conv1D(6, 4)
+    conv.weight = nn.Parameter(_weight(6).T)
+    transposed.m = conv
+    assert all(torch.equal(a["m"], b["m"]) for a, b in zip(fingerprints(plain), fingerprints(transposed), strict=True))
+
+
+def test_rows_that_are_alike_are_taken_in_order_or_not_told() -> None:
+    weight = _weight(6)
+    weight[1] = weight[4]
+    whole = fingerprints(_model(weight))[0]["m"]
+    assert places(whole[:3], whole, rank=0, size=2).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+    assert places(whole[[0, 2, 3]], whole, rank=0, size=2).tolist() == [0, 2, 3]  # type: ignore[union-attr]
+    assert places(whole[[4, 0, 2]], whole, rank=0, size=2) is None
+
+
+def test_rows_of_another_weight_are_not_told() -> None:
+    whole = fingerprints(_model(_weight(6)))[0]["m"]
+    other = fingerprints(_model(_weight(6) + 1))[0]["m"]
+    assert places(other[:3], whole, rank=0, size=2) is None
+
+
+def test_adapter_is_read_by_pieces_and_b_outside_them_is_found() -> None:
+    config, pieces = twin_config("gpt2"), {"c_attn": ["q", "v"]}
+    width = config.hidden_size
+    a, b = _weight(4, width), _weight(3 * width)
+    b *= mask_of(config, "h.0.attn.c_attn", ["q", "v"], (3 * width, 4))
+    names = {"h.0.attn.c_attn.lora_A": a, "h.0.attn.c_attn.lora_B": b}
+    found = in_pieces(config, names, pieces)
+    assert {name.rpartition("lora_")[2] for name in found} == {"A.q", "A.v", "B.q", "B.v"}
+    assert torch.equal(found["h.0.attn.c_attn.lora_A.v"], a[2:])
+    assert torch.equal(found["h.0.attn.c_attn.lora_B.q"], b[:width, :2])
+    assert torch.equal(found["h.0.attn.c_attn.lora_B.v"], b[2 * width :, 2:])
+    b[width, 0] = 1e-9  # a row of k
+    outside = in_pieces(config, names, pieces)["h.0.attn.c_attn.lora_B outside its pieces"]
+    assert outside.nonzero().tolist() == [[width, 0]]
+
+
+def test_rows_of_shared_heads_are_fewer() -> None:
+    config = twin_config("phi3", num_attention_heads=8, num_key_value_heads=2)
+    rows = {piece: rows_of(config, "self_attn.qkv_proj", piece, 12 * 8).tolist() for piece in "qkv"}
+    assert rows == {"q": [*range(64)], "k": [*range(64, 80)], "v": [*range(80, 96)]}
+    assert rows_of(config, "mlp.gate_up_proj", "up", 10).tolist() == [*range(5, 10)]

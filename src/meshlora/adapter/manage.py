@@ -271,9 +271,10 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
 
 
 def gather_adapter(model: Any, adapter: str) -> dict[str, Tensor]:
-    """Name -> full factor on the CPU, on every rank. Collective: all ranks must call it."""
+    """Name -> copy of the full factor on the CPU, on every rank. Collective: all ranks must call it."""
     mesh = runtime(model).mesh
-    return {f.name: full_factor(f.parameter.detach(), f.rule, mesh).cpu() for f in adapter_factors(model, adapter)}
+    factors = adapter_factors(model, adapter)
+    return {f.name: full_factor(f.parameter.detach(), f.rule, mesh).to("cpu", copy=True) for f in factors}
 
 
 def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:

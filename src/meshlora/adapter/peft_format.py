@@ -20,13 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshlora.adapter.manage import attach, factor_name, gather_adapter, local_part, rule_of_parameter, runtime
+from meshlora.adapter.pieces import PieceLoraConfig, with_pieces
 from meshlora.adapter.targets import (
-    PieceLoraConfig,
     Target,
     embedding_size,
     resolve_targets,
     trained_parameters,
-    with_pieces,
 )
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.collectives import broadcast_in_place

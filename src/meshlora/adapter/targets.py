@@ -18,8 +18,8 @@ from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_tar
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 
+from meshlora.adapter.pieces import check_pieces, piece_of, pieces_of
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.plan.layout import Piece
 from meshlora.plan.rules import LinearRule, ModelPlan
 
 _SUPPORTED = {
@@ -54,18 +54,6 @@ _INITS = (True, False, "gaussian", "pissa", "olora")
 _BIASES = ("none", "all", "lora_only")
 
 
-@dataclass
-class PieceLoraConfig(LoraConfig):
-    """A `peft.LoraConfig` for adapters on some pieces of fused matrices.
-
-    Attributes:
-        pieces: target -> the pieces it is on, as in `{"c_attn": ["q", "v"]}`. PEFT itself knows it as one adapter of
-            all their ranks together (`rank_pattern`), with a B that is zero outside its blocks.
-    """
-
-    pieces: dict[str, list[str]] | None = None
-
-
 @dataclass(frozen=True)
 class Target:
     """LoRA on one linear or embedding: rank r and scale s of `s * B @ A`.
@@ -91,22 +79,9 @@ class Target:
         shapes: dict[str, tuple[int, ...]] = {}
         for piece in self.pieces or ("",):
             end = f".{piece}" if piece else ""
-            rows = piece_of(rule, piece).size if piece else rule.out_features
+            rows = piece_of(rule, self.name, piece).size if piece else rule.out_features
             shapes |= {f"A{end}": (self.r, rule.in_features), f"B{end}": (rows, self.r)}
         return shapes | ({"magnitude": (rule.out_features,)} if self.use_dora else {})
-
-
-def piece_of(rule: LinearRule, name: str) -> Piece:
-    """The piece `name` of a fused linear.
-
-    Raises:
-        UserError: it has none of that name.
-    """
-    pieces = {p.name: p for p in rule.fused.pieces} if rule.fused is not None else {}
-    if name not in pieces:
-        known = ", ".join(pieces) or "none: it is not a fused matrix, or its layout is not known"
-        raise UserError(f"pieces: {name!r} of {rule.name}", f"its pieces are: {known}", "name them as they are there")
-    return pieces[name]
 
 
 def check_supported(config: LoraConfig) -> None:
@@ -218,6 +193,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         if name == plan.embedding and (config.use_dora or isinstance(config.init_lora_weights, str)):
             what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
             raise UnsupportedError(f"{what} on the embedding {name}", "it is for linear layers", "leave it out")
+    check_pieces(config, matched, plan)
     if strict:
         _check_each_pattern(plan, config, matched)
     if not matched:
@@ -229,9 +205,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
             _way_to_a_match(config, plan),
         )
     chosen = [name for name in (plan.embedding, *plan.linears) if name in set(matched)]
-    targets = {name: _target(name, config, plan) for name in chosen}
-    _check_pieces(config, targets, plan)
-    return targets
+    return {name: _target(name, config, plan) for name in chosen}
 
 
 def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:
@@ -301,39 +275,11 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
 def _target(name: str, config: LoraConfig, plan: ModelPlan) -> Target:
     r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
-    chosen = getattr(config, "pieces", None) or {}
-    pieces: list[str] = next((p for key, p in chosen.items() if name == key or name.endswith(f".{key}")), [])
+    pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
     scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
     return Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
-
-
-def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> PieceLoraConfig:
-    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands."""
-    ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
-    for key, names in pieces.items():
-        number = len(names)
-        ranks[key] = number * ranks.get(key, config.r)
-        alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
-    values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
-    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()})
-
-
-def _check_pieces(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    """Each entry of `pieces` is about a target, and names its pieces."""
-    for key, names in (getattr(config, "pieces", None) or {}).items():
-        about = [name for name in targets if name == key or name.endswith(f".{key}")]
-        if not about:
-            raise UserError(f"pieces={config.pieces}", f"{key!r} is none of the targets", "add it to target_modules")
-        if len(set(names)) != len(names) or not names:
-            raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
-        for name in about:
-            if config.init_lora_weights in ("pissa", "olora"):
-                raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
-            for piece in names:
-                piece_of(plan.linears[name], piece)
 
 
 def _head_name(model: Any) -> str | None:

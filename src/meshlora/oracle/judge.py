@@ -350,10 +350,7 @@ class _Judge:
 
 
 def _summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
-    """Inside a region the gradient of what every tp rank holds whole is one term on each: then their sums.
-
-    A rank's gradient is whole where what comes after it has left the region already.
-    """
+    """Inside a region a gradient is one term on each rank, but where what comes after has left the region already."""
     return pieces if _relative(pieces, whole) <= _TERMS else [sum_of(pieces, whole)]
 
 

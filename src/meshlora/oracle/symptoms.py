@@ -11,8 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from meshlora.oracle.judge import TensorResult
+from meshlora.oracle.judge import Evidence, TensorResult
 from meshlora.oracle.unshard import Piece
+from meshlora.plan.topology import Topology
+
+
+def tolerance_of(evidence: Evidence) -> float:
+    """How far ours may be from what a rule says and still show it."""
+    return 1e-6 if evidence.dtype == "float64" else 2e-2
 
 
 def rank_errors(result: TensorResult) -> dict[int, float]:
@@ -65,12 +71,87 @@ def is_permuted(result: TensorResult) -> bool:
     for piece in result.pieces:
         if whole is None or not piece.values.numel() or piece.values.ndim < 2:
             continue
-        candidates = whole.narrow(piece.dim, piece.start, piece.values.shape[piece.dim]) if piece.dim else whole
+        candidates = piece.along(whole) if piece.dim else whole
         ours, theirs = piece.values.flatten(1)[:16].double(), candidates.flatten(1).double()
         distance = torch.cdist(ours, theirs, compute_mode="donot_use_mm_for_euclid_dist").min(1).values
         found += int((distance <= 1e-6 * ours.norm(dim=1)).sum())
         total += len(ours)
     return found > total / 2
+
+
+def assembled(pieces: list[Piece], whole: Tensor) -> Tensor:
+    """What the ranks hold, put where it belongs in a tensor of the shape of `whole`."""
+    result = torch.zeros(whole.shape, dtype=torch.float64)
+    for piece in pieces:
+        rows = torch.arange(len(whole)) if piece.rows is None else piece.rows
+        if piece.dim is None or piece.index is None:
+            result[rows] = piece.values.double()
+        else:
+            part = result[rows].index_copy(piece.dim, piece.index, piece.values.double())
+            result[rows] = part
+    return result
+
+
+def is_scaled_by_column(pieces: list[Piece], whole: Tensor, tolerance: float) -> bool:
+    """Whether each column is a multiple of the reference's, with a number of its own, up to an offset."""
+    if whole.ndim < 2:
+        return False
+    ours, theirs = centred(assembled(pieces, whole)), centred(whole)
+    factors = (ours * theirs).sum(0) / theirs.square().sum(0).clamp(min=1e-300)
+    return float((ours - factors * theirs).norm()) <= tolerance * float(ours.norm())
+
+
+def is_scaled_by_row(pieces: list[Piece], whole: Tensor, tolerance: float) -> bool:
+    """Whether each row of each rank is a multiple of the reference's, with a number of its own."""
+    for piece in pieces:
+        ours, theirs = piece.values.double().flatten(1), piece.of(whole).double().flatten(1)
+        factors = (ours * theirs).sum(1, keepdim=True) / theirs.square().sum(1, keepdim=True).clamp(min=1e-300)
+        if float((ours - factors * theirs).norm()) > tolerance * float(ours.norm()):
+            return False
+    return whole.ndim > 1
+
+
+def are_columns_moved(ours: Tensor, whole: Tensor) -> bool:
+    """Whether each row has the values of the reference's, at other columns."""
+    if ours.shape != whole.shape or ours.ndim < 2:
+        return False
+    a, b = (values.double().sort(-1).values for values in (ours, whole))
+    return float((a - b).norm()) <= 1e-6 * float(b.norm())
+
+
+def is_in_rank_order(result: TensorResult, topology: Topology) -> bool:
+    """Whether tp rank i holds the i-th part of the whole, wherever it belongs."""
+    whole, tp = result.whole, topology.tp
+    return whole is not None and all(
+        piece.dim is not None
+        and piece.values.shape[piece.dim] * tp == whole.shape[piece.dim]
+        and torch.equal(piece.values, whole.tensor_split(tp, piece.dim)[topology.coordinates(piece.rank)["tp"]])
+        for piece in result.pieces
+    )
+
+
+def is_held_by_several(result: TensorResult, topology: Topology) -> bool:
+    """Whether each part of it lies on several tp ranks."""
+    if all(piece.dim is None for piece in result.pieces):
+        return True
+    whole = result.whole
+    return whole is not None and all(
+        piece.dim is not None and piece.values.shape[piece.dim] * topology.tp > whole.shape[piece.dim]
+        for piece in result.pieces
+    )
+
+
+def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
+    """What the gradients' squares sum up to beyond the first copy: of what each tp rank holds whole, of parts."""
+    whole = shared = 0.0
+    for name, gradient in evidence.reference.gradients.items():
+        square, local = float(gradient.double().square().sum()), evidence.ranks[0].gradients[name]
+        copies = local.numel() * evidence.topology.tp // max(gradient.numel(), 1)
+        if local.shape == gradient.shape:
+            whole += (evidence.topology.tp - 1) * square
+        elif copies > 1:
+            shared += (copies - 1) * square
+    return whole, shared
 
 
 def are_close(a: Tensor, b: Tensor) -> bool:

@@ -96,6 +96,7 @@ _GPT2 = FamilyPlan(
 _OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=("self_attn.q_norm", "self_attn.k_norm"))
 _OPT = FamilyPlan({**_separate("self_attn", out="out_proj"), **_LAYER_MLP}, after=("final_layer_norm", "project_out"))
 _HYBRID = FamilyPlan({**_separate("self_attn"), **_gated_mlp("feed_forward")})  # state-space mixers stay whole
+_WHOLE = FamilyPlan({})  # nothing of a layer can be split exactly: only the vocabulary is
 _LFM2 = FamilyPlan({**_separate("self_attn", out="out_proj"), **_gated_mlp("feed_forward", names="w1 w3 w2")})
 
 
@@ -154,6 +155,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "emu3_text_model": _LLAMA,
     "falcon": _falcon,
     "falcon_h1": _HYBRID,
+    "falcon_mamba": _WHOLE,
     "glm": _GLM,
     "glm4": _GLM,
     "gpt2": _GPT2,
@@ -173,6 +175,8 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "jamba": _HYBRID,
     "lfm2": _LFM2,
     "lfm3": FamilyPlan({**_LFM2.leaves, "self_attn.g_proj": COLUMN}),
+    "mamba": _WHOLE,
+    "mamba2": _WHOLE,
     "minicpm3": FamilyPlan(
         {
             **dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), WHOLE),
@@ -207,7 +211,9 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         local={"self_attn": ("config.num_attention_heads",)},
     ),
     "recurrent_gemma": FamilyPlan(_gated_mlp("mlp_block")),
+    "rwkv": _WHOLE,
     "stablelm": _LLAMA,
+    "xlstm": _WHOLE,
 }
 
 

@@ -25,18 +25,24 @@ _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 
 
 def family_plan(model: Any, layers_name: str, layers: nn.ModuleList) -> FamilyPlan:
-    """Our plan of the family where there is one, else what transformers says; empty where nobody says anything.
+    """Our plan of the family where there is one, else what transformers says.
 
     Raises:
-        UnsupportedError: the plan has a style that is not known; an explicit plan names what is not there.
+        UnsupportedError: nobody says anything; a style that is not known; an explicit plan names what is not there.
     """
     model_type = model.config.model_type
     if (family := explicit_plan(model.config)) is not None:
         there = {name for layer in layers for name, _ in layer.named_modules()}
-        if not there & family.leaves.keys():
+        if family.leaves and not there & family.leaves.keys():
             raise UnsupportedError(f"model_type {model_type!r}", "its layers are not those of its plan", "use tp=1")
         return family
     plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise UnsupportedError(
+            f"model_type {model_type!r}",
+            "neither transformers nor meshlora has a tensor-parallel plan for it",
+            "use tp=1, with dp as you like",
+        )
     inside = _inside_layers(plan, f"{model.base_model_prefix}.", layers_name)
     paths = {path for layer in layers for path, _ in layer.named_modules()}
     inside = {key: style for key, style in inside.items() if any(re.fullmatch(_regex(key), path) for path in paths)}

@@ -1,8 +1,9 @@
 """Faults: what a mutation puts in the place of one function of the product.
 
-Owns: the wrong code, on purpose. Each function here takes the original and gives its replacement, or is the
-replacement itself.
-Does not own: which faults there are and what they break (`verify.mutations`).
+Owns: the wrong code of computing, training and saving, on purpose. Each function here takes the original and gives its
+replacement, or is the replacement itself.
+Does not own: what lies at the wrong place (`verify.misplaced`), which faults there are and what they break
+(`verify.mutations`).
 """
 
 from __future__ import annotations
@@ -14,29 +15,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.manage import active_factors, adapter_factors, runtime
 from meshlora.parallel import collectives, region
 from meshlora.parallel.groups import launcher_place
-from meshlora.parallel.linear import ParallelLinear
-from meshlora.plan.grads import Side
-from meshlora.plan.rules import Split
-
-# (owner, name, original -> replacement): what a fault replaces.
-Change = tuple[Any, str, Callable[[Any], Any]]
-
-
-def then(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A replacement that calls the original and passes its result, and the arguments, to `function`."""
-    return lambda original: lambda *args, **kwargs: function(original(*args, **kwargs), *args, **kwargs)
-
-
-def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda original: function
-
+from meshlora.parallel.linear import ParallelHead, ParallelLinear
+from meshlora.plan.grads import Segment, Side
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule
+from meshlora.train import gradsync
+from meshlora.verify.mutation import Change, in_call, then
 
 # --- outputs of row-parallel layers
 
@@ -49,49 +39,101 @@ def bias_before_reduction(original: Any) -> Any:
     return leave
 
 
-def column_bias_of_rank_0(original: Any) -> Any:
-    def read(name: str, module: Any, old: Tensor, source: Any, aliases: Any, mesh: Any) -> Tensor:
-        value: Tensor = original(name, module, old, source, aliases, mesh)
-        if old.ndim == 1 and isinstance(module, ParallelLinear) and module.rule.split is Split.COLUMN:
-            return source.read(name, None)[: len(value)].to(value)
-        return value
-
-    return read
-
-
-def reversed_columns(original: Any) -> Any:
-    return lambda dim, whole, *, rank, size: original(dim, whole, rank=size - 1 - rank if dim else rank, size=size)
-
-
 # --- gradients at region borders
 
 
 def reduce_in_each_column_linear(original: Any) -> Any:
     def forward(self: ParallelLinear, x: Tensor) -> Tensor:
-        return original(self, collectives.copy_one_to_each(x, self.tp) if self.rule.split is Split.COLUMN else x)
+        in_region = self.rule.split is Split.COLUMN and not isinstance(self, ParallelHead)
+        return original(self, collectives.copy_one_to_each(x, self.tp) if in_region else x)
 
     return forward
 
 
-NO_REDUCTION_AT_ENTRY: tuple[Change, ...] = (
-    (region, "copy_one_to_each", instead(lambda x, axis: x)),
-    (region, "gather_each_to_each", instead(collectives.gather_each_to_one)),
+def _unreduced(change: Any) -> Any:
+    """A border whose backward leaves each rank its own term."""
+
+    def border(x: Tensor) -> Tensor:
+        with (
+            mock.patch.object(region, "copy_one_to_each", lambda x, axis: x),
+            mock.patch.object(region, "gather_each_to_each", collectives.gather_each_to_one),
+        ):
+            return change(x)
+
+    return border
+
+
+NO_REDUCTION_AT_ENTRY: Change = (
+    region,
+    "map_input",
+    lambda original: lambda module, name, change, **rest: original(module, name, _unreduced(change), **rest),
 )
+
+
+def no_reduction_at_head(original: Any) -> Any:
+    """The gradient at the end of the last layer stays, on each rank, that of its part of the vocabulary."""
+
+    def install(model: Any, plan: Any, tp: Any) -> None:
+        last = model.get_submodule(plan.layers)[-1] if plan.layers else None
+        map_output = region.map_output
+
+        def map_but_last(module: Any, change: Any) -> None:
+            map_output(module, _unreduced(change) if module is last else change)
+
+        with mock.patch.object(region, "map_output", map_but_last):
+            original(model, plan, tp)
+
+    return install
+
 
 # --- sums over gradient axes
 
 
-def without_axis(axis: str, *, split: Split | None = None, side: Side | None = None) -> Change:
+def without_tp(split: Split, side: Side) -> Change:
+    """The gradient of what is on `side` of linears of this split is not summed over tp."""
+
     def replace(original: Any) -> Any:
-        def factor_rule(of_split: Split, of_side: Side) -> Any:
-            rule = original(of_split, of_side)
-            if split not in (None, of_split) or side not in (None, of_side):
-                return rule
-            return dataclasses.replace(rule, grad_axes=rule.grad_axes - {axis})
+        def factor_rule(rule: LinearRule, of_side: Side, *, sp: bool) -> Any:
+            found = original(rule, of_side, sp=sp)
+            if (split, side) != (rule.split, of_side):
+                return found
+            return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"})
 
         return factor_rule
 
     return manage, "factor_rule", replace
+
+
+def row_magnitude_of_other_kind(original: Any) -> Any:
+    """The sum over tp where each rank has all of it, the mean where each rank has a term."""
+
+    def factor_rule(rule: LinearRule, side: Side, *, sp: bool) -> Any:
+        found = original(rule, side, sp=sp)
+        if rule.split is not Split.ROW or side is not Side.AFTER:
+            return found
+        tp = {"tp"}
+        return dataclasses.replace(found, grad_axes=found.grad_axes ^ tp, mean_axes=found.mean_axes ^ tp)
+
+    return factor_rule
+
+
+def segments_with(change: Callable[[Segment], Segment]) -> Callable[[Any], Any]:
+    """What is summed over which axes, changed."""
+    return lambda original: lambda factor, mesh: [change(segment) for segment in original(factor, mesh)]
+
+
+def without_axes(of: Callable[[str], bool]) -> Callable[[Segment], Segment]:
+    """A segment whose gradient is not summed over the axes of which `of` is true."""
+    return lambda segment: dataclasses.replace(
+        segment, grad_axes=frozenset(axis for axis in segment.grad_axes if not of(axis))
+    )
+
+
+COPIES_COUNTED = in_call(gradsync, "_segments", segments_with(lambda s: dataclasses.replace(s, copies=1)))
+
+
+def output_without_tp(found: Any, rule: Any, side: Side) -> Any:
+    return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}) if side is Side.OUTPUT else found
 
 
 def averaged_over_tp(original: Any) -> Any:
@@ -132,10 +174,11 @@ def local_count(original: Any) -> Any:
     return finish
 
 
-def mean_times_ten(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_times_ten(
+    loss: Tensor, model: Any, input_ids: Tensor, attention_mask: Any, labels: Tensor, **_: Any
+) -> Tensor:
     """Every micro-batch weighs as if it had ten tokens."""
-    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
-    return total * 10 / (labels != -100).sum().clamp(min=1)
+    return loss * 10 / (labels != -100).sum().clamp(min=1)
 
 
 def counted_dummy(batch: Any, sequences: Any, **_: Any) -> Any:
@@ -169,27 +212,29 @@ def mean_over_sequences(result: tuple[float, int], trainer: Any, data: Any) -> t
 
 
 def seed_of_rank(original: Any) -> Any:
-    return lambda target, rule, *, init, seed: original(target, rule, init=init, seed=seed + rank())
+    return lambda *args, seed, **rest: original(*args, seed=seed + rank(), **rest)
 
 
 def other_b(factors: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
-    return factors | {"B": factors["B"] * (1 + 0.01 * rank())}
+    return {part: t * (1 + 0.01 * rank()) if part.startswith("B") else t for part, t in factors.items()}
 
 
 def local_fan_in(original: Any) -> Any:
-    def attach(model: Any, name: str, config: Any, targets: Any, full: Any) -> None:
+    def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
         plan = runtime(model).plan
-        widths = {n: math.sqrt(plan.topology.tp if plan.linears[n].split is Split.ROW else 1) for n in full}
-        original(model, name, config, targets, {n: {"A": f["A"] * widths[n], "B": f["B"]} for n, f in full.items()})
+        rows = {n for n in full if n in plan.linears and plan.linears[n].split is Split.ROW}
+        width = math.sqrt(plan.topology.tp)
+        wider = {n: {p: t * width if n in rows and p[0] == "A" else t for p, t in f.items()} for n, f in full.items()}
+        original(model, name, config, targets, wider, *rest)
 
     return attach
 
 
 def on_rank_0_only(original: Any) -> Any:
-    def attach(model: Any, name: str, config: Any, targets: Any, full: Any) -> None:
+    def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
         if rank() > 0:
-            full = {module: {side: torch.zeros_like(t) for side, t in f.items()} for module, f in full.items()}
-        original(model, name, config, targets, full)
+            full = {module: {part: torch.zeros_like(t) for part, t in f.items()} for module, f in full.items()}
+        original(model, name, config, targets, full, *rest)
 
     return attach
 
@@ -213,11 +258,21 @@ def a_without_scale(original: Any) -> Any:
 
 
 def scale_of_fresh_squared(original: Any) -> Any:
-    def attach(model: Any, name: str, config: Any, targets: Any, full: Any) -> None:
+    def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
         squared = {n: dataclasses.replace(t, scaling=t.scaling**2) for n, t in targets.items()}
-        original(model, name, config, squared, full)
+        original(model, name, config, squared, full, *rest)
 
     return attach
+
+
+def norm_of_base_alone(original: Any) -> Any:
+    """DoRA's norm without the adapter."""
+
+    def weight_norm(self: ParallelLinear, adapter: str) -> Tensor:
+        with mock.patch.dict(self.scaling, {adapter: 0.0}):
+            return original(self, adapter)
+
+    return weight_norm
 
 
 def rank() -> int:
@@ -250,8 +305,8 @@ def blind_whole_regions(original: Any) -> Any:
             mine.tensor_split(cut.tp.size)[cut.tp.rank].fill_(1)
             return whole * mine.view(*whole.shape[:2], 1)
 
-        region._map_input(module, of.name, own_tokens)
-        region._map_output(module, cut.cut)
+        region.map_input(module, of.name, own_tokens)
+        region.map_output(module, cut.cut)
 
     return install
 
@@ -289,7 +344,7 @@ def rounded_in_file(original: Any) -> Any:
 
 
 def extra_entry(full: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
-    name = min(full)
+    name = min(name for name in full if ".lora_" in name)
     return full | {name.replace(".lora_", ".old_lora_"): full[name].clone()}
 
 
@@ -301,11 +356,17 @@ def one_target_less(config: Any, *_: Any, **__: Any) -> Any:
 
 
 def optimizer_with(**options: Any) -> Change:
-    return (
-        torch.optim,
-        "AdamW",
-        lambda original: lambda parameters, **given: original(parameters, **{**given, **options}),
-    )
+    def replace(original: Any) -> Any:
+        def adamw(groups: list[dict[str, Any]], **given: Any) -> Any:
+            return original([{**group, **options} for group in groups], **{**given, **options})
+
+        return adamw
+
+    return torch.optim, "AdamW", replace
+
+
+def at_one_rate(groups: list[dict[str, Any]], *_: Any) -> list[dict[str, Any]]:
+    return [{**group, "times_lr": 1.0} for group in groups]
 
 
 def without_last_step(original: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.manage import active_factors, adapter_factors, runtime
-from meshlora.adapter.targets import PieceLoraConfig
+from meshlora.adapter.pieces import PieceLoraConfig
 from meshlora.api import load_without_proof
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.lift import lift

@@ -1,0 +1,76 @@
+"""Adapters on some pieces of fused matrices: in a user's words, in PEFT's, and the checks.
+
+Owns: the configuration and what its `pieces` mean. Does not own: where the rows of a piece lie (`plan.layout`), the
+file format (`adapter.peft_format`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from peft import LoraConfig
+
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.layout import Piece
+from meshlora.plan.rules import LinearRule, ModelPlan
+
+
+@dataclass
+class PieceLoraConfig(LoraConfig):
+    """A `peft.LoraConfig` for adapters on some pieces of fused matrices.
+
+    Attributes:
+        pieces: target -> the pieces it is on, as in `{"c_attn": ["q", "v"]}`. PEFT itself knows it as one adapter of
+            all their ranks together (`rank_pattern`), with a B that is zero outside its blocks.
+    """
+
+    pieces: dict[str, list[str]] | None = None
+
+
+def piece_of(rule: LinearRule | None, module: str, name: str) -> Piece:
+    """The piece `name` of the fused linear `module`.
+
+    Raises:
+        UserError: it has none of that name.
+    """
+    pieces = {p.name: p for p in rule.fused.pieces} if rule is not None and rule.fused is not None else {}
+    if name not in pieces:
+        known = ", ".join(pieces) or "none: it is not a fused matrix, or its layout is not known"
+        raise UserError(f"pieces: {name!r} of {module}", f"its pieces are: {known}", "name them as they are there")
+    return pieces[name]
+
+
+def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> PieceLoraConfig:
+    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands."""
+    ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
+    for key, names in pieces.items():
+        number = len(names)
+        ranks[key] = number * ranks.get(key, config.r)
+        alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
+    values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()})
+
+
+def pieces_of(config: LoraConfig, name: str) -> list[str]:
+    """The pieces of the linear `name` that `config` is about; empty for all of it."""
+    chosen: dict[str, list[str]] = getattr(config, "pieces", None) or {}
+    return next((names for key, names in chosen.items() if name == key or name.endswith(f".{key}")), [])
+
+
+def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
+    """Each entry of `pieces` is about a target, and names its pieces."""
+    for key, names in (getattr(config, "pieces", None) or {}).items():
+        about = [name for name in targets if name == key or name.endswith(f".{key}")]
+        if not about:
+            raise UserError(f"pieces: {key}", f"{key!r} is none of the targets", "add it to target_modules")
+        if len(set(names)) != len(names) or not names:
+            raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
+        for name in about:
+            if config.init_lora_weights in ("pissa", "olora"):
+                raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
+            for piece in names:
+                piece_of(plan.linears.get(name), name, piece)

@@ -1,0 +1,76 @@
+"""A mutation: one deliberate fault, and how it is put in.
+
+Owns: the word, and replacing functions of the product inside a context manager. The product knows nothing of it.
+Does not own: which faults there are (`verify.mutations`), the wrong code (`verify.faults`, `verify.misplaced`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+# (owner, name, original -> replacement): what a fault replaces.
+Change = tuple[Any, str, Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: as in `--mutation NAME`. invariant: what is true of the product and not with this fault.
+        needs: what a run must have for the fault to show; `Proof.features_on` knows them: "tp", "dp" (size above 1),
+            "ranks" (more than one), "sp", "row_bias", "column_bias", "row_target", "column_target", "scale" (alpha/r is
+            not 1), "steps" (more than one), "targets" (several, by name), "digits" (more than bfloat16 has),
+            "whole_mixer" (a block that mixes tokens and is not split), "fused_qkv", "fused_gate_up" (matrices that are
+            split by pieces), "fused_blocks" (of which no rank holds neighbouring rows alone), "fused_target",
+            "kv_replicas" (heads that several ranks hold), "kv_target", "sliced" (arguments with a dim of heads),
+            "wide_norm", "padded_vocabulary"; of the adapter and the run "pieces", "embedding_target", "trained" (what
+            is no LoRA), "dora", "smoothing", "lora_plus".
+        changes: the functions it replaces.
+    """
+
+    name: str
+    invariant: str
+    needs: frozenset[str]
+    changes: tuple[Change, ...]
+
+    @contextlib.contextmanager
+    def apply(self) -> Iterator[None]:
+        """The fault is in while the block runs."""
+        with ExitStack() as stack:
+            for owner, name, replace in self.changes:
+                stack.enter_context(mock.patch.object(owner, name, replace(getattr(owner, name))))
+            yield
+
+
+def mutation(name: str, invariant: str, needs: str, *changes: Change) -> tuple[str, Mutation]:
+    """An entry of the registry; `needs` in words."""
+    return name, Mutation(name, invariant, frozenset(needs.split()), changes)
+
+
+def then(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A replacement that calls the original and passes its result, and the arguments, to `function`."""
+    return lambda original: lambda *args, **kwargs: function(original(*args, **kwargs), *args, **kwargs)
+
+
+def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A replacement that does not look at the original."""
+    return lambda original: function
+
+
+def in_call(owner: Any, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A replacement that calls the original, and in that call alone `owner.name` is replaced."""
+
+    def wrap(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(owner, name, replace(getattr(owner, name))):
+                return original(*args, **kwargs)
+
+        return call
+
+    return wrap

@@ -1,0 +1,66 @@
+"""Adapters on pieces of fused matrices: what is trained, and what a user is told who names the wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig
+
+from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.targets import num_trainable, resolve_targets, trained_parameters
+from meshlora.api import build_meta
+from meshlora.errors import UserError
+from meshlora.plan.topology import Topology
+
+ON_Q_AND_V: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 32,
+    "target_modules": ["c_attn"],
+    "pieces": {"c_attn": ["q", "v"]},
+}
+
+
+@pytest.mark.parametrize("topology", ["", "tp=2", "tp=4,sp"])
+def test_gpt2_medium_on_q_and_v_trains_393216_parameters(topology: str) -> None:
+    """24 layers * 2 pieces * (4 * 1024 + 1024 * 4), on every topology."""
+    config = GPT2Config(n_embd=1024, n_layer=24, n_head=16)
+    model, plan = build_meta(config, Topology.parse(topology), dtype=torch.float32, disable_dropout=True)
+    lora = lora_config(ON_Q_AND_V, "lora", unknown_is_error=True)
+    targets = resolve_targets(model, plan, lora)
+    assert num_trainable(model, targets, trained_parameters(model, plan, lora, targets), plan) == 393_216
+    # PEFT's words for it: one adapter of both ranks, and the same scale.
+    assert (lora.rank_pattern, lora.alpha_pattern) == ({"c_attn": 8}, {"c_attn": 64})
+    assert {target.scaling for target in targets.values()} == {32 / 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pieces": {"c_attn": ["q", "w"]}}, "its pieces are: q, k, v"),
+        ({"pieces": {"c_attn": ["q", "q"]}}, "each piece once"),
+        ({"pieces": {"c_fc": ["q"]}}, "'c_fc' is none of the targets"),
+        ({"target_modules": ["c_fc"], "pieces": {"c_fc": ["q"]}}, "it is not a fused matrix"),
+        ({"pieces": ["q"]}, "it maps targets to names"),
+        ({"pieces": {"c_attn": "q"}}, "it maps targets to names"),
+    ],
+)
+def test_wrong_pieces_are_one_clear_message(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        model, plan = build_meta(
+            GPT2Config(n_embd=64, n_layer=1, n_head=4), Topology(), dtype=torch.float32, disable_dropout=True
+        )
+        resolve_targets(model, plan, lora_config({**ON_Q_AND_V, **changes}, "lora", unknown_is_error=True))
+
+
+def test_tp_that_does_not_fit_names_the_values_that_do() -> None:
+    config = LlamaConfig(
+        hidden_size=96, intermediate_size=96, num_attention_heads=12, num_key_value_heads=4, num_hidden_layers=1
+    )
+    with pytest.raises(
+        UserError, match=r"tp=3: tp must divide num_key_value_heads=4 or be a multiple of it; use tp in"
+    ):
+        build_meta(config, Topology(tp=3), dtype=torch.float32)
+    with pytest.raises(UserError, match=r"tp=8: tp must divide num_attention_heads=12; use tp in \{1, 2, 4, 12\}"):
+        build_meta(config, Topology(tp=8), dtype=torch.float32)
