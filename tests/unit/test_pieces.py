@@ -47,11 +47,14 @@ def test_gpt2_medium_on_q_and_v_trains_393216_parameters(topology: str) -> None:
     ],
 )
 def test_wrong_pieces_are_one_clear_message(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        model, plan = build_meta(
-            GPT2Config(n_embd=64, n_layer=1, n_head=4), Topology(), dtype=torch.float32, disable_dropout=True
-        )
+    small = GPT2Config(n_embd=64, n_layer=1, n_head=4)
+    model, plan = build_meta(small, Topology(), dtype=torch.float32, disable_dropout=True)
+
+    def resolve() -> None:
         resolve_targets(model, plan, lora_config({**ON_Q_AND_V, **changes}, "lora", unknown_is_error=True))
+
+    with pytest.raises(UserError, match=words):
+        resolve()
 
 
 def test_tp_that_does_not_fit_names_the_values_that_do() -> None:
