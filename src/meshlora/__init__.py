@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshlora.plan.topology import Topology as Topology
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
+    from meshlora.train.losses import language_model_loss as language_model_loss
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _HOME = {
     "Topology": "plan.topology",
     "clip_gradients": "train.gradsync",
     "finish_gradients": "train.gradsync",
+    "language_model_loss": "train.losses",
 }
 
 

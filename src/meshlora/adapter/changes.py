@@ -20,10 +20,10 @@ from peft.tuners import lora as peft_lora
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config
-from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
+from meshlora.adapter.targets import DESCRIPTIVE
+from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.state.files import open_safetensors
-from meshlora.state.stream import FLOATS
 
 PREFIX = "base_model.model."
 # Set in a file, these change neither which base PEFT runs nor what it adds in evaluation; the rest is refused.
@@ -47,14 +47,6 @@ _FOLLOWED = {
     "eva_config",
     "loftq_config",
     "ensure_weight_tying",
-    "runtime_config",
-    "task_type",
-    "peft_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
 }
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _RESIDUAL_INITS = ("pissa", "olora")
@@ -156,7 +148,7 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
     default = LoraConfig()
     for field in dataclasses.fields(LoraConfig):  # PEFT's own: the words about pieces are for further training
         value = getattr(config, field.name)
-        if field.name in _FOLLOWED or value == getattr(default, field.name) or not value:
+        if field.name in _FOLLOWED | DESCRIPTIVE or value == getattr(default, field.name) or not value:
             continue
         raise UnsupportedError(f"{where}: {field.name}={value!r}", "an adapter with this option cannot be merged")
     if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
@@ -198,29 +190,10 @@ def _check_file(
     """The keys of the file: all of `expected`, any of `optional`, each with its shape and finite floats."""
     with open_safetensors(file) as opened:
         given = set(opened.keys())
-        if missing := sorted(expected.keys() - given):
-            raise UserError(
-                f"{file}",
-                f"it lacks {len(missing)} of {len(expected)} tensors, first {missing[0]}",
-                did_you_mean(missing[0], given) if 0 < len(given) <= 10_000 else "",
-            )
-        if extra := sorted(given - expected.keys() - optional.keys()):
-            raise UserError(
-                f"{file}",
-                f"{len(extra)} of its tensors have no place in this model, first {extra[0]}",
-                "it belongs to another model, or its adapter_config.json does",
-            )
+        check_keys(file, given - (optional.keys() - expected.keys()), expected)
         shapes = {**optional, **expected}
         for key in sorted(given):
-            view = opened.get_slice(key)
-            if tuple(view.get_shape()) != shapes[key]:
-                raise UserError(
-                    f"{file}: {key}",
-                    f"its shape is {list(view.get_shape())}, this model and {CONFIG_FILE} need {list(shapes[key])}",
-                    "it belongs to another model or another rank",
-                )
-            if view.get_dtype() not in FLOATS:
-                raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"one of {', '.join(FLOATS)}")
+            check_header(opened, file, key, shapes[key])
     for key in sorted(given):
         with open_safetensors(file) as opened:
             if not torch.isfinite(opened.get_tensor(key)).all():

@@ -35,11 +35,17 @@ from meshlora.adapter.loralib import (
     loralib_state,
     parse_metadata,
 )
-from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config, write_adapter
+from meshlora.adapter.peft_format import (
+    CONFIG_FILE,
+    PIECES_FILE,
+    WEIGHTS_FILE,
+    read_config,
+    read_pieces,
+    write_adapter,
+)
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.state.files import open_safetensors, read_json, write_atomically
 
-PIECES_FILE = "meshlora.json"
 LAYOUTS = ("peft", "loralib")
 _PREFIX = "base_model.model."
 _SIDES = {
@@ -70,7 +76,7 @@ def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: Pie
     if layout == "loralib":
         check_for_loralib(config, f"{folder / CONFIG_FILE}")
     tensors = _read_tensors(folder / WEIGHTS_FILE)
-    pieces = _read_pieces(folder)
+    pieces = read_pieces(folder)
     rows = piece_rows or equal_blocks()
     factors, biases = _factors(tensors, config, pieces, f"{folder}", strict=layout == "loralib")
     for module, each in factors.items():
@@ -158,22 +164,10 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_pieces(folder: Path) -> dict[str, tuple[str, ...]]:
-    if not (folder / PIECES_FILE).is_file():
-        return {}
-    stored = read_json(folder / PIECES_FILE)
-    pieces = stored.get("pieces", {}) if isinstance(stored, dict) else None
-    if not isinstance(pieces, dict) or not all(
-        isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in pieces.values()
-    ):
-        raise UserError(f"{folder / PIECES_FILE}", "it should map modules to the names of pieces")
-    return {module: tuple(names) for module, names in pieces.items()}
-
-
 def _factors(
     tensors: Mapping[str, Tensor],
     config: LoraConfig,
-    pieces: Mapping[str, tuple[str, ...]],
+    pieces: Mapping[str, Sequence[str]],
     where: str,
     *,
     strict: bool,
@@ -212,7 +206,7 @@ def _factors(
         if enabled and r % len(enabled):
             raise UserError(f"{where}: {module}", f"rank {r} is not the same for {len(enabled)} pieces")
         rank = r // max(1, len(enabled))
-        factors[module] = Factors(a, b, rank, scaling * rank, module in embeddings, enabled)
+        factors[module] = Factors(a, b, rank, scaling * rank, module in embeddings, tuple(enabled))
     if not factors:
         raise UserError(where, "it holds no lora_A")
     if unused := [m for m in pieces if not any(module == m or module.endswith(f".{m}") for module in factors)]:
@@ -275,14 +269,9 @@ def _write_folder(
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as temporary:
             folder = Path(temporary) / target.name
-            write_adapter(folder, tensors, config)
-            if pieces:
-                text = json.dumps({"pieces": dict(pieces)}, indent=2, sort_keys=True) + "\n"
-                write_atomically(folder / PIECES_FILE, lambda path: _write_text(path, text))
+            write_adapter(folder, tensors, config, pieces=pieces)
             _compare(folder / WEIGHTS_FILE, tensors)
-            if read_json(folder / CONFIG_FILE) != config or _read_pieces(folder) != {
-                module: tuple(names) for module, names in (pieces or {}).items()
-            }:
+            if read_json(folder / CONFIG_FILE) != config or read_pieces(folder) != dict(pieces or {}):
                 raise MeshloraError(f"{target}: read back, {CONFIG_FILE} differs from what was written")
             folder.rename(target)
     except (OSError, SafetensorError) as error:
@@ -302,10 +291,6 @@ def _write_file(target: Path, state: Mapping[str, Tensor], metadata: Mapping[str
         write_atomically(target, write)
     except (OSError, SafetensorError) as error:
         raise MeshloraError(f"{target}: it could not be written ({reason(error)})") from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _compare(file: Path, meant: Mapping[str, Tensor]) -> None:

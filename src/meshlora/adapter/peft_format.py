@@ -32,13 +32,13 @@ from meshlora.parallel.collectives import broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.plan.rules import ModelPlan
 from meshlora.state.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.state.stream import FLOATS
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 # Beside them where an adapter is on pieces of fused matrices: PEFT needs no word of it, to go on training does.
 PIECES_FILE = "meshlora.json"
 _PREFIX = "base_model.model."
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) -> None:
@@ -123,11 +123,21 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
     if ignore_dropout:
         stored["lora_dropout"] = 0.0
     config = lora_config(stored, f"{folder / CONFIG_FILE}")
-    if not (folder / PIECES_FILE).is_file():
+    pieces = read_pieces(folder)
+    if not pieces:
         return config
-    pieces = _pieces(read_json(folder / PIECES_FILE), f"{folder / PIECES_FILE}")
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
     return PieceLoraConfig(**values, pieces=pieces)
+
+
+def read_pieces(folder: Path) -> dict[str, list[str]]:
+    """The pieces that an adapter folder says it is on; none where it says nothing.
+
+    Raises:
+        UserError: what it says is no mapping from targets to names.
+    """
+    file = folder / PIECES_FILE
+    return _pieces(read_json(file), f"{file}") if file.is_file() else {}
 
 
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
@@ -255,7 +265,7 @@ def _read_factors(
     }
     tensors: dict[str, Tensor] = {}
     with open_safetensors(file) as opened:
-        _check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
+        check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
         for key, shape in expected.items():
             tensors[key] = _read_tensor(opened, file, key, shape)
     full = {}
@@ -295,7 +305,12 @@ def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> N
                 )
 
 
-def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> Tensor:
+def check_header(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> None:
+    """The tensor `key` of an open file has this shape, and a type that an adapter can have.
+
+    Raises:
+        UserError: it has not.
+    """
     view = opened.get_slice(key)
     if tuple(view.get_shape()) != shape:
         raise UserError(
@@ -303,8 +318,12 @@ def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> T
             f"its shape is {list(view.get_shape())}, this model and adapter_config.json need {list(shape)}",
             "it belongs to another model or another rank",
         )
-    if view.get_dtype() not in _FLOATS:
-        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {set(_FLOATS)}")
+    if view.get_dtype() not in FLOATS:
+        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
+
+
+def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> Tensor:
+    check_header(opened, file, key, shape)
     tensor: Tensor = opened.get_tensor(key).clone()
     if not torch.isfinite(tensor).all():
         raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
@@ -335,7 +354,7 @@ def _whole_shape(model: Any, name: str, plan: ModelPlan) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
+def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
     wanted = set(expected)
     if missing := sorted(wanted - given):
         raise UserError(

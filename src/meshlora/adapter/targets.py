@@ -40,7 +40,7 @@ _SUPPORTED = {
     "pieces",
 }
 # These describe where an adapter comes from, or how PEFT runs it; they do not change what is trained.
-_DESCRIPTIVE = {
+DESCRIPTIVE = {
     "task_type",
     "peft_type",
     "auto_mapping",
@@ -93,7 +93,7 @@ def check_supported(config: LoraConfig) -> None:
     default = LoraConfig()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _SUPPORTED | _DESCRIPTIVE or value == getattr(default, field.name):
+        if field.name in _SUPPORTED | DESCRIPTIVE or value == getattr(default, field.name):
             continue
         if not value and not getattr(default, field.name):  # None, [], {} and False all say "off"
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Column, Table
 
 from meshlora.plan.grads import Side, general_rules
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.rules import LinearRule, ModelPlan
 
 
 def plan_table(plan: ModelPlan) -> Table:
@@ -22,10 +22,21 @@ def plan_table(plan: ModelPlan) -> Table:
     for name, layers in _folded(plan).items():
         rule = plan.linears[layers[0]]
         inside, out = rule.local_features(tp)
-        table.add_row(
-            name, str(rule.split), f"[{rule.out_features}, {rule.in_features}]", f"[{out}, {inside}]", str(len(layers))
-        )
+        whole, local = f"[{rule.out_features}, {rule.in_features}]", f"[{out}, {inside}]"
+        table.add_row(name, f"{rule.split}{_of_pieces(rule, tp)}", whole, local, str(len(layers)))
+    embedding = plan.parameters.get(f"{plan.embedding}.weight")
+    if embedding is not None:
+        layout = embedding.layout
+        table.add_row(plan.embedding, "vocabulary", f"[{layout.size}, ...]", f"[{layout.local_size(tp)}, ...]", "1")
     return table
+
+
+def _of_pieces(rule: LinearRule, tp: int) -> str:
+    """The pieces of a fused linear, and what several ranks hold."""
+    pieces = [piece.name for piece in rule.fused.pieces] if rule.fused is not None else []
+    copies = rule.layout.copies(tp) - {1} if rule.layout is not None else set()
+    shared = f"; heads on {', '.join(map(str, copies))} ranks each" if copies else ""
+    return (f" ({' '.join(pieces)})" if pieces else "") + shared
 
 
 def gradient_table(plan: ModelPlan) -> Table:
