@@ -283,8 +283,8 @@ def _check(options: argparse.Namespace) -> None:
     console.print(table)
     overrides = [word for override in options.overrides for word in ("--set", override)]
     command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
-    console.print(preflight_state(run), highlight=False, soft_wrap=True)
-    console.print(f"ready: {command}", highlight=False, soft_wrap=True)
+    console.print(preflight_state(run), highlight=False, soft_wrap=True, markup=False)
+    console.print(f"ready: {command}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _size(data: object) -> str:

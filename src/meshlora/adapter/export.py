@@ -76,8 +76,9 @@ def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: Pie
     if layout == "loralib":
         check_for_loralib(config, f"{folder / CONFIG_FILE}")
     tensors = _read_tensors(folder / WEIGHTS_FILE)
-    pieces = read_pieces(folder)
     rows = piece_rows or equal_blocks()
+    # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
+    pieces = read_pieces(folder) if layout == "loralib" else {}
     factors, biases = _factors(tensors, config, pieces, f"{folder}", strict=layout == "loralib")
     for module, each in factors.items():
         if each.pieces:
@@ -226,9 +227,7 @@ def _peft_state(
         target_modules=sorted({_common(m, factors) for m in factors}),
         rank_pattern={_common(m, factors): r for m, r in ranks.items() if r != plain.r},
         alpha_pattern={_common(m, factors): alpha for m, alpha in alphas.items() if alpha != plain.lora_alpha},
-        bias=("lora_only" if all(key.removesuffix(".bias") in factors for key in biases) else "all")
-        if biases
-        else "none",
+        bias=_bias_option(factors, biases),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
         inference_mode=True,

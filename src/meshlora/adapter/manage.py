@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshlora.adapter.initialization import draw_factors
 from meshlora.adapter.targets import Target, embedding_size, final_config, resolve_targets, trained_parameters
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX, take_out_of_base
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix, take_out_of_base
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel.collectives import all_gather
 from meshlora.parallel.embedding import ParallelEmbedding
@@ -129,6 +129,7 @@ def attach(
         raise UserError(
             "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
         )
+    check_whole_matrix(config, targets, state.plan, model.dtype)
     dtype = factor_dtype(model)
     names = trained_parameters(model, state.plan, config, targets)
     for target in targets.values():

@@ -10,7 +10,10 @@ weight. PEFT does the same each time that it loads such an adapter, and so do we
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from meshlora.errors import UnsupportedError
@@ -18,8 +21,23 @@ from meshlora.parallel.collectives import all_gather, broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.linear import ParallelLinear
 from meshlora.plan.layout import Split
+from meshlora.plan.rules import ModelPlan
 
 WHOLE_MATRIX = ("pissa", "olora")
+
+
+def check_whole_matrix(config: LoraConfig, targets: Collection[str], plan: ModelPlan, dtype: torch.dtype) -> None:
+    """Refuse what PEFT does not decompose either, before any weight is read.
+
+    Raises:
+        UnsupportedError: a base in float64; OLoRA on a weight that is stored transposed.
+    """
+    init = config.init_lora_weights
+    if init in WHOLE_MATRIX and dtype == torch.float64:
+        raise UnsupportedError(f"init_lora_weights={init!r} in float64", "PEFT computes it in float32", "use float32")
+    transposed = [name for name in targets if name in plan.linears and plan.linears[name].is_transposed]
+    if init == "olora" and transposed:
+        raise UnsupportedError(f"olora on {transposed[0]}", "PEFT decomposes the transposed weight", "use pissa")
 
 
 @torch.no_grad()
@@ -28,14 +46,7 @@ def take_out_of_base(leaf: ParallelLinear, mesh: Mesh, *, init: str, r: int, sca
 
     pissa: the r largest singular values (Meng et al., 2024). olora: the first r columns of a QR (Büyükakyüz, 2024).
     Collective: all ranks must call it.
-
-    Raises:
-        UnsupportedError: a weight that PEFT does not do it for either.
     """
-    if leaf.weight.dtype == torch.float64:
-        raise UnsupportedError(f"init_lora_weights={init!r} in float64", "PEFT computes it in float32", "use float32")
-    if init == "olora" and leaf.rule.is_transposed:
-        raise UnsupportedError(f"olora on {leaf.rule.name}", "PEFT decomposes the transposed weight", "use pissa")
     rule, tp = leaf.rule, mesh.tp
     dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
     whole = leaf.weight.detach()

@@ -50,7 +50,7 @@ class Case:
             shows.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
-        label_smoothing, lora_plus_ratio: of the loss and of the optimizer.
+        label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
         pieces: targets that are fused matrices -> the pieces that the adapter is on.
         device: "cpu" or "cuda".
     """
@@ -76,6 +76,7 @@ class Case:
     eps: float = 1e-4
     label_smoothing: float = 0.0
     lora_plus_ratio: float | None = None
+    lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)
     pad_token_id: int = 0
     trust_remote_code: bool = False

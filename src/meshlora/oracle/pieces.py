@@ -12,25 +12,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.errors import UnsupportedError
+
 # How a model cuts the output of its fused linear: into blocks, or into heads first and each head into three.
-_BLOCKS = {"gpt2": "q k v", "openai-gpt": "q k v", "mpt": "q k v", "phi3": "q k v", "gpt_bigcode": "q k v"}
-_PER_HEAD = {"gpt_neox": "q k v", "bloom": "q k v", "persimmon": "q k v", "gpt_neox_japanese": "q k v"}
+_BLOCKS = ("gpt2", "openai-gpt", "mpt", "phi3")
+_PER_HEAD = ("gpt_neox", "bloom", "persimmon", "gpt_neox_japanese")
+_GATE_UP = ("gate_up_proj", "input_linear", "mlp.Wi", "mlp.fc1")
 
 
 def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
-    """The rows of `piece` in the fused matrix `module`, int64."""
+    """The rows of `piece` in the fused matrix `module`, int64.
+
+    Raises:
+        UnsupportedError: a family whose pieces the judge does not know, or a piece that it has not.
+    """
     rows = torch.arange(out_features)
-    if "gate_up" in module:
-        return rows.view(2, -1)[["gate", "up"].index(piece)]
     heads = config.num_attention_heads
-    if config.model_type in _PER_HEAD:
-        return rows.view(heads, 3, -1)[:, _PER_HEAD[config.model_type].split().index(piece)].flatten()
-    assert config.model_type in _BLOCKS, f"pieces of {config.model_type} are not known to the judge"
     kv = getattr(config, "num_key_value_heads", None) or heads
-    if getattr(config, "multi_query", False):
-        kv = 1
-    width = out_features // (heads + 2 * kv)
-    return rows.split([heads * width, kv * width, kv * width])["qkv".index(piece)]
+    family = config.model_type
+    found: dict[str, Tensor] = {}
+    if module.endswith(_GATE_UP):
+        found = dict(zip(("gate", "up"), rows.view(2, -1), strict=True))
+    elif family == "codegen":  # four groups of heads, each with its q, v and k
+        found = {name: rows.view(4, 3, -1)[:, place].flatten() for place, name in enumerate("qvk")}
+    elif family in _PER_HEAD or (family == "gpt_bigcode" and not config.multi_query):
+        found = {name: rows.view(heads, 3, -1)[:, place].flatten() for place, name in enumerate("qkv")}
+    elif family == "falcon" and config.new_decoder_architecture:
+        groups = rows.view(config.num_kv_heads, heads // config.num_kv_heads + 2, -1)
+        parts = groups.split([heads // config.num_kv_heads, 1, 1], dim=1)
+        found = {name: part.flatten() for name, part in zip("qkv", parts, strict=True)}
+    elif family == "falcon" and not config.multi_query:
+        found = {name: rows.view(heads, 3, -1)[:, place].flatten() for place, name in enumerate("qkv")}
+    elif family in (*_BLOCKS, "falcon", "gpt_bigcode"):
+        kv = 1 if family in ("falcon", "gpt_bigcode") else kv
+        width = out_features // (heads + 2 * kv)
+        found = dict(zip("qkv", rows.split([heads * width, kv * width, kv * width]), strict=True))
+    if piece not in found:
+        raise UnsupportedError(
+            f"pieces: {piece!r} of {module}", f"the proof does not know it in {family}", "train the whole matrix"
+        )
+    return found[piece]
 
 
 def pieces_of(module: str, pieces: Mapping[str, Iterable[str]]) -> list[str]:

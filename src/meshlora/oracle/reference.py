@@ -46,6 +46,7 @@ class AdamW:
     max_grad_norm: float | None = 1.0
     label_smoothing: float = 0.0
     lora_plus_ratio: float | None = None
+    lora_plus_embedding_lr: float = 1e-6
 
 
 def reference_model(
@@ -141,6 +142,7 @@ def make_optimizer(model: nn.Module, settings: AdamW) -> torch.optim.Optimizer:
             lr=peak,
             loraplus_lr_ratio=settings.lora_plus_ratio,
             loraplus_weight_decay=settings.weight_decay,
+            loraplus_lr_embedding=settings.lora_plus_embedding_lr,
             **options,
         )
     for group in optimizer.param_groups:
@@ -205,6 +207,7 @@ def train_run(
         options.max_grad_norm or None,
         options.label_smoothing,
         options.lora_plus_ratio,
+        options.lora_plus_embedding_lr,
     )
     freeze_outside_pieces(model, pieces_in(adapter))
     losses = train(model, (batches(step) for step in range(steps)), settings)
@@ -227,7 +230,14 @@ def _trace_case(case: Case, precision: str) -> Trace:
     freeze_outside_pieces(model, case.pieces)
     factors = trainable(model)
     rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
-    settings = AdamW(rates, (case.beta1, case.beta2), case.eps, case.weight_decay, lora_plus_ratio=case.lora_plus_ratio)
+    settings = AdamW(
+        rates,
+        (case.beta1, case.beta2),
+        case.eps,
+        case.weight_decay,
+        lora_plus_ratio=case.lora_plus_ratio,
+        lora_plus_embedding_lr=case.lora_plus_embedding_lr,
+    )
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
     trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)

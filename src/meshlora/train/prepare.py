@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meshlora.adapter.peft_format import check_adapter, lora_config, read_config
 from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
+from meshlora.adapter.whole_matrix import check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
@@ -86,6 +87,7 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         trust_remote_code=config.model.trust_remote_code,
     )
     targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
+    check_whole_matrix(lora, targets, plan, dtype)
     trained = trained_parameters(model, plan, lora, targets)
     check_checkpoint(
         model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights

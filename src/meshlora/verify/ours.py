@@ -239,6 +239,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             eps=case.eps,
             label_smoothing=case.label_smoothing,
             lora_plus_ratio=case.lora_plus_ratio,
+            lora_plus_embedding_lr=case.lora_plus_embedding_lr,
             max_grad_norm=case.max_grad_norm,
             seed=case.seed,
             replica_check_every=0,  # a drift is to be found by the judge

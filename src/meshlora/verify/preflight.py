@@ -159,6 +159,7 @@ def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         lora=_lora_on_twin(run, config, topology),
         label_smoothing=run.config.train.label_smoothing,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
+        lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
         device="cpu",
         trust_remote_code=run.config.model.trust_remote_code,
         cache_dir=cache_dir,

@@ -35,6 +35,7 @@ from meshlora.oracle.case import (
     num_sequences_for,
     random_tokens,
 )
+from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import ModelPlan, Split
@@ -60,7 +61,7 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run.
-        label_smoothing, lora_plus_ratio: as in a run file.
+        label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: as in a run file.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
         mutations: faults to put in, one a run, after the runs without any.
@@ -76,6 +77,7 @@ class Request:
     seed: int = 0
     label_smoothing: float = 0.0
     lora_plus_ratio: float | None = None
+    lora_plus_embedding_lr: float = 1e-6
     overrides: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
     nproc: int | None = None
@@ -192,6 +194,9 @@ def prepare_proof(request: Request) -> Proof:
     if pieces:  # in PEFT's words
         plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
     plans = _plans(request, config, given, lora, dtype)
+    for name, rule in next(iter(plans.values())).linears.items():
+        for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
+            rows_of(config, name, piece, rule.out_features)
     if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
         plain["fan_in_fan_out"] = True  # or PEFT warns, and does it by itself
     device = _device(request.device, max(t.world for t in plans))
@@ -206,6 +211,7 @@ def prepare_proof(request: Request) -> Proof:
         pieces=pieces,
         label_smoothing=request.label_smoothing,
         lora_plus_ratio=request.lora_plus_ratio,
+        lora_plus_embedding_lr=request.lora_plus_embedding_lr,
         input_ids=tuple(data.input_ids.tolist()),
         is_trained=tuple(data.is_trained.tolist()),
         offsets=tuple(data.offsets.tolist()),
