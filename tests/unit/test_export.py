@@ -152,15 +152,27 @@ def test_pieces_merge_as_any_adapter_does(gpt2: Path, tmp_path: Path) -> None:
     assert_merged(gpt2, make_pieces(gpt2, tmp_path / "adapter"), tmp_path / "out")
 
 
-def test_adapter_that_is_not_zero_outside_of_its_pieces_is_refused(gpt2: Path, tmp_path: Path) -> None:
+def test_adapter_that_is_not_zero_outside_of_its_pieces_is_none_of_loralib(gpt2: Path, tmp_path: Path) -> None:
     adapter = make_pieces(gpt2, tmp_path / "adapter")
     tensors = load_file(adapter / "adapter_model.safetensors")
     key = next(key for key in tensors if "lora_B" in key)
     tensors[key][HIDDEN, 0] = 1
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    for layout, out in (("peft", "out"), ("loralib", "out.safetensors")):
-        with pytest.raises(UserError, match="not zero outside"):
-            export(adapter, tmp_path / out, layout)
+    with pytest.raises(UserError, match="not zero outside"):
+        export(adapter, tmp_path / "out.safetensors", "loralib")
+    # PEFT does not know of pieces: to it this is one more adapter.
+    assert export(adapter, tmp_path / "out", "peft") == len(tensors)
+    assert not (tmp_path / "out" / "meshlora.json").exists()
+
+
+def test_pieces_in_any_order_and_of_any_layout_are_plain_to_peft(gpt2: Path, tmp_path: Path) -> None:
+    adapter = make_pieces(gpt2, tmp_path / "adapter")
+    (adapter / "meshlora.json").write_text('{"pieces": {"c_attn": ["v", "q"]}}', encoding="utf-8")
+    export(adapter, tmp_path / "out", "peft")
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(
+        torch.equal(value, written[key]) for key, value in load_file(adapter / "adapter_model.safetensors").items()
+    )
 
 
 def test_interleaved_pieces_are_not_for_loralib(gpt2: Path, tmp_path: Path) -> None:
