@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshlora
 from meshlora.adapter.manage import active_factors
-from meshlora.train.losses import summed_cross_entropy
+from meshlora.train.losses import language_model_loss
 
 TOLERANCE = 1e-4  # fp32, relative; meshlora without its gradient sums over tp is 1.0 off
 BLOCK = 3  # timed steps a turn
@@ -129,8 +129,7 @@ class Meshlora(Candidate):
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
     def gradients(self, ids: Tensor, labels: Tensor) -> float:
-        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        loss = summed_cross_entropy(logits, labels)
+        loss = language_model_loss(self.model, ids, torch.ones_like(ids), labels)
         loss.backward()
         return float(loss.detach()) / meshlora.finish_gradients(self.model, num_tokens=labels.numel())
 
@@ -219,7 +218,9 @@ def count_collectives(system: System, folder: Path, shape: Shape) -> Counter[str
     with CollectiveCounter() as counter:
 
         def watch(_module: nn.Module, _args: Any, output: Any) -> None:
-            output.logits.register_hook(lambda _gradient: setattr(counter, "phase", "backward"))
+            # meshlora's logits never exist whole: what the head reads stands for them.
+            last = getattr(output.logits, "hidden", output.logits)
+            last.register_hook(lambda _gradient: setattr(counter, "phase", "backward"))
 
         candidate.model.register_forward_hook(watch)  # the gradient of the logits opens the backward
         candidate.gradients(*batch_of(shape))

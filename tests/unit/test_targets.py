@@ -98,13 +98,34 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
         ({"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"}, "'pissa' on the embedding"),
         ({"target_modules": ["norm"]}, "LoRA on LlamaRMSNorm"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "did you mean 'lm_head'"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "target_modules"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "'q_proj' of target_modules has no effect"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["proj"]}, "is a target of LoRA too"),
+        ({"target_modules": ["q_proj"], "fan_in_fan_out": True}, "no effect"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "whole block"),
     ],
 )
 def test_what_two_options_would_do_together_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         _resolved("llama", **options)
+
+
+def test_module_to_save_whose_bias_peft_would_store_twice_is_refused() -> None:
+    options = {"target_modules": ["c_fc"], "fan_in_fan_out": True, "modules_to_save": ["ln_1"]}
+    with pytest.raises(UnsupportedError, match=r"ln_1 with bias='all': PEFT stores its bias twice"):
+        _resolved("gpt2", **options, bias="all")
+    _, trained = _resolved("gpt2", **options, bias="lora_only")
+    assert len(trained) == len(set(trained))
+    assert {"transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.bias"} <= set(trained)
+    _, trained = _resolved("llama", target_modules=["q_proj"], modules_to_save=["norm"], bias="all")
+    assert trained  # norms without a bias may
+
+
+def test_word_on_how_weights_are_stored_is_taken_from_a_file() -> None:
+    """PEFT writes `fan_in_fan_out` of what was trained; a file that has it of a model without Conv1D is read."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(twin_config("llama"))
+    config = LoraConfig(target_modules=["q_proj"], fan_in_fan_out=True)
+    assert resolve_targets(model, plan_model(model, Topology()), config, strict=False)
 
 
 @pytest.mark.parametrize(

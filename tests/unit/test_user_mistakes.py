@@ -91,11 +91,21 @@ MISTAKES: dict[str, Case] = {
     ),
     "topology_is_a_number": case(setting("topology", 2), "topology: 2", "text"),
     "expert_parallelism": case(setting("topology", "dp=2,ep=2"), "ep=2", "not supported yet", "leave out ep"),
-    "tp_that_does_not_divide_key_value_heads": case(
-        several(setting("topology", "tp=8"), lambda s: setattr(s, "nproc", 8)),
-        "tp=8",
-        "num_key_value_heads=4",
-        "tp in {1, 2, 4}",
+    "tp_that_does_not_divide_the_heads": case(
+        several(setting("topology", "tp=16"), lambda s: setattr(s, "nproc", 16)),
+        "tp=16",
+        "num_attention_heads=8",
+        "tp in {1, 2, 4, 8}",
+    ),
+    "tp_that_is_no_multiple_of_key_value_heads": case(
+        several(
+            setting("topology", "tp=4"),
+            lambda s: setattr(s, "nproc", 4),
+            lambda s: s.family("llama", vocab_size=2048, num_attention_heads=12, hidden_size=96, num_key_value_heads=6),
+        ),
+        "tp=4",
+        "num_key_value_heads=6 or be a multiple of it",
+        "tp in {1, 2}",
     ),
     "tp_that_does_not_divide_the_mlp": case(
         several(

@@ -30,12 +30,55 @@ MISTAKES: dict[str, Case] = {
     # A fresh adapter.
     "lora_unknown_option": case(lora(rank=8), "lora", "rank", "not an option", "did you mean"),
     "lora_is_a_number": case(setting("lora", 8), "lora: 8", "a group of keys"),
-    "lora_dora": case(lora(use_dora=True), "use_dora=True", "not supported yet", "leave it at False"),
+    "lora_dora_on_the_embedding": case(
+        lora(use_dora=True, target_modules=["embed_tokens"]), "use_dora on the embedding model.embed_tokens", "linear"
+    ),
+    "lora_dora_from_the_weights": case(
+        lora(use_dora=True, init_lora_weights="pissa"), "use_dora", "'pissa'", "not proved together"
+    ),
     "lora_dropout": case(lora(lora_dropout=0.1), "lora_dropout=0.1", "not supported yet", "leave it at 0.0"),
-    "lora_modules_to_save": case(lora(modules_to_save=["lm_head"]), "modules_to_save", "not supported yet"),
-    "lora_bias": case(lora(bias="all"), "bias='all'", "not supported yet", "'none'"),
+    "lora_modules_to_save_not_there": case(
+        lora(modules_to_save=["lm_haed"]), "modules_to_save", "'lm_haed' is no module", "did you mean 'lm_head'?"
+    ),
+    "lora_modules_to_save_is_text": case(
+        lora(modules_to_save="lm_head"), "modules_to_save='lm_head'", "it is a list of names"
+    ),
+    "lora_modules_to_save_a_target_of_several": case(
+        lora(modules_to_save=["proj"]), "modules_to_save=['proj']", "q_proj is a target of LoRA too", "one of the two"
+    ),
+    "lora_modules_to_save_a_target": case(
+        lora(modules_to_save=["q_proj"]),
+        "modules_to_save=['q_proj']",
+        "'q_proj' of target_modules has no effect",
+        "one of the two",
+    ),
+    "lora_modules_to_save_every_target": case(
+        lora(modules_to_save=["mlp.up_proj"], target_modules=".*up_proj"),
+        "target_modules='.*up_proj'",
+        "no linear layer",
+        "modules_to_save=['mlp.up_proj'] leaves",
+        "one of the two",
+    ),
+    "lora_modules_to_save_a_block": case(
+        lora(modules_to_save=["mlp"], target_modules=["q_proj"]), "mlp", "a whole block", "norms, linears"
+    ),
+    "lora_bias": case(lora(bias="some"), "bias='some'", "none, all, lora_only"),
+    "lora_bias_and_a_module_to_save_with_one": case(
+        several(
+            lambda s: s.family("qwen2", vocab_size=2048),
+            lora(bias="all", target_modules=["up_proj"], modules_to_save=["v_proj"]),
+        ),
+        "modules_to_save: model.layers.0.self_attn.v_proj with bias='all'",
+        "twice",
+        "'lora_only'",
+    ),
+    "lora_fan_in_fan_out": case(lora(fan_in_fan_out=True), "fan_in_fan_out=True", "no effect", "leave it out"),
+    "lora_pieces_of_what_is_not_fused": case(
+        lora(pieces={"q_proj": ["q"]}), "pieces: 'q' of model.layers.0.self_attn.q_proj", "not a fused matrix"
+    ),
+    "lora_pieces_of_no_target": case(lora(pieces={"c_attn": ["q"]}), "pieces: c_attn", "add it to target_modules"),
     "lora_target_parameters": case(lora(target_parameters=["x"]), "target_parameters", "not supported yet"),
-    "lora_init_from_the_weights": case(lora(init_lora_weights="pissa"), "'pissa'", "supported", "gaussian"),
+    "lora_init_from_the_data": case(lora(init_lora_weights="corda"), "'corda'", "supported", "gaussian"),
     "lora_task_type": case(lora(task_type="SEQ_CLS"), "SEQ_CLS", "CAUSAL_LM"),
     "lora_rank_of_zero": case(lora(r=0), "r=0", "at least 1"),
     "lora_rank_is_text": case(lora(r="8x"), "r='8x'", "whole number"),
@@ -49,16 +92,16 @@ MISTAKES: dict[str, Case] = {
     "lora_target_pattern_is_not_a_regular_expression": case(
         lora(target_modules="(q_proj"), "'(q_proj'", "regular expression"
     ),
-    "lora_target_the_output_head": case(lora(target_modules=["lm_head"]), "lm_head", "output head", "not supported"),
-    "lora_target_the_embedding": case(lora(target_modules=["embed_tokens"]), "embed_tokens", "Embedding"),
+    "lora_target_the_embedding_from_the_weights": case(
+        lora(target_modules=["embed_tokens"], init_lora_weights="olora"), "'olora' on the embedding", "linear layers"
+    ),
     "lora_target_is_not_a_linear": case(
         several(
             lambda s: s.family("gpt2", vocab_size=2048),
-            setting("topology", "dp=2"),
-            lora(target_modules=["c_attn"]),
+            lora(target_modules=["c_attn", "wpe"]),
         ),
-        "c_attn",
-        "Conv1D",
+        "transformer.wpe",
+        "Embedding",
         "not supported",
     ),
     "lora_layer_that_is_not_there": case(lora(layers_to_transform=[0, 7]), "layers_to_transform", "7", "2 layers"),
@@ -123,7 +166,10 @@ MISTAKES: dict[str, Case] = {
         several(Setup.from_adapter, truncate("adapter/adapter_model.safetensors", 3000)), "adapter_model", "damaged"
     ),
     "adapter_config_with_an_unsupported_option": case(
-        lambda s: s.adapter_config(use_dora=True), "use_dora=True", "not supported yet"
+        lambda s: s.adapter_config(lora_bias=True), "lora_bias=True", "not supported yet"
+    ),
+    "adapter_config_with_dora_and_weights_without": case(
+        lambda s: s.adapter_config(use_dora=True), "lacks 6 of 18", "lora_magnitude_vector"
     ),
     "adapter_config_of_a_newer_peft": case(
         lambda s: s.adapter_config(use_magic=True), "use_magic", "not an option of this peft"

@@ -88,7 +88,10 @@ MISTAKES: dict[str, Case] = {
         command("plan", "--model", "{folder}/model", "--topology", "pp=2"), "'pp' is not an axis", "did you mean 'tp'?"
     ),
     "plan_tp_that_does_not_divide": case(
-        command("plan", "--model", "{folder}/model", "--topology", "tp=3"), "tp=3", "num_attention_heads=8", "{1, 2, 4}"
+        command("plan", "--model", "{folder}/model", "--topology", "tp=3"),
+        "tp=3",
+        "num_attention_heads=8",
+        "{1, 2, 4, 8}",
     ),
 }
 

@@ -51,7 +51,9 @@ MISTAKES: dict[str, Case] = {
     "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "'lama'", "did you mean 'llama'?"),
     "encoder_decoder": case(lambda s: s.family("t5"), "t5"),
     "mixture_of_experts": case(lambda s: s.family("mixtral"), "mixtral", "mixtures of experts", "not supported yet"),
-    "family_without_a_tp_plan": case(lambda s: s.family("gpt2"), "gpt2", "no tensor-parallel plan", "use tp=1"),
+    "family_without_a_tp_plan": case(
+        lambda s: s.family("bert"), "bert", "neither transformers nor meshlora has a tensor-parallel plan", "use tp=1"
+    ),
     "family_that_transformers_changes_on_loading": case(lambda s: s.family("youtu"), "youtu", "padding token"),
     "quantised_checkpoint": case(
         lambda s: s.config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised", "not supported yet"

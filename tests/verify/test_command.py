@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +18,8 @@ import pytest
 
 from meshlora.adapter import manage
 from meshlora.cli import main
-from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Layout, Run
+from meshlora.state import weights
 from meshlora.verify import command, pool
 from meshlora.verify import mutations as registry
 from meshlora.verify.pool import Pool
@@ -101,21 +101,6 @@ def test_fault_that_survives_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp
     assert json.loads((tmp_path / "out.json").read_text())["passed"] is False
 
 
-def _other_way_round(function: str) -> Callable[..., Any]:
-    """`local_part` and `full_factor` with the tp ranks counted backwards: one undoes the other."""
-    original = getattr(manage, function)
-
-    def reversed_ranks(tensor: Any, rule: FactorRule, mesh: Any) -> Any:
-        if rule.split_dim is None:
-            return original(tensor, rule, mesh)
-        if function == "local_part":
-            return tensor.tensor_split(mesh.tp.size, rule.split_dim)[mesh.tp.size - 1 - mesh.tp.rank].clone()
-        shards = original(tensor, rule, mesh).tensor_split(mesh.tp.size, rule.split_dim)
-        return manage.torch.cat(shards[::-1], rule.split_dim)
-
-    return reversed_ranks
-
-
 _RUNS = Layout.runs
 
 
@@ -123,16 +108,26 @@ def _backwards(layout: Layout, *, rank: int, size: int) -> tuple[Run, ...]:
     return _RUNS(layout, rank=size - 1 - rank, size=size)
 
 
+def _counted_backwards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` with the tp ranks counted backwards: what cuts then gives what what joins puts together again."""
+
+    def call(*args: Any) -> Any:
+        with mock.patch.object(Layout, "runs", _backwards):
+            return original(*args)
+
+    return call
+
+
+# What of the product cuts and joins, by what it is about.
+_SLICING = {"adapter": [(manage, "local_part"), (manage, "full_factor")], "base": [(weights, "_read_local")]}
+
+
 def _with_fault(kind: str, function: Callable[..., Any], *args: Any) -> Any:
     """Body of a rank: `function` with a fault in how the product slices and joins."""
-    with (
-        mock.patch.object(manage, "local_part", _other_way_round("local_part")),
-        mock.patch.object(manage, "full_factor", _other_way_round("full_factor")),
-    ):
-        if kind == "adapter":
-            return function(*args)
-        with mock.patch.object(Layout, "runs", _backwards):
-            return function(*args)
+    with ExitStack() as stack:
+        for owner, name in _SLICING[kind]:
+            stack.enter_context(mock.patch.object(owner, name, _counted_backwards(getattr(owner, name))))
+        return function(*args)
 
 
 class _Faulty:
@@ -167,18 +162,23 @@ def _prove_with_fault(processes: Processes, kind: str, cache_dir: Path) -> Itera
     return run_proof(proof, _FaultyProcesses(processes, kind))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("adapter", "loaded_adapter"), ("adapter and base", "loaded_adapter")])
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [("adapter", "another rank's slice"), ("base", "cut in the order of the ranks, and the base weight that it goes")],
+)
 def test_fault_in_the_products_own_slicing_is_caught(
-    kind: str, phase: str, processes: Processes, tmp_path: Path
+    kind: str, cause: str, processes: Processes, tmp_path: Path
 ) -> None:
-    """Shards in reversed order when they are cut and when they are joined: the product alone cannot see it."""
+    """Shards in reversed order when they are cut and when they are joined: the product alone cannot see it.
+
+    Of the adapter alone or of the base alone: with both in the same other order each rank computes what goes together.
+    """
     (outcome,) = _prove_with_fault(processes, kind, tmp_path)
     assert not outcome.passed
     assert outcome.divergence is not None
-    assert outcome.divergence.phase == phase
-    assert "another rank's slice" in outcome.divergence.cause
-    if kind == "adapter":  # then the shards do not fit the base either
-        assert not next(p for p in outcome.phases if p.name == "forward").passed
+    assert outcome.divergence.phase == "loaded_adapter"
+    assert cause in outcome.divergence.cause
+    assert not next(p for p in outcome.phases if p.name == "forward").passed  # they do not go together
 
 
 def test_difference_without_a_mutation_is_exit_code_1(

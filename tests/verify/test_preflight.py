@@ -104,6 +104,16 @@ def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> Non
     assert key(vocab_size=4096, max_position_embeddings=4096) == key()  # sizes are the twin's own
 
 
+def test_module_that_is_trained_in_full_in_one_layer_is_so_in_one_of_the_twin(tmp_path: Path) -> None:
+    """PEFT leaves what is trained in full out of the targets: by its last name alone no adapter of it was proved."""
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["1.self_attn.q_proj", "model.norm"]}
+    proof, _ = module._proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
+    assert proof.case.lora["modules_to_save"] == ["model.layers.0.self_attn.q_proj", "norm"]
+    targets = set(proof.case.lora["target_modules"])
+    assert "model.layers.0.self_attn.q_proj" not in targets
+    assert {"model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"} <= targets
+
+
 def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

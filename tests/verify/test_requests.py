@@ -51,7 +51,11 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "nowhere", *TP2], "there is no such folder"),
         (["--family", "mixtral", *TP2], "mixtures of experts are not supported yet"),
         (["--family", "youtu", "--topology", "dp=2"], "zeroes the padding token's embedding"),
-        (["--family", "gpt2", *TP2], "no tensor-parallel plan"),
+        (["--family", "bert", *TP2], "neither transformers nor meshlora has a tensor-parallel plan"),
+        ([*FAMILY, *TP2, "--set", "num_key_value_head=2"], "did you mean 'num_key_value_heads'?"),
+        ([*FAMILY, *TP2, "--set", "num_key_value_heads"], "it must read KEY=VALUE"),
+        ([*FAMILY, *TP2, "--set", "num_key_value_heads=[2"], "not a YAML value"),
+        (["--model", TINY, *TP2, "--set", "num_key_value_heads=2"], "--set with --model"),
     ],
 )
 def test_wrong_request_is_refused_with_exit_code_2(
@@ -75,7 +79,11 @@ def test_wrong_request_is_refused_with_exit_code_2(
         ("- 8", "fields of peft.LoraConfig"),
         ("rank: 8", "is not an option of this peft"),
         ("{r: 8, target_modules: [q_prj]}", "did you mean 'q_proj'?"),
-        ("{r: 8, target_modules: all-linear, use_dora: true}", "use_dora"),
+        ("{r: 8, target_modules: all-linear, lora_dropout: 0.1}", "lora_dropout=0.1"),
+        ("{r: 8, target_modules: all-linear, init_lora_weights: eva}", "'eva'"),
+        ("{r: 8, target_modules: [embed_tokens], use_dora: true}", "use_dora on the embedding"),
+        ("{r: 8, target_modules: [q_proj], pieces: {q_proj: [q]}}", "it is not a fused matrix"),
+        ("{r: 8, target_modules: [q_proj], fan_in_fan_out: true}", "fan_in_fan_out"),
     ],
 )
 def test_wrong_lora_file_is_refused(
@@ -98,7 +106,7 @@ def test_auto_is_every_topology_that_family_and_processes_allow() -> None:
         "dp=2", "tp=2", "tp=2,sp", "dp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4", "tp=4,sp",
     ]  # fmt: skip
     # No tensor-parallel plan: dp alone.
-    assert prepare_proof(Request(("auto",), family="opt", nproc=4)).topologies == [Topology(dp=2), Topology(dp=4)]
+    assert prepare_proof(Request(("auto",), family="bert", nproc=4)).topologies == [Topology(dp=2), Topology(dp=4)]
 
 
 def test_missing_dp_is_what_nproc_leaves() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,8 +159,11 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
             f"{where}: {unknown[0]}", "it is not an option of this peft", did_you_mean(str(unknown[0]), known)
         )
     try:
-        config = LoraConfig(**{k: v for k, v in values.items() if k in known})
-    except (TypeError, ValueError) as error:
+        with warnings.catch_warnings():
+            # Of starts that take data, which are refused: one line says so, not two.
+            warnings.filterwarnings("ignore", "`init_lora_weights` is")
+            config = LoraConfig(**{k: v for k, v in values.items() if k in known})
+    except (TypeError, ValueError, ImportError) as error:  # ImportError: an option that needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
     return with_pieces(config, pieces) if pieces else config
 

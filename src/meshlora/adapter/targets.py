@@ -90,6 +90,11 @@ def check_supported(config: LoraConfig) -> None:
     Raises:
         UnsupportedError: names the option. UserError: a value out of range.
     """
+    # First: PEFT fills in the options of a start that has some, and nobody gave those.
+    if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
+        raise UnsupportedError(
+            f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
+        )
     default = LoraConfig()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -104,10 +109,6 @@ def check_supported(config: LoraConfig) -> None:
         )
     if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
         raise UnsupportedError(f"LoraConfig(task_type={config.task_type!r})", "only CAUSAL_LM is supported")
-    if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
-        raise UnsupportedError(
-            f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
-        )
     if config.bias not in _BIASES:
         raise UserError(f"LoraConfig(bias={config.bias!r})", f"one of {', '.join(_BIASES)}")
     if config.use_dora and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
@@ -140,6 +141,11 @@ def _check_types(config: LoraConfig) -> None:
             raise UserError(f"LoraConfig({option}={value!r})", "it maps patterns to numbers, as in {q_proj: 8}")
         for pattern in value:
             _check_regular_expression(option, pattern)
+    saved = config.modules_to_save or ()
+    if isinstance(saved, str) or not isinstance(saved, Collection) or not all(isinstance(name, str) for name in saved):
+        raise UserError(f"LoraConfig(modules_to_save={saved!r})", "it is a list of names")
+    for name in saved:
+        _check_regular_expression("modules_to_save", name)
     for option in ("target_modules", "exclude_modules"):
         value = getattr(config, option) or ()
         if isinstance(value, str):
@@ -196,12 +202,14 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     check_pieces(config, matched, plan)
     if strict:
         _check_each_pattern(plan, config, matched)
+        _check_fan_in_fan_out(plan, config)
     if not matched:
         raise UserError(
             f"target_modules={_shown(config.target_modules)}",
             "it matches no linear layer of the model"
             + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
-            + (" that exclude_modules leaves" if config.exclude_modules else ""),
+            + (" that exclude_modules leaves" if config.exclude_modules else "")
+            + (f" that modules_to_save={list(config.modules_to_save)} leaves" if config.modules_to_save else ""),
             _way_to_a_match(config, plan),
         )
     chosen = [name for name in (plan.embedding, *plan.linears) if name in set(matched)]
@@ -213,7 +221,7 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
 
     Raises:
         UserError: a module to save that is not there, or that is a target too.
-        UnsupportedError: one that is more than a norm, a linear or an embedding.
+        UnsupportedError: one that is more than a norm, a linear or an embedding; one with a bias beside bias="all".
     """
     found: list[str] = []
     for wanted in config.modules_to_save or ():
@@ -228,12 +236,23 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
         for owner in owners:
             module = model.get_submodule(owner)
             if owner in targets:
-                raise UserError(f"modules_to_save: {owner}", "it is a target of LoRA too", "choose one of the two")
+                raise UserError(
+                    f"modules_to_save={list(config.modules_to_save or ())}",
+                    f"{owner} is a target of LoRA too",
+                    "a module is trained in full or by LoRA: take it out of one of the two",
+                )
             if list(module.children()) and owner not in {*plan.linears, plan.embedding}:
                 raise UnsupportedError(
                     f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
                 )
-            found += [f"{owner}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
+            leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+            if config.bias == "all" and "bias" in leaves:
+                raise UnsupportedError(
+                    f"modules_to_save: {owner} with bias='all'",
+                    "PEFT stores its bias twice, under two names",
+                    "use bias='none' or 'lora_only': modules_to_save trains that bias too",
+                )
+            found += [f"{owner}.{leaf}" for leaf in leaves]
     if config.bias != "none":
         biases = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
         if config.bias == "lora_only":
@@ -305,7 +324,7 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig, head: str
 
 
 def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) -> None:
-    """Every suffix, rank pattern and alpha pattern matches at least one linear; every layer index exists."""
+    """Every suffix, rank pattern and alpha pattern has an effect on at least one linear; every layer index exists."""
     indices = config.layers_to_transform
     for index in [indices] if isinstance(indices, int) else indices or []:
         if not 0 <= index < plan.num_layers:
@@ -315,11 +334,18 @@ def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str])
     for option in ("target_modules", "exclude_modules"):
         given = getattr(config, option) or ()
         for suffix in [] if isinstance(given, str) else sorted(given):
-            if not any(name == suffix or name.endswith(f".{suffix}") for name in (*plan.linears, plan.embedding)):
+            about = [n for n in (*plan.linears, plan.embedding) if n == suffix or n.endswith(f".{suffix}")]
+            if not about:
                 raise UserError(
                     f"{option}={_shown(given)}",
                     f"{suffix!r} matches no linear layer",
                     did_you_mean(suffix, _suffixes(plan.linears)),
+                )
+            if option == "target_modules" and all(_is_saved(name, config) for name in about):
+                raise UserError(
+                    f"modules_to_save={list(config.modules_to_save or ())}",
+                    f"so {suffix!r} of target_modules has no effect",
+                    "a module is trained in full or by LoRA: take it out of one of the two",
                 )
     excluded = config.exclude_modules
     if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in plan.linears):
@@ -336,6 +362,21 @@ def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str])
                 )
 
 
+def _is_saved(name: str, config: LoraConfig) -> bool:
+    """Whether PEFT leaves `name` out of the targets, as it is trained in full."""
+    return any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
+
+
+def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
+    """How a weight is stored is known from the model: to say it of one that is stored the other way has no effect."""
+    if config.fan_in_fan_out and not any(rule.is_transposed for rule in plan.linears.values()):
+        raise UserError(
+            "LoraConfig(fan_in_fan_out=True)",
+            f"{plan.model_type} has no weight that is stored [in, out], so it has no effect",
+            "leave it out",
+        )
+
+
 def _suffixes(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in names}
 
@@ -344,6 +385,8 @@ def _way_to_a_match(config: LoraConfig, plan: ModelPlan) -> str:
     given = config.target_modules
     if config.exclude_modules:
         return "exclude less"
+    if config.modules_to_save:
+        return "a module is trained in full or by LoRA: take it out of one of the two"
     if isinstance(given, str):
         return f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
     return did_you_mean(next(iter(sorted(given or {""}))), _suffixes(plan.linears))

@@ -356,6 +356,8 @@ def _saved_file(case: Failure) -> str:
 def _fresh_adapter(case: Failure) -> str:
     if case.result.name.startswith(f"{FRESH}/"):
         return f"a fresh adapter is saved with other values or another configuration than it has: {case.result.note}"
+    if not case.result.pieces:
+        return f"a fresh adapter has other tensors than PEFT's, or of other shapes: {case.result.note}"
     ratio = ratio_of(case.result.pieces, _whole(case), case.tolerance)
     if case.tp > 1 and ratio is not None and abs(ratio / math.sqrt(case.tp) - 1) < case.tolerance:
         return "A's bound comes from the local fan-in: it is sqrt(tp) too large"

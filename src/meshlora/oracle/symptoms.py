@@ -47,6 +47,8 @@ def simple_ratio(pieces: list[Piece], whole: Tensor | None, tolerance: float) ->
 
 def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | None:
     """c where ours = c * reference up to an offset that is the same for all rows; None where there is no such c."""
+    if not pieces:
+        return None
     ours = torch.cat([centred(p.values).flatten() for p in pieces])
     parts = torch.cat([centred(p.of(whole)).flatten() for p in pieces])
     norm = float(parts.square().sum())

@@ -185,6 +185,10 @@ def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, A
     bare = prepare_proof(Request(topologies=(str(topology),), model=config, device="cpu"))
     kinds = set(map(kind_of, run.targets))
     lora, plan = run.lora, bare.plans[topology]
+    targets = [name for name in (plan.embedding, *plan.linears) if kind_of(name) in kinds]
+    # What has an adapter in some layers and is trained in full in others, is trained in full in one of the twin's.
+    saved = {wanted.rpartition(".")[2] for wanted in lora.modules_to_save or ()}
+    first = {end: next((name for name in targets if name.rpartition(".")[2] == end), end) for end in saved}
     pieces = getattr(lora, "pieces", None) or {}
     on_twin = {
         "r": lora.r,
@@ -192,9 +196,9 @@ def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, A
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
         "bias": lora.bias,
-        "modules_to_save": sorted({name.rpartition(".")[2] for name in lora.modules_to_save or ()}) or None,
+        "modules_to_save": sorted(first.values()) or None,
         "init_lora_weights": lora.init_lora_weights,
-        "target_modules": sorted(name for name in (plan.embedding, *plan.linears) if kind_of(name) in kinds),
+        "target_modules": sorted(set(targets) - set(first.values())),
     }
     return on_twin | ({"pieces": {key: list(names) for key, names in pieces.items()}} if pieces else {})
 
