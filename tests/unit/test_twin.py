@@ -118,7 +118,11 @@ def test_twin_is_tiny_and_draws_no_random_numbers(family: str) -> None:
         assert not any(random.values()), random
 
 
-@pytest.mark.parametrize("family", sorted(PROVED))
+# A width that follows from another, latent attention without heads to share, heads by the width of a recurrence.
+OWN_SIZES = {"gpt_neo", "minicpm3", "recurrent_gemma"}
+
+
+@pytest.mark.parametrize("family", sorted(PROVED - OWN_SIZES))
 def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
     config = twin_config(family, tp=4)
     sizes = {k: v for k, v in SIZES.items() if hasattr(config, k)}

@@ -54,8 +54,6 @@ PHASES = {
 _AFTER_ADAM = ("deltas", "saved_file")
 _EXACT = ("sequences", "fresh_adapter", "collectives")
 _NOISE = 4.0
-# Copies this far from the whole, relatively, are terms of a sum: terms that are nearer would be copies by chance.
-_TERMS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -350,8 +348,12 @@ class _Judge:
 
 
 def _summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
-    """Inside a region a gradient is one term on each rank, but where what comes after has left the region already."""
-    return pieces if _relative(pieces, whole) <= _TERMS else [sum_of(pieces, whole)]
+    """Inside a region a gradient is one term on each rank, but where what comes after has left the region already.
+
+    Whichever is nearer: copies of a whole and terms of a sum are far apart, in every precision.
+    """
+    total = [sum_of(pieces, whole)]
+    return min((pieces, total), key=lambda found: _relative(found, whole))
 
 
 def _relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
