@@ -196,6 +196,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         sliced={"attn": {"position_bias": 0}},
         passes={"ffn": ("residual",)},
     ),
+    "nemotron": FamilyPlan({**_separate("self_attn"), "mlp.up_proj": COLUMN, "mlp.down_proj": ROW}),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "olmo_hybrid": _OLMO2,
