@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
-from meshlora.adapter.targets import DESCRIPTIVE
+from meshlora.adapter.targets import DESCRIPTIVE, check_values
 from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.state.files import open_safetensors
 
@@ -153,6 +153,7 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
         raise UnsupportedError(f"{where}: {field.name}={value!r}", "an adapter with this option cannot be merged")
     if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
         raise UnsupportedError(f"{where}: task_type={config.task_type!r}", "only CAUSAL_LM adapters can be merged")
+    check_values(config)
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in (*_PLAIN_INITS, *_RESIDUAL_INITS):
         raise UnsupportedError(
@@ -169,7 +170,7 @@ def _attach(model: Any, config: LoraConfig, where: str) -> Any:
     try:
         with torch.device("meta"):
             return _quietly(PeftModelForCausalLM, model, config)
-    except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError, KeyError) as error:
+    except ValueError as error:  # it matches nothing, or a module that PEFT has no adapter for
         raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, LoraRuntimeConfig
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
@@ -109,12 +109,21 @@ def check_supported(config: LoraConfig) -> None:
         )
     if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
         raise UnsupportedError(f"LoraConfig(task_type={config.task_type!r})", "only CAUSAL_LM is supported")
-    if config.bias not in _BIASES:
-        raise UserError(f"LoraConfig(bias={config.bias!r})", f"one of {', '.join(_BIASES)}")
     if config.use_dora and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UnsupportedError(
             f"use_dora with init_lora_weights={config.init_lora_weights!r}", "the two are not proved together"
         )
+    check_values(config)
+
+
+def check_values(config: LoraConfig) -> None:
+    """Types and ranges of the options that PEFT takes unseen, fails on far away, or reads as something else.
+
+    Raises:
+        UserError: names the option.
+    """
+    if config.bias not in _BIASES:
+        raise UserError(f"LoraConfig(bias={config.bias!r})", f"one of {', '.join(_BIASES)}")
     _check_types(config)
     for what, rank in [("r", config.r), *((f"rank_pattern[{k!r}]", v) for k, v in (config.rank_pattern or {}).items())]:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -127,14 +136,20 @@ def check_supported(config: LoraConfig) -> None:
 
 
 def _check_types(config: LoraConfig) -> None:
-    """PEFT takes values of any type here, and fails far away or reads them as something else."""
+    """Patterns, names and flags."""
     layers = config.layers_to_transform
     if layers is not None and not all(
         type(i) is int for i in (layers if isinstance(layers, list | tuple) else [layers])
     ):
         raise UserError(f"LoraConfig(layers_to_transform={layers!r})", "it is a whole number or a list of them")
-    if not isinstance(config.use_rslora, bool):
-        raise UserError(f"LoraConfig(use_rslora={config.use_rslora!r})", "it is true or false")
+    patterns = config.layers_pattern or ()
+    if not isinstance(patterns, str | list | tuple) or not all(isinstance(name, str) for name in patterns):
+        raise UserError(f"LoraConfig(layers_pattern={patterns!r})", "it is a name or a list of names")
+    for option in ("use_rslora", "use_dora", "fan_in_fan_out"):
+        if not isinstance(getattr(config, option), bool):
+            raise UserError(f"LoraConfig({option}={getattr(config, option)!r})", "it is true or false")
+    if not isinstance(config.runtime_config, LoraRuntimeConfig | dict):
+        raise UserError(f"LoraConfig(runtime_config={config.runtime_config!r})", "it is a group of keys")
     for option in ("rank_pattern", "alpha_pattern"):
         value = getattr(config, option) or {}
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
