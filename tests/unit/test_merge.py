@@ -395,38 +395,6 @@ def test_what_is_not_what_was_meant_is_not_left(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("rank_pattern", ["x"]),
-        ("rank_pattern", {"q_proj": "x"}),
-        ("target_modules", 5),
-        ("target_modules", "(*"),
-        ("target_modules", ["nope"]),
-        ("target_modules", ["norm"]),
-        ("layers_to_transform", [1.5]),
-        ("layers_to_transform", [99]),
-        ("layers_pattern", 5),
-        ("modules_to_save", 5),
-        ("r", "4"),
-        ("lora_alpha", "x"),
-        ("bias", "some"),
-        ("use_dora", "maybe"),
-        ("runtime_config", 5),
-    ],
-)
-def test_a_wrong_value_in_the_configuration_is_one_message(
-    option: str, value: object, good: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(good / "adapter", tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(stored | {"layers_to_transform": [0], option: value}), encoding="utf-8")
-    with pytest.raises(UserError):
-        merge(good / "model", tmp_path / "adapter", tmp_path / "out", config=read_model_config(good / "model"))
-    assert not (tmp_path / "out").exists()
-
-
 MEASURE = """
 import gc, sys
 from pathlib import Path

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
-from meshlora.adapter.targets import DESCRIPTIVE, check_values
+from meshlora.adapter.targets import DESCRIPTIVE
+from meshlora.adapter.values import check_values
 from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.state.files import open_safetensors
 

@@ -1,0 +1,77 @@
+"""The values of an adapter's options: types and ranges, whatever the adapter is for.
+
+Owns: refusing what PEFT takes unseen, fails on far away, or reads as something else. Does not own: which options are
+followed (`adapter.targets` for training, `adapter.changes` for merging).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+
+from peft import LoraConfig, LoraRuntimeConfig
+
+from meshlora.errors import UserError
+
+_BIASES = ("none", "all", "lora_only")
+
+
+def check_values(config: LoraConfig) -> None:
+    """Types and ranges of the options that PEFT takes unseen, fails on far away, or reads as something else.
+
+    Raises:
+        UserError: names the option.
+    """
+    if config.bias not in _BIASES:
+        raise UserError(f"LoraConfig(bias={config.bias!r})", f"one of {', '.join(_BIASES)}")
+    _check_types(config)
+    for what, rank in [("r", config.r), *((f"rank_pattern[{k!r}]", v) for k, v in (config.rank_pattern or {}).items())]:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise UserError(f"LoraConfig({what}={rank!r})", "a rank is a whole number of at least 1")
+    alphas = [("lora_alpha", config.lora_alpha)]
+    alphas += [(f"alpha_pattern[{k!r}]", v) for k, v in (config.alpha_pattern or {}).items()]
+    for what, alpha in alphas:
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0 or math.isinf(alpha):
+            raise UserError(f"LoraConfig({what}={alpha!r})", "lora_alpha is a number above 0", "2 * r is usual")
+
+
+def _check_types(config: LoraConfig) -> None:
+    """Patterns, names and flags."""
+    layers = config.layers_to_transform
+    if layers is not None and not all(
+        type(i) is int for i in (layers if isinstance(layers, list | tuple) else [layers])
+    ):
+        raise UserError(f"LoraConfig(layers_to_transform={layers!r})", "it is a whole number or a list of them")
+    patterns = config.layers_pattern or ()
+    if not isinstance(patterns, str | list | tuple) or not all(isinstance(name, str) for name in patterns):
+        raise UserError(f"LoraConfig(layers_pattern={patterns!r})", "it is a name or a list of names")
+    for option in ("use_rslora", "use_dora", "fan_in_fan_out"):
+        if not isinstance(getattr(config, option), bool):
+            raise UserError(f"LoraConfig({option}={getattr(config, option)!r})", "it is true or false")
+    if not isinstance(config.runtime_config, LoraRuntimeConfig | dict):
+        raise UserError(f"LoraConfig(runtime_config={config.runtime_config!r})", "it is a group of keys")
+    for option in ("rank_pattern", "alpha_pattern"):
+        value = getattr(config, option) or {}
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise UserError(f"LoraConfig({option}={value!r})", "it maps patterns to numbers, as in {q_proj: 8}")
+        for pattern in value:
+            _check_regular_expression(option, pattern)
+    saved = config.modules_to_save or ()
+    if isinstance(saved, str) or not isinstance(saved, Collection) or not all(isinstance(name, str) for name in saved):
+        raise UserError(f"LoraConfig(modules_to_save={saved!r})", "it is a list of names")
+    for name in saved:
+        _check_regular_expression("modules_to_save", name)
+    for option in ("target_modules", "exclude_modules"):
+        value = getattr(config, option) or ()
+        if isinstance(value, str):
+            _check_regular_expression(option, value)
+        elif not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+            raise UserError(f"LoraConfig({option}={value!r})", "it is a list of names or one regular expression")
+
+
+def _check_regular_expression(option: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"LoraConfig({option}={pattern!r})", f"it is not a regular expression ({error})") from error
