@@ -1,6 +1,6 @@
 """Collectives on training tensors, each with its gradient.
 
-Owns: the seven movements that tensor and sequence parallelism are made of, and the plain sums that state needs.
+Owns: the eight movements that tensor, sequence and expert parallelism are made of, and the plain sums that state needs.
 Does not own: who calls them where (`parallel.region`, `parallel.linear`), or the summing of gradients.
 
 A name says who holds what before and after, which fixes the gradient. *one*: a value that all ranks hold alike.
@@ -12,7 +12,7 @@ For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a value that all ranks ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,18 @@ def local_slice(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     return tensor.narrow(0, axis.rank * _share(tensor, axis), _share(tensor, axis)).clone()
+
+
+def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """All-to-all on dim 0, without a gradient: `send[i]` rows go to rank i of `axis`, `receive[i]` come from it.
+
+    `[sum(send), ...]`, in the order of the ranks -> `[sum(receive), ...]`, in the order of the ranks.
+    """
+    if axis.size == 1:
+        return tensor
+    result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
+    return result
 
 
 def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
@@ -139,3 +151,12 @@ def gather_each_to_one(x: Tensor, axis: Axis) -> Tensor:
 def slice_one_to_each(x: Tensor, axis: Axis) -> Tensor:
     """one -> each. forward: this rank's slice of dim 0; backward: all-gather. Inverse of `gather_each_to_one`."""
     return _move(x, axis, local_slice, all_gather)
+
+
+def exchange_each_to_each(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """each -> each. forward: all-to-all on dim 0; backward: the way back."""
+    if axis.size == 1:
+        return x
+    return _move(
+        x, axis, lambda t, a: exchange_rows(t, a, send, receive), lambda t, a: exchange_rows(t, a, receive, send)
+    )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshlora.errors import UserError
-from meshlora.plan.topology import Topology, copies_axis
+from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
 
 _GLOO_SETTLES_S = 0.2
 
@@ -175,10 +175,17 @@ def leave() -> None:
     time.sleep(_GLOO_SETTLES_S)
 
 
-def open_mesh(topology: Topology, *, device: torch.device | None = None, copies: Collection[int] = ()) -> Mesh:
+def open_mesh(
+    topology: Topology,
+    *,
+    device: torch.device | None = None,
+    copies: Collection[int] = (),
+    has_experts: bool = False,
+) -> Mesh:
     """Open the groups of `topology`. Every rank of the job must call this, with the same arguments.
 
     copies: numbers of neighbouring tp ranks that hold the same key/value heads, which get groups too.
+    has_experts: whether the axes of experts get groups.
 
     Raises:
         UserError: the job does not have `topology.world` ranks.
@@ -190,15 +197,27 @@ def open_mesh(topology: Topology, *, device: torch.device | None = None, copies:
             f"this job has {world}",
             f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
         )
-    names = tuple(topology.sizes)
-    subsets = [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
+    subsets = _subsets(tuple(topology.sizes)) + (_subsets(EXPERT_AXES)[1:] if has_experts else [])
     for number in sorted(copies):
         subsets += [frozenset({copies_axis(number)}), frozenset({copies_axis(number), "dp"})]
-    axes = {subset: _open_axis(topology.groups_over(subset), rank, world) for subset in subsets}
+    opened: dict[tuple[tuple[int, ...], ...], Axis] = {}  # two sets of axes may span the same ranks
+    axes = {subset: _open_axis(topology.groups_over(subset), rank, world, opened) for subset in subsets}
     return Mesh(topology, rank, device or torch.device("cpu"), axes)
 
 
-def _open_axis(groups: list[list[int]], rank: int, world: int) -> Axis:
+def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
+    """All of them, the empty one first."""
+    return [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
+
+
+def _open_axis(groups: list[list[int]], rank: int, world: int, opened: dict[tuple[tuple[int, ...], ...], Axis]) -> Axis:
+    key = tuple(map(tuple, groups))
+    if key not in opened:
+        opened[key] = _new_axis(groups, rank, world)
+    return opened[key]
+
+
+def _new_axis(groups: list[list[int]], rank: int, world: int) -> Axis:
     ranks = next(group for group in groups if rank in group)
     group: dist.ProcessGroup | None = None
     if len(ranks) == world > 1:

@@ -10,16 +10,25 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.parallel.embedding import ParallelEmbedding, parallelize_embedding
+from meshlora.parallel.experts import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.linear import ParallelHead, ParallelLinear
 from meshlora.parallel.norm import widen_norm
 from meshlora.parallel.region import install_borders
+from meshlora.parallel.router import RouterAdapter, adapt_router, router_of
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
 
 
-def parallelize(model: nn.Module, plan: ModelPlan, mesh: Mesh, *, targets: set[str], dtype: torch.dtype) -> None:
-    """Replace in place, on the meta device, every split leaf, the head, and every leaf that gets an adapter.
+def parallelize(
+    model: nn.Module,
+    plan: ModelPlan,
+    mesh: Mesh,
+    *,
+    targets: set[str],
+    dtype: torch.dtype,
+) -> None:
+    """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
     The base is frozen. What is not replaced stays the model's own.
     """
@@ -43,22 +52,30 @@ def parallelize(model: nn.Module, plan: ModelPlan, mesh: Mesh, *, targets: set[s
     if tied:
         head, embedding = model.get_submodule(plan.head), model.get_submodule(plan.embedding)
         head.weight = embedding.weight
+    for name, experts in plan.experts.items():
+        parallelize_experts(model.get_submodule(name), experts, mesh, dtype=dtype, sp=plan.topology.sp)
+        if experts.weights_first:
+            parallelize_block(model.get_submodule(experts.block))
     for name, layout in plan.wide_norms.items():
         widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
     install_borders(model, plan, mesh.tp)
 
 
-def parallel_leaves(model: nn.Module) -> dict[str, ParallelLinear | ParallelEmbedding]:
+ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter
+
+
+def parallel_leaves(model: nn.Module) -> dict[str, ParallelLeaf]:
     """Name -> leaf that can carry adapters, in module order."""
-    kinds = (ParallelLinear, ParallelEmbedding)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {router_of(name): module for name, module in model.named_modules() if isinstance(module, ParallelLeaf)}
 
 
-def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLinear | ParallelEmbedding:
+def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLeaf:
     """The parallel leaf `name`; one that is still the model's own is wrapped, weights shared."""
     module = model.get_submodule(name)
-    if isinstance(module, ParallelLinear | ParallelEmbedding):
+    if isinstance(module, ParallelLeaf):
         return module
+    if name in plan.matrices:
+        return adapt_router(module, plan.matrices[name])
     if name == plan.embedding:
         parallelize_embedding(module, None, tp, name=name)
         assert isinstance(module, ParallelEmbedding)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshlora.errors import UnsupportedError
-from meshlora.plan.explicit import Leaf
+from meshlora.plan.family import Leaf
 from meshlora.plan.layout import Layout, Piece, Split
 
 # Attributes of attentions in transformers, by what they count.

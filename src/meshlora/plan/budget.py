@@ -19,25 +19,26 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tupl
     A split region costs one collective where it is entered, and each of its row-parallel linears one, in either
     direction; a whole region under sp one gather. The embedding is summed once. The residual stream is cut once under
     sp; what follows the last layer is entered as a region is, and left by the loss: one gather a chunk of tokens, here
-    one chunk. A norm over a split width takes a small sum in either direction.
+    one chunk. A norm over a split width takes a small sum in either direction. Experts: see `_of_experts`.
 
     scaled_rows: row-parallel linears with DoRA, each of which needs the norms of its rows.
     """
+    budget = _of_experts(plan)
     entered = sum(region.is_split for region in plan.regions)
     whole = len(plan.regions) - entered
     left = sum(rule.split is Split.ROW for rule in plan.linears.values())
     norms = len(plan.wide_norms)
     if plan.topology.tp == 1:
-        return Counter()
+        return budget
     if not plan.topology.sp:
-        return Counter(
+        return budget + Counter(
             {
                 ("forward", "allreduce"): 1 + left + norms + scaled_rows,
                 ("loss", "allgather"): 1,
                 ("backward", "allreduce"): entered + norms + 1,
             }
         )
-    return Counter(
+    return budget + Counter(
         {
             ("forward", "allreduce"): 1 + norms + scaled_rows,
             ("forward", "allgather"): entered + whole + 1,
@@ -48,6 +49,29 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tupl
             ("backward", "reducescatter"): entered + 1,
         }
     )
+
+
+def _of_experts(plan: ModelPlan) -> Counter[tuple[str, str]]:
+    """Of all layers' experts, with or without LoRA on them: rows go there and come back, in either direction.
+
+    The forward tells besides how many. On two stages each way has a gather or a reduce-scatter more; without sp each
+    direction has a gather over tp, as every tp rank sends its share of the tokens.
+    """
+    topology, layers = plan.topology, len(plan.experts)
+    is_apart = topology.ep * topology.etp > 1
+    shares = topology.tp > 1 and not topology.sp
+    two = topology.two_stage
+    found = Counter(
+        {
+            ("forward", "alltoall"): 2 * layers * is_apart,
+            ("forward", "allgather"): layers * (is_apart + two + shares),
+            ("forward", "reducescatter"): layers * two,
+            ("backward", "alltoall"): 2 * layers * is_apart,
+            ("backward", "allgather"): layers * (two + shares),
+            ("backward", "reducescatter"): layers * two,
+        }
+    )
+    return +found
 
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:

@@ -1,107 +1,40 @@
 """Explicit plans: how families are split that transformers has no plan for, or whose plan gathers inside a block.
 
-Owns: the words of an explicit plan and the table of families. Names are relative to the decoder layer. The sizes come
-from the model; here stands only what its code implies: which linears are column- or row-parallel, how fused ones are
-made of pieces, which counts of heads the code reads, which arguments have a dim of heads.
+Owns: the table of families, but for mixtures of experts (`plan.explicit_sparse`). Names are relative to the decoder
+layer. The sizes come from the model; here stands only what its code implies: which linears are column- or row-parallel,
+how fused ones are made of pieces, which counts of heads the code reads, which arguments have a dim of heads.
 Does not own: what follows from it (`plan.rules`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-from meshlora.plan.layout import Split
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One linear.
-
-    Attributes:
-        split: of its weight. pieces: of a fused one, in order: q (as many units as heads), k and v (as many as
-            key/value heads), else equal parts of single rows.
-        groups: how often the pieces repeat: a number, "heads" or "kv_heads". local_groups: on a rank, where it does
-            not shrink.
-    """
-
-    split: Split
-    pieces: str = ""
-    groups: int | str = 1
-    local_groups: int = 0
-
-
-@dataclass(frozen=True)
-class FamilyPlan:
-    """One family.
-
-    Attributes:
-        leaves: the linears of split blocks. A block of which no linear stands here is kept whole on every rank.
-        local: block -> attributes that count heads or measure widths, besides those that are known by name; what is
-            "config.x" the block reads from the configuration.
-        sliced: block -> names of arguments whose heads dim is cut, and that dim; "batch*heads" is one dim of both.
-        parameters: parameters of a block that have a dim of heads, and that dim.
-        wide_norms: RMS norms over a width that is split.
-        whole: parameters of a split block that are whole on every rank.
-        passes: block -> arguments that are added to its output, and need no border.
-        after: modules that run after the last decoder layer and do not look like it.
-    """
-
-    leaves: Mapping[str, Leaf]
-    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sliced: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
-    parameters: Mapping[str, int] = field(default_factory=dict)
-    wide_norms: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    after: tuple[str, ...] = ()
-
-
-COLUMN, ROW, WHOLE = Leaf(Split.COLUMN), Leaf(Split.ROW), Leaf(Split.WHOLE)
-
-
-def _fused(pieces: str, *, groups: int | str = 1, local_groups: int = 0) -> Leaf:
-    return Leaf(Split.COLUMN, pieces, groups, local_groups)
-
-
-def _separate(block: str, *, out: str = "o_proj", names: str = "q_proj k_proj v_proj") -> dict[str, Leaf]:
-    """Attention with three column-parallel linears and a row-parallel one."""
-    return {f"{block}.{name}": COLUMN for name in names.split()} | {f"{block}.{out}": ROW}
-
-
-def _gated_mlp(block: str = "mlp", *, names: str = "gate_proj up_proj down_proj") -> dict[str, Leaf]:
-    """Two column-parallel linears and a row-parallel one."""
-    *columns, row = (f"{block}.{name}" for name in names.split())
-    return dict.fromkeys(columns, COLUMN) | {row: ROW}
-
-
-def _fused_mlp(block: str, column: str, row: str) -> dict[str, Leaf]:
-    """Gate and up in one matrix."""
-    return {f"{block}.{column}": _fused("gate up"), f"{block}.{row}": ROW}
-
+from meshlora.plan.explicit_sparse import SPARSE
+from meshlora.plan.family import COLUMN, ROW, WHOLE, FamilyPlan, fused, fused_mlp, gated_mlp, separate
 
 _GPT_MLP = {"mlp.c_fc": COLUMN, "mlp.c_proj": ROW}
 _CODEGEN_MLP = {"mlp.fc_in": COLUMN, "mlp.fc_out": ROW}
 _DENSE_MLP = {"mlp.dense_h_to_4h": COLUMN, "mlp.dense_4h_to_h": ROW}
 _LAYER_MLP = {"fc1": COLUMN, "fc2": ROW}  # in the decoder layer itself
-_PER_HEAD = _fused("q k v", groups="heads")
+_PER_HEAD = fused("q k v", groups="heads")
 
-_LLAMA = FamilyPlan({**_separate("self_attn"), **_gated_mlp()})
-_GLM = FamilyPlan({**_separate("self_attn"), **_fused_mlp("mlp", "gate_up_proj", "down_proj")})
+_LLAMA = FamilyPlan({**separate("self_attn"), **gated_mlp()})
+_GLM = FamilyPlan({**separate("self_attn"), **fused_mlp("mlp", "gate_up_proj", "down_proj")})
 _GPT2 = FamilyPlan(
-    {"attn.c_attn": _fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP},
+    {"attn.c_attn": fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP},
     local={"attn": ("split_size",)},
 )
 _OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=("self_attn.q_norm", "self_attn.k_norm"))
-_OPT = FamilyPlan({**_separate("self_attn", out="out_proj"), **_LAYER_MLP}, after=("final_layer_norm", "project_out"))
-_HYBRID = FamilyPlan({**_separate("self_attn"), **_gated_mlp("feed_forward")})  # state-space mixers stay whole
+_OPT = FamilyPlan({**separate("self_attn", out="out_proj"), **_LAYER_MLP}, after=("final_layer_norm", "project_out"))
+_HYBRID = FamilyPlan({**separate("self_attn"), **gated_mlp("feed_forward")})  # state-space mixers stay whole
 _WHOLE = FamilyPlan({})  # nothing of a layer can be split exactly: only the vocabulary is
-_LFM2 = FamilyPlan({**_separate("self_attn", out="out_proj"), **_gated_mlp("feed_forward", names="w1 w3 w2")})
+_LFM2 = FamilyPlan({**separate("self_attn", out="out_proj"), **gated_mlp("feed_forward", names="w1 w3 w2")})
 
 
 def _gpt_bigcode(config: Any) -> FamilyPlan:
-    leaf = _fused("q k v") if config.multi_query else _PER_HEAD
+    leaf = fused("q k v") if config.multi_query else _PER_HEAD
     local = ("embed_dim",) if config.multi_query else ()
     return FamilyPlan({"attn.c_attn": leaf, "attn.c_proj": ROW, **_GPT_MLP}, local={"attn": local})
 
@@ -110,7 +43,7 @@ def _falcon(config: Any) -> FamilyPlan:
     groups = "kv_heads" if config.new_decoder_architecture else 1 if config.multi_query else "heads"
     return FamilyPlan(
         {
-            "self_attention.query_key_value": _fused("q k v", groups=groups),
+            "self_attention.query_key_value": fused("q k v", groups=groups),
             "self_attention.dense": ROW,
             **_DENSE_MLP,
         },
@@ -121,7 +54,7 @@ def _falcon(config: Any) -> FamilyPlan:
 
 _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "bamba": _HYBRID,
-    "biogpt": FamilyPlan({**_separate("self_attn", out="out_proj"), **_LAYER_MLP}),
+    "biogpt": FamilyPlan({**separate("self_attn", out="out_proj"), **_LAYER_MLP}),
     "bitnet": FamilyPlan(_LLAMA.leaves, wide_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
     "bloom": FamilyPlan(
         {"self_attention.query_key_value": _PER_HEAD, "self_attention.dense": ROW, **_DENSE_MLP},
@@ -130,12 +63,12 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     ),
     "codegen": FamilyPlan(
         # Its code reads q, v and k of four groups of heads, on any width.
-        {"attn.qkv_proj": _fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
+        {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
     ),
     "cohere": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0}),
     "ctrl": FamilyPlan(
         {
-            **_separate("multi_head_attention", names="Wq Wk Wv", out="dense"),
+            **separate("multi_head_attention", names="Wq Wk Wv", out="dense"),
             "ffn.0": COLUMN,
             "ffn.2": ROW,
         }
@@ -143,15 +76,15 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "diffllama": FamilyPlan(
         # Head i goes with head i + heads/2, so each half is shared out by itself.
         {
-            "self_attn.q_proj": _fused("q1 q2"),
-            "self_attn.k_proj": _fused("k1 k2"),
-            "self_attn.v_proj": _fused("v1 v2"),
+            "self_attn.q_proj": fused("q1 q2"),
+            "self_attn.k_proj": fused("k1 k2"),
+            "self_attn.v_proj": fused("v1 v2"),
             "self_attn.o_proj": ROW,
-            **_gated_mlp(),
+            **gated_mlp(),
         },
         whole=tuple(f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2")),
     ),
-    "doge": FamilyPlan(_gated_mlp()),
+    "doge": FamilyPlan(gated_mlp()),
     "emu3_text_model": _LLAMA,
     "falcon": _falcon,
     "falcon_h1": _HYBRID,
@@ -160,19 +93,15 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "glm4": _GLM,
     "gpt2": _GPT2,
     "gpt_bigcode": _gpt_bigcode,
-    "gpt_neo": FamilyPlan({**_separate("attn.attention", out="out_proj"), **_GPT_MLP}),
+    "gpt_neo": FamilyPlan({**separate("attn.attention", out="out_proj"), **_GPT_MLP}),
     "gpt_neox": FamilyPlan({"attention.query_key_value": _PER_HEAD, "attention.dense": ROW, **_DENSE_MLP}),
     "gpt_neox_japanese": FamilyPlan(
         {"attention.query_key_value": _PER_HEAD, "attention.dense": ROW, **_DENSE_MLP},
         whole=("attention.dense_bias",),  # the layer adds it
     ),
-    "gptj": FamilyPlan({**_separate("attn", out="out_proj"), **_CODEGEN_MLP}),
+    "gptj": FamilyPlan({**separate("attn", out="out_proj"), **_CODEGEN_MLP}),
     "granite_swa": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.sinks": 0}),
-    "granitemoehybrid": FamilyPlan(
-        {**_separate("self_attn"), **_fused_mlp("shared_mlp", "input_linear", "output_linear")}
-    ),
     "hunyuan_v1_dense": _LLAMA,
-    "jamba": _HYBRID,
     "lfm2": _LFM2,
     "lfm3": FamilyPlan({**_LFM2.leaves, "self_attn.g_proj": COLUMN}),
     "mamba": _WHOLE,
@@ -180,23 +109,23 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "minicpm3": FamilyPlan(
         {
             **dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), WHOLE),
-            **_separate("self_attn", names="q_b_proj q_proj kv_b_proj"),
-            **_gated_mlp(),
+            **separate("self_attn", names="q_b_proj q_proj kv_b_proj"),
+            **gated_mlp(),
         }
     ),
-    "modernbert-decoder": FamilyPlan({**_separate("attn", out="Wo"), **_fused_mlp("mlp", "Wi", "Wo")}),
+    "modernbert-decoder": FamilyPlan({**separate("attn", out="Wo"), **fused_mlp("mlp", "Wi", "Wo")}),
     "moshi": FamilyPlan(
         {
-            **_separate("self_attn", names="q_proj.linear k_proj.linear v_proj.linear", out="o_proj.linear"),
-            **_fused_mlp("mlp", "fc1", "fc2"),
+            **separate("self_attn", names="q_proj.linear k_proj.linear v_proj.linear", out="o_proj.linear"),
+            **fused_mlp("mlp", "fc1", "fc2"),
         }
     ),
     "mpt": FamilyPlan(
-        {"attn.Wqkv": _fused("q k v"), "attn.out_proj": ROW, "ffn.up_proj": COLUMN, "ffn.down_proj": ROW},
+        {"attn.Wqkv": fused("q k v"), "attn.out_proj": ROW, "ffn.up_proj": COLUMN, "ffn.down_proj": ROW},
         sliced={"attn": {"position_bias": 0}},
         passes={"ffn": ("residual",)},
     ),
-    "nemotron": FamilyPlan({**_separate("self_attn"), "mlp.up_proj": COLUMN, "mlp.down_proj": ROW}),
+    "nemotron": FamilyPlan({**separate("self_attn"), "mlp.up_proj": COLUMN, "mlp.down_proj": ROW}),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "olmo_hybrid": _OLMO2,
@@ -205,13 +134,13 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "persimmon": FamilyPlan({"self_attn.query_key_value": _PER_HEAD, "self_attn.dense": ROW, **_DENSE_MLP}),
     "phi3": FamilyPlan(
         {
-            "self_attn.qkv_proj": _fused("q k v"),
+            "self_attn.qkv_proj": fused("q k v"),
             "self_attn.o_proj": ROW,
-            **_fused_mlp("mlp", "gate_up_proj", "down_proj"),
+            **fused_mlp("mlp", "gate_up_proj", "down_proj"),
         },
         local={"self_attn": ("config.num_attention_heads",)},
     ),
-    "recurrent_gemma": FamilyPlan(_gated_mlp("mlp_block")),
+    "recurrent_gemma": FamilyPlan(gated_mlp("mlp_block")),
     "rwkv": _WHOLE,
     "stablelm": _LLAMA,
     "xlstm": _WHOLE,
@@ -220,5 +149,5 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
 
 def explicit_plan(config: Any) -> FamilyPlan | None:
     """Our plan of a model's family, None where there is none."""
-    plan = _EXPLICIT.get(config.model_type)
+    plan = _EXPLICIT.get(config.model_type) or SPARSE.get(config.model_type)
     return plan(config) if callable(plan) else plan

@@ -22,18 +22,31 @@ the bit, and keeps the copies equal where kernels are not deterministic.
 
 Rows that several tp ranks hold (a key/value head that serves query heads on all of them): each rank's gradient has the
 terms of its own query heads, so these rows are summed over that part of tp besides.
+
+Experts lie on axes of their own. Each rank has tokens of its own there, on its way to them or at home, so that nothing
+is whole by being computed alike:
+
+| expert matrix          | A `[E, r, in]`                   | B `[E, out, r]`                  |
+|------------------------|----------------------------------|----------------------------------|
+| first (gate, up)       | split on 0 (ep): sum over etp edp | split on 0 and 1 (ep, etp): edp |
+| second (down)          | split on 0 and 2 (ep, etp): edp  | split on 0 (ep): sum over etp edp |
+| one adapter for all    | as above without ep, which is summed over too |                     |
+
+First A: each etp rank has the gradient of its own features of every token. Second B: x A^T is a sum over etp of which
+each rank has one term. All tokens of an expert in its ep x etp block come to it, so that only edp is left to sum.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from torch import Tensor
 
+from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, LinearRule, ParameterRule
-from meshlora.plan.topology import copies_axis
+from meshlora.plan.topology import EXPERT_AXES, copies_axis
 
 
 class Side(StrEnum):
@@ -45,35 +58,57 @@ class Side(StrEnum):
 
 
 @dataclass(frozen=True)
+class Cut:
+    """One dim of a parameter that is split over one mesh axis, and how."""
+
+    dim: int
+    axis: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class FactorRule:
     """How one trained parameter lies on the mesh.
 
     Attributes:
-        split_dim: the dim that is split over tp, None where it is whole on every tp rank. layout: of that dim.
+        cuts: the dims that are split; none where it is whole on every rank.
         grad_axes: axes over which its gradient is a partial sum and has to be added up.
         mean_axes: axes over which every rank computes its whole gradient by itself; the mean is taken.
+        is_expert: its axes are those of experts.
     """
 
-    split_dim: int | None
+    cuts: tuple[Cut, ...]
     grad_axes: frozenset[str]
     mean_axes: frozenset[str] = frozenset()
-    layout: Layout | None = None
+    is_expert: bool = False
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        """The axes along which all ranks hold the same of it."""
+        every = EXPERT_AXES if self.is_expert else ("dp", "tp")
+        return frozenset(every) - {cut.axis for cut in self.cuts}
+
+    @property
+    def split_dim(self) -> int | None:
+        """The dim that is split over tp."""
+        return next((cut.dim for cut in self.cuts if cut.axis == "tp"), None)
 
     def segments(self, *, rank: int, size: int) -> list[Segment]:
         """What tp rank `rank` of `size` holds, by the axes over which it is summed."""
-        if self.split_dim is None or self.layout is None:
-            return [Segment(0, 0, None, self.grad_axes, self.mean_axes, 1, is_whole=True)]
-        if self.layout.copies(size) == {1}:
-            return [Segment(self.split_dim, 0, None, self.grad_axes, self.mean_axes, 1)]
+        whole = Segment(0, 0, None, self.grad_axes, self.mean_axes, 1, self.replicas)
+        cut = next((cut for cut in self.cuts if cut.axis == "tp"), None)
+        if cut is None or cut.layout.copies(size) == {1}:
+            return [whole]
         found: list[Segment] = []
         start = 0
-        for run in self.layout.runs(rank=rank, size=size):
-            axes = self.grad_axes | ({copies_axis(run.copies)} if run.copies > 1 else set())
+        for run in cut.layout.runs(rank=rank, size=size):
             last = found[-1] if found else None
             if last and last.copies == run.copies:
-                found[-1] = Segment(self.split_dim, last.start, start + run.size, axes, self.mean_axes, run.copies)
+                found[-1] = replace(last, stop=start + run.size)
             else:
-                found.append(Segment(self.split_dim, start, start + run.size, axes, self.mean_axes, run.copies))
+                axes = self.grad_axes | ({copies_axis(run.copies)} if run.copies > 1 else set())
+                own = replace(whole, dim=cut.dim, start=start, stop=start + run.size)
+                found.append(replace(own, grad_axes=axes, copies=run.copies))
             start += run.size
         return found
 
@@ -82,7 +117,7 @@ class FactorRule:
 class Segment:
     """Rows `start:stop` (None: to the end) of dim `dim` of a local parameter that are summed over the same axes.
 
-    copies: on how many neighbouring tp ranks they lie. is_whole: they are all there is, on every tp rank.
+    copies: on how many neighbouring tp ranks they lie. replicas: the axes along which all ranks hold them.
     """
 
     dim: int
@@ -91,7 +126,7 @@ class Segment:
     grad_axes: frozenset[str]
     mean_axes: frozenset[str]
     copies: int
-    is_whole: bool = False
+    replicas: frozenset[str]
 
 
 def segment_of(tensor: Tensor, segment: Segment) -> Tensor:
@@ -103,11 +138,11 @@ def segment_of(tensor: Tensor, segment: Segment) -> Tensor:
 def factor_rule(rule: LinearRule, side: Side, *, sp: bool) -> FactorRule:
     """The rule of the parameter on `side` of the linear `rule`."""
     if rule.split is Split.COLUMN and side is not Side.INPUT:
-        return FactorRule(0, frozenset({"dp"}), layout=rule.layout)
+        return split_rule(0, rule.layout)
     if rule.split is Split.ROW and side is Side.INPUT:
-        return FactorRule(1, frozenset({"dp"}), layout=rule.layout)
+        return split_rule(1, rule.layout)
     if rule.split is Split.COLUMN or (rule.split is Split.ROW and side is Side.OUTPUT):
-        return FactorRule(None, frozenset({"dp", "tp"}))
+        return FactorRule((), frozenset({"dp", "tp"}))
     return whole_rule(rule.domain, sp=sp)
 
 
@@ -121,26 +156,63 @@ def general_rules(*, sp: bool) -> list[tuple[str, Side, FactorRule]]:
         "whole, between regions": (Split.WHOLE, Domain.RESIDUAL),
     }
     return [
-        (words, side, factor_rule(LinearRule("", split, 1, 1, True, domain=domain), side, sp=sp))
+        (words, side, factor_rule(LinearRule("", split, 1, 1, True, Layout.plain(1), domain), side, sp=sp))
         for words, (split, domain) in bases.items()
         for side in Side
     ]
 
 
+def expert_rules() -> list[tuple[str, Side, FactorRule]]:
+    """The same for projections of experts."""
+    return [
+        (
+            f"experts, {words}" + (", one adapter for all" if is_shared else ""),
+            side,
+            expert_rule(ExpertRule("", split, 1, 1, 1, False, Layout.plain(1)), side, is_shared=is_shared),
+        )
+        for is_shared in (False, True)
+        for words, split in (("first (gate, up)", Split.COLUMN), ("second (down)", Split.ROW))
+        for side in (Side.INPUT, Side.OUTPUT)
+    ]
+
+
+def split_rule(dim: int, layout: Layout | None) -> FactorRule:
+    """The rule of a parameter of which each tp rank holds its own part along `dim`, with all of its gradient."""
+    assert layout is not None
+    return FactorRule((Cut(dim, "tp", layout),), frozenset({"dp"}))
+
+
+def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> FactorRule:
+    """The rule of the factor A `[E, r, in]` or B `[E, out, r]` of all experts of a layer.
+
+    is_shared: one adapter for all of them, A `[1, r, in]`, B `[1, out, r]`.
+    """
+    assert side is not Side.AFTER, rule
+    cuts: tuple[Cut, ...] = () if is_shared else (Cut(0, "ep", Layout.plain(rule.num_experts)),)
+    summed = {"edp"} | ({"ep"} if is_shared else set())
+    is_cut = (rule.split is Split.COLUMN) == (side is Side.OUTPUT)
+    if is_cut:
+        assert rule.layout is not None
+        cuts += (Cut(1 if side is Side.OUTPUT else 2, "etp", rule.layout),)
+    else:
+        summed |= {"etp"}
+    return FactorRule(cuts, frozenset(summed), is_expert=True)
+
+
 def whole_rule(domain: Domain, *, sp: bool) -> FactorRule:
     """The rule of a parameter that is whole on every tp rank."""
     if domain is Domain.PARTIAL or (domain is Domain.RESIDUAL and sp):
-        return FactorRule(None, frozenset({"dp", "tp"}))
-    return FactorRule(None, frozenset({"dp"}), mean_axes=frozenset({"tp"}))
+        return FactorRule((), frozenset({"dp", "tp"}))
+    return FactorRule((), frozenset({"dp"}), mean_axes=frozenset({"tp"}))
 
 
 def parameter_rule(rule: ParameterRule) -> FactorRule:
     """The rule of a split parameter that is no linear's."""
-    return FactorRule(rule.dim, frozenset({"dp"}), layout=rule.layout)
+    return split_rule(rule.dim, rule.layout)
 
 
 def embedding_rule(rule: ParameterRule, side: Side) -> FactorRule:
     """Of LoRA on a vocabulary that is split: A `[r, V]` as the rows of the embedding; B sees one term of the sum."""
     if side is Side.INPUT:
-        return FactorRule(1, frozenset({"dp"}), layout=rule.layout)
-    return FactorRule(None, frozenset({"dp", "tp"}))
+        return split_rule(1, rule.layout)
+    return FactorRule((), frozenset({"dp", "tp"}))

@@ -7,12 +7,14 @@ Owns: what each style of `config.base_model_tp_plan` means here. Does not own: f
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from meshlora.errors import UnsupportedError
-from meshlora.plan.explicit import COLUMN, ROW, WHOLE, FamilyPlan, Leaf, explicit_plan
+from meshlora.plan.explicit import explicit_plan
+from meshlora.plan.family import COLUMN, ROW, WHOLE, FamilyPlan, Leaf
 
 _LEAVES = {
     "colwise": COLUMN,
@@ -24,8 +26,10 @@ _LEAVES = {
 _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 
 
-def family_plan(model: Any, layers_name: str, layers: nn.ModuleList) -> FamilyPlan:
+def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Collection[str]) -> FamilyPlan:
     """Our plan of the family where there is one, else what transformers says.
+
+    experts: names of the modules of routed experts, and of the blocks around them, which have rules of their own.
 
     Raises:
         UnsupportedError: nobody says anything; a style that is not known; an explicit plan names what is not there.
@@ -46,6 +50,8 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList) -> FamilyPl
     inside = _inside_layers(plan, f"{model.base_model_prefix}.", layers_name)
     paths = {path for layer in layers for path, _ in layer.named_modules()}
     inside = {key: style for key, style in inside.items() if any(re.fullmatch(_regex(key), path) for path in paths)}
+    apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
+    inside = {key: style for key, style in inside.items() if not any(re.fullmatch(_regex(key), p) for p in apart)}
     unknown = sorted(set(inside.values()) - _LEAVES.keys() - _GATHERS)
     if unknown:
         raise UnsupportedError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.table import Column, Table
 
-from meshlora.plan.grads import Side, general_rules
+from meshlora.plan.grads import Side, expert_rules, general_rules
 from meshlora.plan.rules import LinearRule, ModelPlan
 
 
@@ -24,6 +26,16 @@ def plan_table(plan: ModelPlan) -> Table:
         inside, out = rule.local_features(tp)
         whole, local = f"[{rule.out_features}, {rule.in_features}]", f"[{out}, {inside}]"
         table.add_row(name, f"{rule.split}{_of_pieces(rule, tp)}", whole, local, str(len(layers)))
+    for name, numbers in folded_names(plan.experts).items():
+        experts = plan.experts[numbers[0]]
+        number = experts.num_experts // plan.topology.ep
+        for projection in experts.projections:
+            inside, out = projection.local_features(plan.topology.etp)
+            leaf = projection.name.rpartition(".")[2]
+            whole = f"{experts.num_experts} x [{projection.out_features}, {projection.in_features}]"
+            pieces = [piece.name for piece in projection.fused.pieces] if projection.fused is not None else []
+            split = f"ep, {projection.split} over etp" + (f" ({' '.join(pieces)})" if pieces else "")
+            table.add_row(f"{name}.{leaf}", split, whole, f"{number} x [{out}, {inside}]", str(len(numbers)))
     embedding = plan.parameters.get(f"{plan.embedding}.weight")
     if embedding is not None:
         layout = embedding.layout
@@ -42,11 +54,20 @@ def _of_pieces(rule: LinearRule, tp: int) -> str:
 def gradient_table(plan: ModelPlan) -> Table:
     """One row per kind of factor: where its gradient is a partial sum."""
     table = Table("base", "factor", "split on dim", "gradient summed over", "mean over", title="gradient axes")
-    for words, side, rule in general_rules(sp=plan.topology.sp):
-        dim = "-" if rule.split_dim is None else str(rule.split_dim)
+    rules = general_rules(sp=plan.topology.sp) + (expert_rules() if plan.experts else [])
+    for words, side, rule in rules:
+        dim = ", ".join(f"{cut.dim} ({cut.axis})" for cut in rule.cuts) or "-"
         name = "bias, magnitude" if side is Side.AFTER else f"lora_{side}"
         table.add_row(words, name, dim, ", ".join(sorted(rule.grad_axes)), ", ".join(rule.mean_axes))
     return table
+
+
+def folded_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """Name with the numbers of layers as `*` -> names."""
+    folded: dict[str, list[str]] = {}
+    for name in names:
+        folded.setdefault(".".join("*" if part.isdecimal() else part for part in name.split(".")), []).append(name)
+    return folded
 
 
 def _folded(plan: ModelPlan) -> dict[str, list[str]]:

@@ -3,18 +3,22 @@
 Owns: parsing, the divisibility rules between axes, and which rank sits where. Does not own: whether a model can be
 split that way (`plan.rules`), or the process groups (`parallel.groups`).
 
-The dense mesh is `(dp, tp)` with tp fastest, so that the ranks of one tensor-parallel group are neighbours.
+The same ranks lie on two meshes. The dense one is `(dp, tp)` with tp fastest, so that the ranks of one tensor-parallel
+group are neighbours. That of experts is `(edp, ep, etp)` with etp fastest; nothing ties its axes to the dense ones but
+the number of ranks. A set of axes is of one mesh or of the other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from meshlora.errors import UserError, did_you_mean
 
 _SIZES = ("dp", "tp", "ep", "etp")
+_FLAGS = ("sp", "two-stage")
+EXPERT_AXES = ("edp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,9 @@ class Topology:
         dp: data-parallel size. Each dp rank sees its own sequences.
         tp: tensor-parallel size. Each tp rank holds 1/tp of every split weight.
         sp: sequence parallelism: between regions each tp rank holds 1/tp of the tokens.
-        ep: expert-parallel size. etp: expert-tensor-parallel size.
+        ep: expert-parallel size. Each ep rank holds 1/ep of the experts of every layer.
+        etp: expert-tensor-parallel size. Each etp rank holds 1/etp of every expert.
+        two_stage: tokens go to their experts over ep first and over etp then, instead of over both at once.
     """
 
     dp: int = 1
@@ -33,6 +39,7 @@ class Topology:
     sp: bool = False
     ep: int = 1
     etp: int = 1
+    two_stage: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -42,6 +49,10 @@ class Topology:
         if self.sp and self.tp == 1:
             raise UserError(
                 "sp with tp=1", "sequence parallelism splits tokens over the tp ranks", "raise tp or leave out sp"
+            )
+        if self.two_stage and self.etp == 1:
+            raise UserError(
+                "two-stage with etp=1", "it is a way to the etp ranks of an expert", "raise etp or leave out two-stage"
             )
         if self.world % (self.ep * self.etp):
             raise UserError(
@@ -60,9 +71,19 @@ class Topology:
         """Sizes of the dense axes in mesh order, slowest first."""
         return {"dp": self.dp, "tp": self.tp}
 
+    @property
+    def edp(self) -> int:
+        """Expert-data-parallel size: on how many ranks each part of an expert lies."""
+        return self.world // (self.ep * self.etp)
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Sizes of the axes of experts in mesh order, slowest first."""
+        return {"edp": self.edp, "ep": self.ep, "etp": self.etp}
+
     @classmethod
     def parse(cls, text: str, *, world: int | None = None) -> Self:
-        """Read `"dp=2,tp=2,sp"`.
+        """Read `"dp=2,tp=2,sp"`, `"dp=4,ep=2,etp=2,two-stage"`.
 
         A missing dp is `world / tp` where `world` is given, else the smallest that lets ep*etp divide dp*tp.
 
@@ -70,16 +91,16 @@ class Topology:
             UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
         """
         sizes: dict[str, int] = {}
-        sp = False
+        flags: dict[str, bool] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
-            if name in sizes or (name == "sp" and sp):
+            if name in sizes or name in flags:
                 raise UserError(f"topology {text!r}", f"{name} is given twice", "give each axis once")
-            if name == "sp":
-                sp = _parse_flag(text, equals, value)
+            if name in _FLAGS:
+                flags[name] = _parse_flag(text, name, equals, value)
             elif name not in _SIZES:
                 raise UserError(
-                    f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, [f.name for f in fields(cls)])
+                    f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, [*_SIZES, *_FLAGS])
                 )
             elif not value.isdecimal():
                 raise UserError(
@@ -90,7 +111,7 @@ class Topology:
         sizes.setdefault("tp", 1)
         if "dp" not in sizes:
             sizes["dp"] = _missing_dp(world, sizes)
-        topology = cls(sp=sp, **sizes)
+        topology = cls(sp=flags.get("sp", False), two_stage=flags.get("two-stage", False), **sizes)
         if world is not None and topology.world != world:
             raise UserError(
                 f"topology {topology} needs {topology.world} processes",
@@ -103,6 +124,8 @@ class Topology:
         parts = [f"{name}={getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
         if self.sp:
             parts.insert(sum(name in ("dp", "tp") for name in (p.split("=")[0] for p in parts)), "sp")
+        if self.two_stage:
+            parts.append("two-stage")
         return ",".join(parts) or "dp=1"
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -110,21 +133,31 @@ class Topology:
         assert 0 <= rank < self.world, (rank, self)
         return {"dp": rank // self.tp, "tp": rank % self.tp}
 
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on the axes of experts: `{"edp": i, "ep": j, "etp": k}`."""
+        assert 0 <= rank < self.world, (rank, self)
+        return {"edp": rank // (self.ep * self.etp), "ep": rank // self.etp % self.ep, "etp": rank % self.etp}
+
     def groups_over(self, axes: frozenset[str]) -> list[list[int]]:
         """The rank lists of all groups that span `axes`: ranks that agree on every other axis, in mesh order.
 
         An axis may be `copies_axis(n)`: part of tp.
         """
+        of_experts = axes & set(EXPERT_AXES)
+        assert not of_experts or of_experts == axes, axes
         copies = next((int(axis.partition("/")[2]) for axis in axes if "/" in axis), 1)
         by_place: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             place = self.coordinates(rank) | {"tp": rank % self.tp // copies}
+            if of_experts:
+                place = self.expert_coordinates(rank)
             by_place.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
         return list(by_place.values())
 
     def size_over(self, axes: frozenset[str]) -> int:
         """Number of ranks of a group over `axes`."""
-        return len(self.groups_over(axes)[0])
+        sizes = {**self.sizes, **self.expert_sizes}
+        return math.prod(sizes[axis] if axis in sizes else int(axis.partition("/")[2]) for axis in axes)
 
 
 def copies_axis(number: int) -> str:
@@ -141,10 +174,10 @@ def _set_of_divisors(number: int) -> str:
     return "{" + ", ".join(map(str, divisors(number))) + "}"
 
 
-def _parse_flag(text: str, equals: str, value: str) -> bool:
+def _parse_flag(text: str, name: str, equals: str, value: str) -> bool:
     flags = {"": True, "true": True, "1": True, "false": False, "0": False}
     if (equals and not value) or value.lower() not in flags:
-        raise UserError(f"topology {text!r}", "sp is a flag", "write sp, or leave it out")
+        raise UserError(f"topology {text!r}", f"{name} is a flag", f"write {name}, or leave it out")
     return flags[value.lower()]
 
 

@@ -1,0 +1,275 @@
+"""Routed experts with LoRA on a mesh: one module for every family that shares the interface of transformers.
+
+Owns: the module that holds this rank's experts and runs them (`ParallelExperts`), its projections with their adapters
+(`ParallelExpertLinear`), and which tokens this rank sends. Does not own: the way of the tokens (`parallel.dispatch`),
+the grouped products (`parallel.grouped`), routers, which stay the model's own on every rank.
+
+The module stays the model's own: its activation and gate, with whatever limits they have, are called as they are, on
+the features of this rank. The second projection gives each etp rank one term of a sum, LoRA's part included; the sum is
+taken on the way back, so LoRA costs no collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshlora.parallel.collectives import all_gather, gather_each_to_one
+from meshlora.parallel.dispatch import Journey, Places, Slots
+from meshlora.parallel.expert_mlp import GroupedMlpFunction
+from meshlora.parallel.grouped import Projection
+from meshlora.parallel.groups import Axis, Mesh
+from meshlora.plan.experts import ExpertRule, ExpertsRule
+from meshlora.plan.layout import Split
+
+
+class ParallelExpertLinear(nn.Module):
+    """One frozen projection of this rank's experts with its adapters.
+
+    Attributes:
+        rule: of all experts. num_experts: of this rank.
+        weight: `[E_local, out_local, in_local]`, or as it is stored, `[E_local, in_local, out_local]`.
+        bias: `[E_local, out_local]` or None.
+        lora_A, lora_B: adapter name -> local factor `[E_local, r, in_local]`, `[E_local, out_local, r]`; of an adapter
+            that all experts share `[1, ...]`; of an adapter on pieces `name/piece` -> that piece's.
+        pieces, scaling, active: as those of `ParallelLinear`.
+    """
+
+    def __init__(self, rule: ExpertRule, mesh: Mesh, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.rule, self.etp = rule, mesh.over({"etp"})
+        self.num_experts = rule.num_experts // mesh.over({"ep"}).size
+        self.in_features, self.out_features = rule.local_features(self.etp.size)
+        shape = [self.out_features, self.in_features]
+        shape = shape[::-1] if rule.is_transposed else shape
+        empty = torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.register_parameter("bias", None)
+        if rule.has_bias:
+            empty = torch.empty(self.num_experts, self.out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+        self.pieces: dict[str, tuple[str, ...]] = {}
+        self.scaling: dict[str, float] = {}
+        self.active: str | None = None
+
+    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
+        """Attach local factors as adapter `name`; frozen until set. factors: `A`, `B`; on pieces `A.gate`, `B.gate`."""
+        for part, value in factors.items():
+            side, _, piece = part.partition(".")
+            width = len(self._piece_rows(piece)) if piece else self.out_features
+            assert value.shape[0] in (1, self.num_experts), (part, value.shape)
+            assert value.shape[2 if side == "A" else 1] == (self.in_features if side == "A" else width), (part, value)
+            key = f"{name}/{piece}" if piece else name
+            if side == "B":
+                value = value.mT.contiguous().mT  # as the grouped products read it
+            (self.lora_A if side == "A" else self.lora_B)[key] = nn.Parameter(value, requires_grad=False)
+        self.pieces[name] = tuple(part.partition(".")[2] for part in factors if part.startswith("A."))
+        self.scaling[name] = scaling
+
+    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
+        """What of `adapter` sits here, under the names of `add_adapter`."""
+        if adapter not in self.scaling:
+            return {}
+        found: dict[str, nn.Parameter] = {}
+        for piece in self.pieces[adapter] or ("",):
+            key, end = (f"{adapter}/{piece}", f".{piece}") if piece else (adapter, "")
+            found |= {f"A{end}": self.lora_A[key], f"B{end}": self.lora_B[key]}
+        return found
+
+    def projection(self) -> Projection:
+        """The frozen part; of a row projection one term of a sum over etp, with the bias in that of the first rank."""
+        bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
+        scale = self.scaling.get(self.active, 1.0) if self.active else 1.0
+        return Projection(self.weight, bias, scale, self.rule.is_transposed)
+
+    def active_factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the adapter in use, None where there is none."""
+        return self.factors(self.active) if self.active is not None and self.active in self.scaling else (None, None)
+
+    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """(A `[E, r, in_local]`, B `[E, out_local, r]`); of pieces A is their stack, B zero outside their blocks."""
+        pieces = self.pieces[adapter]
+        if not pieces:
+            return self.lora_A[adapter], self.lora_B[adapter]
+        blocks = []
+        for piece in pieces:
+            b = self.lora_B[f"{adapter}/{piece}"]
+            rows = self._piece_rows(piece).to(b.device)
+            blocks.append(b.new_zeros(len(b), self.out_features, b.shape[2]).index_copy(1, rows, b))
+        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces], 1), torch.cat(blocks, 2)
+
+    def _piece_rows(self, piece: str) -> Tensor:
+        assert self.rule.fused is not None, self.rule
+        return self.rule.fused.piece_rows(piece, rank=self.etp.rank, size=self.etp.size)
+
+    def extra_repr(self) -> str:
+        shape = f"{self.num_experts} x ({self.in_features} -> {self.out_features})"
+        return f"{self.rule.split}, {shape}, adapters={list(self.scaling)}"
+
+
+class ParallelExperts(nn.Module):
+    """The experts of a layer of which this rank holds some. Made by `parallelize_experts` of the model's own module.
+
+    Attributes:
+        rule: of all experts. mesh: where tokens go.
+        cuts_tokens: whether the tokens are alike on all tp ranks, so that each sends its share of them.
+    """
+
+    rule: ExpertsRule
+    mesh: Mesh
+    cuts_tokens: bool
+    act_fn: Any
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[T, H]`, the chosen experts `[T, k]` and their weights `[T, k]` -> `[T, H]`."""
+        number = len(hidden_states)
+        if self.cuts_tokens:
+            hidden_states, top_k_weights = share_of_tokens(hidden_states, top_k_weights, self.mesh.tp)
+            top_k_index = _share(top_k_index, self.mesh.tp)
+        out = self._of_own_tokens(hidden_states, top_k_index, top_k_weights)
+        return _whole(out, number, self.mesh.tp) if self.cuts_tokens else out
+
+    def _of_own_tokens(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+        slots = Slots.of(top_k_index, self.rule.num_experts)
+        if self.rule.weights_first:
+            rows = slots.rows(tokens)
+            rows = rows * _by_slot(weights, slots).to(rows.dtype)
+        if self.mesh.over({"ep", "etp"}).size == 1:
+            if self.rule.weights_first:
+                rows = self._run(rows, None, Places.permutation(torch.arange(len(rows))), slots.counts)
+                return slots.places.collect(rows)
+            return self._run(tokens, weights, slots.places, slots.counts)
+        journey = Journey(slots, self.mesh)
+        rows = rows if self.rule.weights_first else slots.rows(tokens)
+        rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts))
+        return slots.places.collect(rows) if self.rule.weights_first else slots.weighted_sum(rows, weights)
+
+    def _run(self, rows: Tensor, weights: Tensor | None, places: Places, counts: list[int]) -> Tensor:
+        """The MLPs of this rank's experts; `places` leads from the rows to their order by expert, and back."""
+        first, second = (self.get_submodule(p.name.rpartition(".")[2]) for p in self.rule.projections)
+        assert isinstance(first, ParallelExpertLinear)
+        assert isinstance(second, ParallelExpertLinear)
+        return GroupedMlpFunction.apply(
+            rows,
+            weights,
+            places.index,
+            places.places,
+            counts,
+            self._gated,
+            first.projection(),
+            second.projection(),
+            *first.active_factors(),
+            *second.active_factors(),
+        )
+
+    def _gated(self, inner: Tensor) -> Tensor:
+        """What the first projection gives -> what the second takes, by the model's own code where there is some."""
+        if self.rule.first.fused is None:
+            return self.act_fn(inner)
+        own = getattr(self, "_apply_gate", None)
+        if own is not None:
+            return own(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+def parallelize_experts(module: nn.Module, rule: ExpertsRule, mesh: Mesh, *, dtype: torch.dtype, sp: bool) -> None:
+    """Make `module`, experts on the meta device, hold this rank's part of them."""
+    base: Any = type(module)
+    for projection in rule.projections:
+        leaf = projection.name.rpartition(".")[2]
+        delattr(module, leaf)
+        if projection.has_bias:
+            delattr(module, f"{leaf}_bias")
+        module.add_module(leaf, ParallelExpertLinear(projection, mesh, dtype=dtype, device="meta"))
+    module.__class__ = _parallel_class(base)
+    assert isinstance(module, ParallelExperts)
+    module.rule, module.mesh = rule, mesh
+    module.cuts_tokens = mesh.tp.size > 1 and not sp
+
+
+@functools.cache
+def _parallel_class(base: Any) -> Any:
+    """The class of `base` with our forward around its own."""
+    return type(f"Parallel{base.__name__}", (ParallelExperts, base), {})
+
+
+class _TokenShare(Function):
+    """This tp rank's tokens and their routing weights; backward: one gather of both gradients, byte for byte."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
+        ctx.tp, ctx.number = tp, len(hidden)
+        return _share(hidden, tp).clone(), _share(weights, tp).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        parts = [grad.contiguous().view(torch.uint8) for grad in grads]
+        both = _gather_padded(torch.cat(parts, 1), ctx.number, ctx.tp)
+        hidden, weights = both.split([part.shape[1] for part in parts], 1)
+        return hidden.contiguous().view(grads[0].dtype), weights.contiguous().view(grads[1].dtype), None
+
+
+def share_of_tokens(hidden: Tensor, weights: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
+    """`[T, H]`, `[T, k]`, alike on all tp ranks -> this rank's share of both; the last ranks may have fewer tokens."""
+    return _TokenShare.apply(hidden, weights, tp)
+
+
+def _share(tokens: Tensor, tp: Axis) -> Tensor:
+    each = -(-len(tokens) // tp.size)
+    return tokens[tp.rank * each : (tp.rank + 1) * each]
+
+
+def _gather_padded(own: Tensor, number: int, tp: Axis) -> Tensor:
+    """The shares of all tp ranks `[n, ...]` -> `[number, ...]`."""
+    each = -(-number // tp.size)
+    padded = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
+    return all_gather(padded, tp)[:number]
+
+
+def _whole(own: Tensor, number: int, tp: Axis) -> Tensor:
+    """The same with a gradient: what follows is alike on all tp ranks."""
+    each = -(-number // tp.size)
+    padded = torch.cat([own, own.new_zeros(each - len(own), own.shape[1])]) if len(own) < each else own
+    return gather_each_to_one(padded, tp)[:number]
+
+
+def _by_slot(weights: Tensor, slots: Slots) -> Tensor:
+    """`[T, k]` -> `[T k, 1]`, in the order of the sorted slots."""
+    flat = torch.empty(weights.numel(), dtype=weights.dtype, device=weights.device)
+    return flat.index_copy(0, slots.places.places.flatten(), weights.flatten()).unsqueeze(1)
+
+
+class ScaledExpertsBlock(nn.Module):
+    """A block whose own code hands every token, scaled, to every expert (llama4): here only to those it chose."""
+
+    router: Any
+    shared_expert: Any
+    experts: Any
+    hidden_dim: int
+    top_k: int
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """`[..., H]` -> (`[T, H]`, router logits `[T, E]`)."""
+        tokens = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(tokens)  # zero but for those that were chosen
+        weights, chosen = torch.topk(scores, self.top_k, dim=1)
+        return self.shared_expert(tokens) + self.experts(tokens, chosen, weights), logits
+
+
+def parallelize_block(module: nn.Module) -> None:
+    """Make `module`, the block around experts that want scaled tokens, send them only where they are wanted."""
+    base: Any = type(module)
+    module.__class__ = _block_class(base)
+
+
+@functools.cache
+def _block_class(base: Any) -> Any:
+    return type(f"Parallel{base.__name__}", (ScaledExpertsBlock, base), {})

@@ -1,0 +1,326 @@
+"""Deriving a plan: from the family's tensor-parallel plan and the module tree on the meta device.
+
+Owns: which blocks of a decoder layer become which regions, and that everything that is split is understood. Does not
+own: the words of a plan (`plan.rules`), those of a family (`plan.explicit`, `plan.styles`), experts (`plan.experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
+from meshlora.plan.experts import ExpertsRule, find_experts
+from meshlora.plan.explicit import explicit_plan
+from meshlora.plan.families import check_family
+from meshlora.plan.family import FamilyPlan, Leaf
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import Domain, LinearRule, ModelPlan, ParameterRule, Region
+from meshlora.plan.styles import family_plan
+from meshlora.plan.topology import Topology, divisors
+
+
+def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
+    """Derive the plan of `model` (a transformers causal LM; the meta device will do) on `topology`.
+
+    Raises:
+        UnsupportedError: the family, a style, a layer or a parameter that is not proved to be split right.
+        UserError: tp does not divide the heads or a width; the message names the values that work.
+    """
+    check_family(model)
+    experts = find_experts(model, topology)
+    linears = {
+        name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear | Conv1D)
+    }
+    linears |= _fused(model, linears)
+    embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    if topology.tp == 1:
+        layers = model.config.get_text_config().num_hidden_layers
+        head = head if head in linears else ""
+        return ModelPlan(
+            model.config.model_type,
+            topology,
+            "",
+            layers,
+            (),
+            linears,
+            embedding=embedding,
+            head=head,
+            experts=experts,
+            matrices=_router_matrices(model, experts, linears, Domain.EQUAL),
+        )
+    return _Planner(model, topology, linears, experts, embedding, head).plan()
+
+
+class _Planner:
+    """One derivation: what is known so far."""
+
+    def __init__(
+        self,
+        model: Any,
+        topology: Topology,
+        linears: dict[str, LinearRule],
+        experts: dict[str, ExpertsRule],
+        embedding: str,
+        head: str,
+    ) -> None:
+        self.model, self.config, self.topology = model, model.config, topology
+        self.what = f"model_type {model.config.model_type!r}"
+        self.linears, self.experts, self.embedding, self.head = linears, experts, embedding, head
+        self.layers_name, self.layers = decoder_layers(model)
+        self.regions: list[Region] = []
+        self.parameters: dict[str, ParameterRule] = {}
+        self.wide_norms: dict[str, Layout] = {}
+        self.limits: dict[str, Layout] = {}  # what tp must divide -> of which layout
+
+    def plan(self) -> ModelPlan:
+        apart = {*self.experts, *(rule.block for rule in self.experts.values())}
+        family = family_plan(self.model, self.layers_name, self.layers, apart)
+        for index, layer in enumerate(self.layers):
+            self._plan_layer(f"{self.layers_name}.{index}", layer, family)
+        self._check_divisible()
+        self._split_vocabulary()
+        after = self._modules_after(family)
+        plan = ModelPlan(
+            self.config.model_type,
+            self.topology,
+            self.layers_name,
+            len(self.layers),
+            tuple(self.regions),
+            self.linears,
+            self.parameters,
+            self.wide_norms,
+            self.embedding,
+            self.head,
+            after,
+            self.experts,
+            _router_matrices(self.model, self.experts, self.linears, Domain.RESIDUAL),
+        )
+        for name, rule in self.linears.items():
+            domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
+            self.linears[name] = replace(rule, domain=domain)
+        return plan
+
+    def _plan_layer(self, prefix: str, layer: nn.Module, family: FamilyPlan) -> None:
+        if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):
+            raise UnsupportedError(self.what, "its decoder layers own matrices directly", "use tp=1")
+        if any("HyperConnection" in type(child).__name__ for child in layer.children()):
+            raise UnsupportedError(self.what, "its residual stream is several side by side", "use tp=1")
+        if hasattr(layer, "per_layer_input_gate"):
+            raise UnsupportedError(self.what, "its layers take a second input that carries a gradient", "use tp=1")
+        modules = dict(layer.named_modules())
+        present = {path: leaf for path, leaf in family.leaves.items() if path in modules}
+        self._plan_children(prefix, "", layer, present, family)
+
+    def _plan_children(
+        self, prefix: str, parent: str, module: nn.Module, present: dict[str, Leaf], family: FamilyPlan
+    ) -> None:
+        """The blocks of a decoder layer, or of a block of routed experts at path `parent` in it."""
+        for child_name, child in module.named_children():
+            path = f"{parent}.{child_name}" if parent else child_name
+            name = f"{prefix}.{path}"
+            inside = {p: leaf for p, leaf in present.items() if p == path or p.startswith(f"{path}.")}
+            if name in self.experts or (parent and self._is_token_wise(name, child)):
+                continue
+            if any(expert.startswith(f"{name}.") for expert in self.experts):
+                self._plan_children(prefix, path, child, present, family)
+            elif not any(leaf.split is not Split.WHOLE for leaf in inside.values()):
+                if not kept_whole(child):
+                    continue
+                self.regions.append(Region(name, is_split=False))
+            elif path in inside:
+                self._split_leaf(prefix, path, inside[path], heads=None)
+                if inside[path].split is Split.COLUMN:
+                    self.regions.append(Region(name, is_split=True))
+            else:
+                self._split_block(prefix, path, child, inside, family)
+
+    def _is_token_wise(self, name: str, module: nn.Module) -> bool:
+        """Whether a module beside experts is their router, or the gate of a shared expert: both see single tokens."""
+        block = name.rpartition(".")[0]
+        numbers = {rule.num_experts for rule in self.experts.values() if rule.name.startswith(f"{block}.")}
+        matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+        return bool(matrices) and all(len(matrix) in {1, *numbers} for matrix in matrices)
+
+    def _split_block(
+        self, prefix: str, block: str, child: nn.Module, inside: dict[str, Leaf], family: FamilyPlan
+    ) -> None:
+        """A block whose linears are split: an attention or an MLP."""
+        name = f"{prefix}.{block}"
+        heads = Heads.of(child, self.config)
+        splits = {leaf.split for leaf in inside.values()} - {Split.WHOLE}
+        if splits != {Split.COLUMN, Split.ROW}:
+            raise UnsupportedError(name, f"a split region needs column and row linears, its plan has {sorted(splits)}")
+        for path, leaf in inside.items():
+            self._split_leaf(prefix, path, leaf, heads)
+        for path, dim in family.parameters.items():
+            if path.startswith(f"{block}."):
+                self._split_parameter(f"{prefix}.{path}", dim, heads)
+        for path in family.wide_norms:
+            if path.startswith(f"{block}."):
+                self._split_wide_norm(f"{prefix}.{path}", heads)
+        self._check_every_parameter_is_claimed(name, child, {f"{prefix}.{path}" for path in family.whole}, heads)
+        local: dict[str, dict[str, int]] = {}
+        for path, module in child.named_modules(prefix=name):
+            own = family.local.get(path.removeprefix(f"{prefix}."), ())
+            if heads is not None and (values := local_attributes(module, heads, own, tp=self.topology.tp)):
+                local[path] = values
+        cut = family.sliced.get(block, {})
+        sliced = {key: (dim, heads.query) for key, dim in cut.items() if heads is not None}
+        self.regions.append(Region(name, True, local, sliced, family.passes.get(block, ())))
+
+    def _split_leaf(self, prefix: str, path: str, leaf: Leaf, heads: Heads | None) -> None:
+        name = f"{prefix}.{path}"
+        rule = self.linears.get(name)
+        if rule is None:
+            raise UnsupportedError(name, "its tensor-parallel plan splits it, and it is not a linear layer", "use tp=1")
+        if leaf.split is Split.WHOLE:
+            return
+        layout = leaf_layout(path, leaf, rule.out_features if leaf.split is Split.COLUMN else rule.in_features, heads)
+        self.linears[name] = replace(rule, split=leaf.split, layout=layout)
+        width = "out_features" if leaf.split is Split.COLUMN else "in_features"
+        self._limit(layout, heads, f"{name}.{width}={layout.size}")
+
+    def _split_parameter(self, name: str, dim: int, heads: Heads | None) -> None:
+        parent, _, leaf = name.rpartition(".")
+        try:
+            parameter = getattr(self.model.get_submodule(parent), leaf, None)
+        except AttributeError:  # not in this layer, or not with these options
+            return
+        if parameter is not None:
+            layout = parameter_layout(name.removeprefix(f"{self.layers_name}."), parameter.shape[dim], heads)
+            self.parameters[name] = ParameterRule(dim, layout)
+            self._limit(layout, heads, name)
+
+    def _split_wide_norm(self, name: str, heads: Heads | None) -> None:
+        self._split_parameter(f"{name}.weight", 0, heads)
+        if f"{name}.weight" in self.parameters:
+            self.wide_norms[name] = self.parameters[f"{name}.weight"].layout
+
+    def _limit(self, layout: Layout, heads: Heads | None, width: str) -> None:
+        """Note what tp must divide, under the name that a user knows."""
+        for piece in layout.pieces:
+            what = width
+            if heads is not None:
+                kind = "num_key_value_heads" if piece.can_replicate else "num_attention_heads"
+                what = f"{kind}={piece.num_units}" + (" or be a multiple of it" if piece.can_replicate else "")
+            self.limits.setdefault(what, Layout((piece,)))
+
+    def _check_every_parameter_is_claimed(
+        self, name: str, region: nn.Module, whole: set[str], heads: Heads | None
+    ) -> None:
+        """In a split region each parameter is split, a norm's, or a linear's that is declared whole. Else: refuse."""
+        for path, module in region.named_modules(prefix=name):
+            if isinstance(module, nn.ModuleList) and heads is not None and len(module) == heads.query > 1:
+                raise UnsupportedError(path, "a module for each head is not split yet", "use tp=1")
+            if path in self.linears:
+                continue
+            for leaf, parameter in module.named_parameters(recurse=False):
+                is_norm = "Norm" in type(module).__name__ and parameter.ndim == 1
+                if parameter.numel() > 1 and not is_norm and f"{path}.{leaf}" not in {*self.parameters, *whole}:
+                    raise UnsupportedError(
+                        f"{path}.{leaf} {list(parameter.shape)}",
+                        "its tensor-parallel plan does not say how it is split",
+                        "use tp=1",
+                    )
+
+    def _check_divisible(self) -> None:
+        """tp divides heads and every split width; else name the values that do."""
+        tp = self.topology.tp
+        for what, layout in self.limits.items():
+            if not layout.can_split(tp):
+                most = max(piece.num_units for limit in self.limits.values() for piece in limit.pieces)
+                working = [n for n in divisors(most) if all(limit.can_split(n) for limit in self.limits.values())]
+                raise UserError(f"tp={tp}", f"tp must divide {what}", f"use tp in {{{', '.join(map(str, working))}}}")
+
+    def _split_vocabulary(self) -> None:
+        """Embedding and head, tied or not."""
+        if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or self.head not in self.linears:
+            raise UnsupportedError(self.what, "its embedding or its output head is not an ordinary one", "use tp=1")
+        num_embeddings = self.model.get_input_embeddings().num_embeddings
+        self.parameters[f"{self.embedding}.weight"] = ParameterRule(0, Layout.padded(num_embeddings))
+        rule = self.linears[self.head]
+        self.linears[self.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
+
+    def _modules_after(self, family: FamilyPlan) -> tuple[str, ...]:
+        """Norms that are registered after the layers, all that is outside the base model, what the family names."""
+        found, is_after = [], False
+        base = self.layers_name.rpartition(".")[0]
+        for name, module in self.model.named_modules():
+            is_after = is_after or name.startswith(f"{self.layers_name}.")
+            is_inside = name.startswith((f"{self.layers_name}.", f"{self.embedding}."))
+            is_likely = "Norm" in type(module).__name__ or not name.startswith(f"{base}.")
+            named = name.removeprefix(f"{base}.") in family.after
+            if named or (is_after and not is_inside and is_likely and name != self.head):
+                found.append(name)
+        return tuple(found)
+
+
+def _router_matrices(
+    model: Any, experts: Mapping[str, ExpertsRule], linears: Mapping[str, LinearRule], domain: Domain
+) -> dict[str, LinearRule]:
+    """The routers that are no linears and have a weight `[experts, H]`."""
+    found = {}
+    for name in (name for rule in experts.values() for name in rule.routers if name not in linears):
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            found[name] = LinearRule(name, Split.WHOLE, weight.shape[1], weight.shape[0], False, domain=domain)
+    return found
+
+
+def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
+    """The linears whose pieces are known, with them."""
+    family = explicit_plan(model.config)
+    fused = {path: leaf for path, leaf in (family.leaves if family else {}).items() if leaf.pieces}
+    if not fused:
+        return {}
+    prefix, layers = decoder_layers(model)
+    found = {}
+    for index, layer in enumerate(layers):
+        for path, leaf in fused.items():
+            rule = linears.get(f"{prefix}.{index}.{path}")
+            if rule is not None:
+                heads = Heads.of(layer.get_submodule(path.partition(".")[0]), model.config)
+                layout = leaf_layout(path, leaf, rule.out_features, heads)
+                found[rule.name] = replace(rule, fused=layout)
+    return found
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """(name, the list of decoder layers): the one list of modules that is in no other.
+
+    Raises:
+        UnsupportedError: there is none, or several.
+    """
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inner:
+            lists[name] = module
+    if len(lists) > 1:
+        lists = {name: m for name, m in lists.items() if name.rpartition(".")[2] in ("layers", "h", "blocks")}
+    if len(lists) != 1:
+        raise UnsupportedError(
+            f"model_type {model.config.model_type!r}",
+            f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})",
+        )
+    return next(iter(lists.items()))
+
+
+def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:
+    """(in, out)."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return module.in_features, module.out_features
+
+
+def _name_of(model: nn.Module, module: nn.Module | None) -> str:
+    return next((name for name, m in model.named_modules() if m is module and module is not None), "")

@@ -1,0 +1,201 @@
+"""Routed experts: what their modules say about themselves, and how their matrices are split.
+
+Owns: finding the experts of a model (`find_experts`), the words of their rules (`ExpertsRule`, `ExpertRule`), and which
+topologies they allow. Does not own: the layers that run it (`parallel.experts`), gradient axes (`plan.grads`).
+
+Most families of transformers keep the experts of a layer as one module with a stack of matrices for each projection,
+`gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, called as `experts(hidden_states, top_k_index, top_k_weights)`; how
+the matrices lie is said by attributes. Experts are split over ep, whole ones to each rank; each expert over etp, as an
+MLP over tp: its first matrix by output features (column), its second by input features (row).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.layout import Layout, Piece, Split
+from meshlora.plan.topology import Topology, divisors
+
+# Modules of routed experts by the name of their class: what is one of these and not known below is not understood.
+_EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+@dataclass(frozen=True)
+class ExpertRule:
+    """One projection of all experts of a layer. Widths are those of one whole expert.
+
+    Attributes:
+        name: of the stack of matrices, as in `model.layers.0.mlp.experts.gate_up_proj`.
+        split: over etp: COLUMN of the first projection, ROW of the second. layout: of the dim that is split.
+        is_transposed: stored as `[E, in, out]`.
+        fused: gate and up, where they are one matrix.
+        is_swapped: PEFT takes the input for the output: its A is on the output side, its B on the input side.
+    """
+
+    name: str
+    split: Split
+    num_experts: int
+    in_features: int
+    out_features: int
+    has_bias: bool
+    layout: Layout
+    is_transposed: bool = False
+    fused: Layout | None = None
+    is_swapped: bool = False
+
+    def local_features(self, etp: int) -> tuple[int, int]:
+        """(in, out) of what each of `etp` ranks holds."""
+        local = self.layout.local_size(etp)
+        return (
+            local if self.split is Split.ROW else self.in_features,
+            local if self.split is Split.COLUMN else self.out_features,
+        )
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """The experts of one layer.
+
+    Attributes:
+        name: of their module. block: of the module that calls it with what its router chose.
+        first, second: the projections into and out of the experts, in a row.
+        routers: names of the modules in the block that choose: each owns a matrix with a row for every expert.
+        weights_first: the block multiplies what goes into an expert, not what comes out (llama4).
+    """
+
+    name: str
+    block: str
+    num_experts: int
+    first: ExpertRule
+    second: ExpertRule
+    routers: tuple[str, ...] = ()
+    weights_first: bool = False
+
+    @property
+    def projections(self) -> tuple[ExpertRule, ExpertRule]:
+        """Both."""
+        return self.first, self.second
+
+
+def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
+    """Name -> rule of every module of routed experts in `model`, which may be on the meta device.
+
+    Raises:
+        UnsupportedError: experts of a kind that is not known; ep or etp for a model that has none.
+        UserError: ep does not divide the experts, or etp their width; names the values that work.
+    """
+    found: dict[str, ExpertsRule] = {}
+    for name, module in model.named_modules():
+        if _is_stack(module):
+            found[name] = _rule(name, module, model)
+    known = {*found, *(rule.block for rule in found.values())}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in known)
+        around = any(other.startswith(f"{name}.") for other in known)
+        if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
+            raise UnsupportedError(
+                f"{name}: {type(module).__name__}", "these experts do not have the form that most families share"
+            )
+    if not found and topology.ep * topology.etp > 1:
+        raise UserError(
+            f"topology {topology}", f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp"
+        )
+    for rule in found.values():
+        _check_divides("ep", topology.ep, rule.num_experts, f"the {rule.num_experts} experts of {rule.name}")
+        width = rule.second.in_features
+        _check_divides("etp", topology.etp, width, f"the width {width} of the experts of {rule.name}")
+    return found
+
+
+def find_projections(experts: Mapping[str, ExpertsRule]) -> dict[str, ExpertRule]:
+    """Name -> rule of every projection."""
+    return {rule.name: rule for layer in experts.values() for rule in layer.projections}
+
+
+def _is_stack(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    down = own.get("down_proj")
+    return down is not None and down.ndim == 3 and any(name in own for name in ("gate_up_proj", "up_proj"))
+
+
+def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
+    block = name.rpartition(".")[0]
+    flags = {flag: getattr(module, flag, None) for flag in _FLAGS}
+    weights_first = False
+    if type(module).__name__ == "Llama4TextExperts":
+        # Its block scales the tokens and calls it with all of them for every expert.
+        flags = {"has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True}
+        weights_first = True
+    if None in flags.values() or getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(
+            f"{name}: {type(module).__name__}", "these experts do not have the form that most families share"
+        )
+    first_name = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    first, second = getattr(module, first_name), module.down_proj
+    is_transposed = bool(flags["is_transposed"])
+    num_experts, inner = second.shape[0], second.shape[1 if is_transposed else 2]
+    hidden = first.shape[1 if is_transposed else 2]
+    known = {first_name, "down_proj"} | ({f"{first_name}_bias", "down_proj_bias"} if flags["has_bias"] else set())
+    if unknown := sorted({n for n, _ in module.named_parameters()} - known):
+        raise UnsupportedError(f"{name}.{unknown[0]}", "it is no part of experts that is known")
+    pieces = _pieces(inner, is_interleaved=not flags["is_concatenated"]) if flags["has_gate"] else Layout.plain(inner)
+    # PEFT asks the module, and one that says nothing is stored [E, out, in] to it.
+    is_swapped = is_transposed and not getattr(module, "is_transposed", False)
+    has_bias = bool(flags["has_bias"])
+    return ExpertsRule(
+        name,
+        block,
+        num_experts,
+        ExpertRule(
+            f"{name}.{first_name}",
+            Split.COLUMN,
+            num_experts,
+            hidden,
+            pieces.size,
+            has_bias,
+            pieces,
+            is_transposed,
+            pieces if flags["has_gate"] else None,
+            is_swapped,
+        ),
+        ExpertRule(
+            f"{name}.down_proj",
+            Split.ROW,
+            num_experts,
+            inner,
+            hidden,
+            has_bias,
+            Layout.plain(inner),
+            is_transposed,
+            None,
+            is_swapped,
+        ),
+        _routers(model.get_submodule(block), block, name, num_experts),
+        weights_first,
+    )
+
+
+def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) -> tuple[str, ...]:
+    found = []
+    for name, module in block.named_modules(prefix=block_name):
+        own = [p for p in module.parameters(recurse=False) if p.ndim == 2 and len(p) == num_experts]
+        if own and not name.startswith(experts):
+            found.append(name)
+    return tuple(found)
+
+
+def _pieces(inner: int, *, is_interleaved: bool) -> Layout:
+    return Layout((Piece("gate", inner, 1), Piece("up", inner, 1)), groups=inner if is_interleaved else 1)
+
+
+def _check_divides(axis: str, size: int, number: int, what: str) -> None:
+    if number % size:
+        allowed = ", ".join(map(str, divisors(number)))
+        raise UserError(f"{axis}={size}", f"{axis} must divide {what}", f"use {axis} in {{{allowed}}}")
