@@ -7,16 +7,20 @@ followed as PEFT follows it. Does not own: the arithmetic and the writing (`adap
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
+from peft.utils import transformers_weight_conversion
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -39,6 +43,7 @@ _FOLLOWED = {
     "fan_in_fan_out",
     "modules_to_save",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
@@ -61,6 +66,9 @@ class Lora:
         a, b, magnitude: keys in the adapter file.
         is_transposed: the weight is stored `[in, out]`: Conv1D, and embeddings `[V, H]`, whose A is `[r, V]`.
         residual: "pissa" or "olora": the product of rank r that PEFT takes out of the base first; "" for none.
+        num_experts: of a stack of matrices, each with its own product; 0: it is one matrix. Of a stack A is
+            `[r*E, in]`, the expert its slow index, and B `[out, r*E]`, the expert its fast one; in and out as PEFT has
+            them, whatever they mean in the model.
     """
 
     a: str
@@ -70,6 +78,7 @@ class Lora:
     magnitude: str | None
     is_transposed: bool
     residual: str
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,10 +178,21 @@ def _attach(model: Any, config: LoraConfig, where: str) -> Any:
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(LoraConfig) if field.init}
     config = LoraConfig(**values | {"init_lora_weights": True, "eva_config": None, "inference_mode": False})
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), as_configured():
             return _quietly(PeftModelForCausalLM, model, config)
     except ValueError as error:  # it matches nothing, or a module that PEFT has no adapter for
         raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
+
+
+@contextlib.contextmanager
+def as_configured() -> Iterator[None]:
+    """PEFT puts adapters where the configuration says, as every file that it and we write today does.
+
+    For many families with experts it takes `gate_proj` among `target_modules`, even in `shared_expert.gate_proj`, for a
+    word of transformers 4 for the experts, and leaves the linears of that name alone.
+    """
+    with mock.patch.object(transformers_weight_conversion, "convert_peft_config_for_transformers", return_value=None):
+        yield
 
 
 def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -183,7 +203,7 @@ def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _base_name(key: str) -> str:
-    return key.removeprefix(PREFIX).replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", key.removeprefix(PREFIX))
 
 
 def _check_file(
@@ -211,6 +231,9 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
             continue
         name = path.removeprefix(PREFIX).replace(".base_layer", "")
         base = module.get_base_layer()
+        if isinstance(module, peft_lora.ParamWrapper):
+            found[f"{name}.{module.parameter_name}"] = Change(lora=_product_of_parameter(path, module))
+            continue
         is_embedding = isinstance(module, peft_lora.Embedding)
         if not is_embedding and not (isinstance(module, peft_lora.Linear) and hasattr(base, "weight")):
             raise UnsupportedError(
@@ -236,6 +259,21 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
                 )
             found[f"{name}.bias"] = Change(bias=(f"{path}.lora_B.bias", product.scaling))
     return found
+
+
+def _product_of_parameter(path: str, module: Any) -> Lora:
+    """What is added to a parameter: a matrix, or a stack of the matrices of experts."""
+    is_stack = module.get_param().ndim == 3
+    return Lora(
+        a=f"{path}.lora_A.weight",
+        b=f"{path}.lora_B.weight",
+        r=module.r["default"],
+        scaling=module.scaling["default"],
+        magnitude=None,
+        is_transposed=is_stack and not module._did_swap_in_out_features,
+        residual="",
+        num_experts=module.num_experts if is_stack else 0,
+    )
 
 
 def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_embedding: bool) -> str:

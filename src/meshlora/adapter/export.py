@@ -2,7 +2,7 @@
 
 Owns: adapters on pieces of fused matrices, in block form on our disk and compact in loralib's `MergedLinear`; reading
 back what was written. Does not own: where the rows of a piece lie (a function is given), how a folder is written
-(`adapter.peft_format`).
+(`adapter.peft_format`), the form of serving engines (`adapter.engine_export`).
 
 Block form, a normal PEFT adapter: for k of the n pieces of one matrix, each with rank r, A is the stack `[k*r, in]` and
 B is `[out, k*r]`, zero but for the rows of piece j in columns `j*r : (j+1)*r`. rank_pattern says k*r, alpha_pattern
@@ -43,6 +43,7 @@ from meshlora.adapter.peft_format import (
     read_pieces,
     write_adapter,
 )
+from meshlora.adapter.per_expert import is_per_expert
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.state.files import open_safetensors, read_json, write_atomically
 
@@ -66,16 +67,23 @@ def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: Pie
         piece_rows: where pieces lie; default: `equal_blocks()`.
 
     Raises:
-        UserError: files missing or damaged, `out` is there already. UnsupportedError: loralib has no such adapter.
+        UserError: files missing or damaged, `out` is there already, adapters on single experts (`import_per_expert`).
+        UnsupportedError: loralib has no such adapter.
     """
     folder, target = Path(adapter), Path(out)
     if layout not in LAYOUTS:
         raise UserError(f"layout {layout!r}", f"it must be one of {', '.join(LAYOUTS)}", did_you_mean(layout, LAYOUTS))
-    _check_new(target, ".safetensors" if layout == "loralib" else "")
+    check_new(target, ".safetensors" if layout == "loralib" else "")
     config = read_config(folder, ignore_dropout=True)
     if layout == "loralib":
         check_for_loralib(config, f"{folder / CONFIG_FILE}")
-    tensors = _read_tensors(folder / WEIGHTS_FILE)
+    tensors = read_tensors(folder / WEIGHTS_FILE)
+    if is_per_expert(tensors):
+        raise UserError(
+            f"{folder}",
+            "it has adapters on single experts, as serving engines keep them, and PEFT has one on their stack",
+            "use --layout peft --model FOLDER" if layout == "peft" else "export it with --layout peft --model FOLDER",
+        )
     rows = piece_rows or equal_blocks()
     # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
     pieces = read_pieces(folder) if layout == "loralib" else {}
@@ -84,7 +92,7 @@ def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: Pie
         if each.pieces:
             blocks(module, each, rows)  # refuses what is not block form
     if layout == "peft":
-        _write_folder(target, tensors, read_json(folder / CONFIG_FILE))
+        write_folder(target, tensors, read_json(folder / CONFIG_FILE))
         return len(tensors)
     state, metadata = loralib_state(factors, biases, rows)
     _write_file(target, state, metadata)
@@ -116,8 +124,8 @@ def import_loralib(
             "it is pickled, and meshlora unpickles nothing",
             "convert it where you trust it: safetensors.torch.save_file(torch.load(file, weights_only=True), new_file)",
         )
-    _check_new(target, "")
-    tensors = _read_tensors(source)
+    check_new(target)
+    tensors = read_tensors(source)
     with open_safetensors(source) as opened:
         metadata = parse_metadata(source, (opened.metadata() or {}).get("loralib"))
     alpha = lora_alpha if lora_alpha is not None else metadata.get("lora_alpha")
@@ -143,18 +151,20 @@ def import_loralib(
         raise UserError(f"{source}: {wrong[0]}", "it is neither lora_A, lora_B nor a bias")
     config, stored = _peft_state(factors, biases, base_model)
     pieces = {module: list(each.pieces) for module, each in factors.items() if each.pieces}
-    _write_folder(target, stored, config, pieces={_common(m, factors): names for m, names in pieces.items()})
+    write_folder(target, stored, config, pieces={_common(m, factors): names for m, names in pieces.items()})
     return len(stored)
 
 
-def _check_new(target: Path, suffix: str) -> None:
+def check_new(target: Path, suffix: str = "") -> None:
+    """Refuse a path that is there, or whose name does not end as the layout's does."""
     if target.exists():
         raise UserError(f"--out {target}", "it is there already", "choose a new path; nothing is overwritten")
     if suffix and target.suffix != suffix:
         raise UserError(f"--out {target}", f"this layout is one file, whose name ends in {suffix}")
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a file of adapters: finite floats."""
     with open_safetensors(file) as opened:
         tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 - not a dict
     for key, tensor in tensors.items():
@@ -257,20 +267,24 @@ def _common(module: str, factors: Mapping[str, Factors]) -> str:
     return suffix if len(alike) == 1 else module
 
 
-def _write_folder(
+def write_folder(
     target: Path,
     tensors: Mapping[str, Tensor],
     config: Mapping[str, Any],
     pieces: Mapping[str, list[str]] | None = None,
+    *,
+    share_experts: bool = False,
 ) -> None:
     """Write beside `target`, read back, then rename: it appears only where it is right."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as temporary:
             folder = Path(temporary) / target.name
-            write_adapter(folder, tensors, config, pieces=pieces)
+            write_adapter(folder, tensors, config, pieces=pieces, share_experts=share_experts)
             _compare(folder / WEIGHTS_FILE, tensors)
-            if read_json(folder / CONFIG_FILE) != config or read_pieces(folder) != dict(pieces or {}):
+            found = read_config(folder, ignore_dropout=True)
+            own = (getattr(found, "pieces", None) or {}, getattr(found, "share_experts", False))
+            if read_json(folder / CONFIG_FILE) != config or own != (dict(pieces or {}), share_experts):
                 raise MeshloraError(f"{target}: read back, {CONFIG_FILE} differs from what was written")
             folder.rename(target)
     except (OSError, SafetensorError) as error:
@@ -293,7 +307,7 @@ def _write_file(target: Path, state: Mapping[str, Tensor], metadata: Mapping[str
 
 
 def _compare(file: Path, meant: Mapping[str, Tensor]) -> None:
-    found = _read_tensors(file)
+    found = read_tensors(file)
     same = found.keys() == meant.keys() and all(
         torch.equal(found[key], meant[key]) and found[key].dtype == meant[key].dtype for key in meant
     )

@@ -7,7 +7,7 @@ Does not own: files (`adapter.peft_format`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,16 @@ from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import adopt, parallel_leaves
 from meshlora.parallel.linear import ParallelLinear
-from meshlora.plan.grads import FactorRule, Side, embedding_rule, factor_rule, parameter_rule, whole_rule
+from meshlora.plan.grads import (
+    FactorRule,
+    Side,
+    embedding_rule,
+    expert_rule,
+    factor_rule,
+    parameter_rule,
+    split_rule,
+    whole_rule,
+)
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 
@@ -91,16 +100,12 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
         attach(model, name, config, targets, None)
         return
     embedding = embedding_size(model, state.plan)
-    full = {
-        target.name: draw_factors(
-            target,
-            target.shapes(state.plan.linears.get(target.name), embedding),
-            init=config.init_lora_weights,
-            seed=seed,
-        )
-        for target in targets.values()
-    }
-    attach(model, name, config, targets, full)
+
+    def drawn(target: Target) -> Mapping[str, Tensor]:
+        shapes = target.shapes(state.plan.rule_of(target.name), embedding)
+        return draw_factors(target, shapes, init=config.init_lora_weights, seed=seed)
+
+    attach(model, name, config, targets, drawn)
 
 
 def attach(
@@ -108,12 +113,13 @@ def attach(
     name: str,
     config: LoraConfig,
     targets: Mapping[str, Target],
-    full: Mapping[str, Mapping[str, Tensor]] | None,
+    full: Callable[[Target], Mapping[str, Tensor]] | None,
     trained: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Attach the adapter whose full factors are `full[module][part]`; each rank keeps its slices.
+    """Attach the adapter whose full factors are `full(target)[part]`; each rank keeps its slices.
 
-    full: None: those that are taken out of the base. Parts are those of `Target.shapes`; a magnitude that is missing is
+    full: asked for one target after another, so that no rank ever has all of them. None: those that are taken out of
+        the base. Parts are those of `Target.shapes`; a magnitude that is missing is
         that of the base with the adapter.
     trained: whole values of the base's parameters that the adapter trains; None: those of the base.
     """
@@ -134,14 +140,14 @@ def attach(
     names = trained_parameters(model, state.plan, config, targets)
     for target in targets.values():
         leaf = adopt(model, state.plan, target.name, state.mesh.tp)
-        values = full[target.name] if full is not None else {}
+        values = full(target) if full is not None else {}
         if config.init_lora_weights in WHOLE_MATRIX:
             assert isinstance(leaf, ParallelLinear)
             init, scaling = str(config.init_lora_weights), target.scaling
             principal = take_out_of_base(leaf, state.mesh, init=init, r=target.r, scaling=scaling)
             values = values or principal
         local = {
-            part: local_part(factor, _rule_of(state.plan, target.name, part), state.mesh).to(state.mesh.device, dtype)
+            part: local_part(factor, _rule_of(state.plan, target, part), state.mesh).to(state.mesh.device, dtype)
             for part, factor in values.items()
         }
         leaf.add_adapter(name, local, scaling=target.scaling)
@@ -224,8 +230,9 @@ def active_factors(model: Any) -> list[Factor]:
 def adapter_factors(model: Any, adapter: str) -> list[Factor]:
     """What of `adapter` is on this rank, in module order; copies of the base's parameters last."""
     state = runtime(model)
+    targets = state.adapters[adapter].targets
     found = [
-        Factor(factor_name(leaf, name, part), parameter, _rule_of(state.plan, name, part))
+        Factor(factor_name(leaf, name, part), parameter, _rule_of(state.plan, targets[name], part))
         for name, leaf in parallel_leaves(model).items()
         for part, parameter in leaf.trained(adapter).items()
     ]
@@ -242,18 +249,28 @@ def factor_name(leaf: nn.Module | Target, module: str, part: str) -> str:
     return f"{module}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
 
 
-def _rule_of(plan: ModelPlan, module: str, part: str) -> FactorRule:
-    """How `part` of an adapter on `module` lies on the mesh."""
+def _rule_of(plan: ModelPlan, target: Target, part: str) -> FactorRule:
+    """How `part` of an adapter on `target` lies on the mesh."""
+    module = target.name
     side, _, piece = part.partition(".")
+    if target.num_experts:
+        projection = plan.projections[module]
+        if piece and projection.split is Split.COLUMN:
+            projection = replace(projection, layout=_layout_of_piece(projection.layout, piece))
+        return expert_rule(projection, Side(side), is_shared=target.is_shared)
     if module == plan.embedding:
         rule = plan.parameters.get(f"{module}.weight")
         return embedding_rule(rule, Side(side)) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
-    linear = plan.linears[module]
+    linear = plan.matrices.get(module) or plan.linears[module]
     found = factor_rule(linear, Side.AFTER if side == "magnitude" else Side(side), sp=plan.topology.sp)
-    if piece and found.layout is not None and linear.split is Split.COLUMN:
-        own = next(p for p in found.layout.pieces if p.name == piece)
-        return replace(found, layout=Layout((own,)))
+    if piece and found.cuts and linear.split is Split.COLUMN:
+        (cut,) = found.cuts
+        return replace(found, cuts=(replace(cut, layout=_layout_of_piece(cut.layout, piece)),))
     return found
+
+
+def _layout_of_piece(layout: Layout, piece: str) -> Layout:
+    return Layout((next(p for p in layout.pieces if p.name == piece),))
 
 
 def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
@@ -268,7 +285,7 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
     if leaf == "bias" or linear.split is Split.WHOLE:
         return factor_rule(linear, Side.AFTER, sp=sp)
     # The weight itself: split as its rows or columns, so that each rank has all of its own part's gradient.
-    return FactorRule(0 if linear.split is Split.COLUMN else 1, frozenset({"dp"}), layout=linear.layout)
+    return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
 
 
 def gather_adapter(model: Any, adapter: str) -> dict[str, Tensor]:
@@ -279,20 +296,22 @@ def gather_adapter(model: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
-    """Put the slices of one factor (or of its gradient) together again. Collective over tp where it is split."""
-    if rule.split_dim is None or mesh.tp.size == 1:
-        return local
-    assert rule.layout is not None, rule
-    every = all_gather(local.unsqueeze(0).contiguous(), mesh.tp)
-    return rule.layout.join(list(every), rule.split_dim)
+    """Put the slices of one factor (or of its gradient) together again. Collective over the axes of its cuts."""
+    for cut in rule.cuts:
+        axis = mesh.over({cut.axis})
+        if axis.size > 1:
+            every = all_gather(local.unsqueeze(0).contiguous(), axis)
+            local = cut.layout.join(list(every), cut.dim)
+    return local
 
 
 def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
     """This rank's slice of a full factor; a copy, as the factors of several adapters must not share memory."""
-    if rule.split_dim is None:
-        return full.clone()
-    assert rule.layout is not None, rule
-    return rule.layout.cut(full, rule.split_dim, rank=mesh.tp.rank, size=mesh.tp.size)
+    local = full
+    for cut in rule.cuts:
+        axis = mesh.over({cut.axis})
+        local = cut.layout.cut(local, cut.dim, rank=axis.rank, size=axis.size)
+    return local.clone() if local is full else local
 
 
 def factor_dtype(model: Any) -> torch.dtype:

@@ -1,16 +1,17 @@
 """Merging: a checkpoint and an adapter in, one plain checkpoint out, with the logits of both.
 
-Owns: the arithmetic, tied weights that the adapter makes differ, the output folder. One process, one tensor in memory
+Owns: what is written, tied weights that the adapter makes differ, the output folder. One process, one tensor in memory
 at a time; only the model's meta structure is built. Does not own: what an adapter changes (`adapter.changes`), the
-bytes of a file (`state.stream`), comparing logits (`adapter.merge_check`).
+arithmetic (`adapter.merge_arithmetic`), the bytes of a file (`state.stream`), comparing logits (`adapter.merge_check`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from meshlora.adapter.changes import Change, Changes, Lora, read_changes
+from meshlora.adapter.changes import Change, Changes, read_changes
+from meshlora.adapter.merge_arithmetic import merged_expert, merged_weight, wide_dtype
 from meshlora.adapter.merge_check import compare_logits
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.state.files import new_folder, open_safetensors, read_json, write_json_atomically
@@ -48,12 +50,12 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Output:
-    """One tensor to write: `name` in the model, rows `start:stop` of it (None: all), an `entry` of `file`."""
+    """One tensor to write: `name` in the model, what of it as an index (None: all), an `entry` of `file`."""
 
     file: str
     entry: Entry
     name: str
-    rows: tuple[int, int] | None
+    place: tuple[slice | int, ...] | None
 
 
 def merge(
@@ -86,7 +88,7 @@ def merge(
     source = CheckpointSource(source_folder, model)
     aliases = check_checkpoint(model, source, allow_unused=True)
     _check_stored_twice(source, aliases)
-    kept_wide = _names_kept_wide(model)
+    kept_wide = _names_keptwide_dtype(model)
     names = set(model.state_dict())
     changes = _alike(_shared(read_changes(model, Path(adapter_folder)), aliases), aliases)
     untied = _untied_names(changes, aliases)
@@ -118,28 +120,6 @@ def merge(
     )
 
 
-def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
-    """`W + s B A` (DoRA: its rows scaled to norm m), in place where `weight` is float32 or float64.
-
-    Args:
-        weight: [out, in], or [in, out] where `lora.is_transposed`. a: [r, in]. b: [out, r]. magnitude: [out].
-    """
-    weight = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-    view = weight.T if lora.is_transposed else weight  # [out, in]
-    if lora.residual == "pissa":
-        u, s, vh = torch.linalg.svd(view, full_matrices=False)
-        view.addmm_(u[:, : lora.r] * s[: lora.r], vh[: lora.r], alpha=-1)
-    elif lora.residual == "olora":
-        q, r = torch.linalg.qr(view)
-        # Times the scale, as PEFT has it: B A starts as Q R, not as Q R / s.
-        view.addmm_(q[:, : lora.r], r[: lora.r], alpha=-lora.scaling)
-    view.addmm_(b.to(view.dtype), a.to(view.dtype), alpha=lora.scaling)
-    if magnitude is not None:
-        norm = torch.linalg.vector_norm(view, dim=1)
-        view.mul_((magnitude.to(view.dtype) / norm)[:, None])
-    return weight
-
-
 def _meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
     try:
         with torch.device("meta"):
@@ -154,7 +134,7 @@ def _check_stored_twice(source: CheckpointSource, aliases: Mapping[str, list[str
     """Where a checkpoint stores a tied weight under two names, both are the same."""
     for names in {tuple(names) for names in aliases.values() if len(names) > 1}:
         first, *others = [name for name in names if source.shape(name) is not None]
-        if any(not torch.equal(source.read(first, None), source.read(name, None)) for name in others):
+        if any(not torch.equal(source.read(first), source.read(name)) for name in others):
             raise UserError(
                 f"{source.describe()}: {first} and {others[0]}",
                 "config.json ties them, but they differ",
@@ -222,21 +202,20 @@ def _outputs(
         return dtype_name(dtype) if is_cast and dtype is not None else stored
 
     outputs = []
-    for name, pieces in source.stored.items():
-        if name in changes.by_name and not source.is_float(name):
-            raise UnsupportedError(f"{source.describe()}: {name}", "it holds integers, and the adapter changes it")
-        start = 0
-        for piece in pieces:
-            rows = None if len(pieces) == 1 else (start, start + piece.shape[0])
-            start += piece.shape[0] if piece.shape else 0
-            entry = Entry(piece.key, piece.shape, type_of(name, piece.dtype))
-            outputs.append(_Output(piece.file.name, entry, name, rows))
+    for name, stored in source.stored.items():
+        if name in changes.by_name and (integers := source.integers(name)):
+            raise UnsupportedError(f"{source.describe()}: {integers}", "it holds integers, and the adapter changes it")
+        blocks = list(stored.blocks(()))
+        for tensor, _, place in blocks:
+            entry = Entry(tensor.key, tensor.shape, type_of(name, tensor.dtype))
+            is_whole = len(blocks) == 1 and not stored.experts
+            outputs.append(_Output(tensor.file.name, entry, name, None if is_whole else place))
     for name in untied:
         if source.shape(name) is None:
             twin = next(alias for alias in aliases[name] if source.shape(alias) is not None)
-            stored = source.stored[twin][0]
-            entry = Entry(name, stored.shape, type_of(name, stored.dtype))
-            outputs.append(_Output(stored.file.name, entry, name, None))
+            tensor = source.stored[twin].tensors[0]
+            entry = Entry(name, tensor.shape, type_of(name, tensor.dtype))
+            outputs.append(_Output(tensor.file.name, entry, name, None))
     return outputs
 
 
@@ -258,7 +237,7 @@ def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str],
             raise UnsupportedError(name, f"it must be stored on its own now, and transformers would load it as {found}")
 
 
-def _names_kept_wide(model: Any) -> set[str]:
+def _names_keptwide_dtype(model: Any) -> set[str]:
     """Names of modules that transformers keeps in float32 in a half-precision model."""
     parts = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     parts |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
@@ -294,11 +273,14 @@ def _write_weights(
 ) -> dict[str, dict[str, str]]:
     """File -> key -> SHA-256 of what was meant."""
     by_key = {(o.file, o.entry.key): o for o in outputs}
+    # A and B of both projections of a layer's experts, whose matrices take turns where they are stored one by one.
+    read_factor = functools.lru_cache(maxsize=4)(changes.read)
     meant = {}
     for name in sorted({o.file for o in outputs}):
 
         def read(entry: Entry, file: str = name) -> Tensor:
-            return _value(by_key[file, entry.key], source, changes, aliases)
+            output = by_key[file, entry.key]
+            return _value(output, source, changes, aliases, read_factor)
 
         with open_safetensors(source.folder / name) as file:
             metadata = file.metadata() or {"format": "pt"}
@@ -316,30 +298,43 @@ def _index(outputs: list[_Output]) -> dict[str, Any]:
     return {"metadata": total, "weight_map": {o.entry.key: o.file for o in outputs}}
 
 
-def _value(output: _Output, source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]) -> Tensor:
-    """The tensor to write, in its final type."""
+def _value(
+    output: _Output,
+    source: CheckpointSource,
+    changes: Changes,
+    aliases: Mapping[str, list[str]],
+    read_factor: Callable[[str], Tensor],
+) -> Tensor:
+    """The tensor to write, in its final type. read_factor: reads the adapter's tensors, and keeps the last ones."""
     change = changes.by_name.get(output.name, Change())
+    place = output.place
+    if place is not None and change.whole is None and (change == Change() or source.stored[output.name].experts):
+        with open_safetensors(source.folder / output.file) as file:
+            value = file.get_tensor(output.entry.key).clone()
+        if lora := change.lora:
+            value = merged_expert(value, place, lora, read_factor(lora.a), read_factor(lora.b))
+    else:
+        value = _merged_parameter(output.name, change, source, changes, aliases)
+        value = value if place is None else value[place]
+    value = _cast(value, output)
+    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
+        raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+    return value
+
+
+def _merged_parameter(
+    name: str, change: Change, source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]
+) -> Tensor:
     if change.whole is not None:
         value = changes.read(change.whole)
-    elif change == Change() and output.rows is not None:
-        piece = next(p for p in source.stored[output.name] if p.key == output.entry.key)
-        with open_safetensors(piece.file) as file:
-            return _cast(file.get_tensor(piece.key).clone(), output)
     else:
-        stored = next(a for a in aliases.get(output.name, [output.name]) if source.shape(a) is not None)
-        value = source.read(stored, None)
+        value = source.read(next(a for a in aliases.get(name, [name]) if source.shape(a) is not None))
     if lora := change.lora:
         magnitude = changes.read(lora.magnitude) if lora.magnitude else None
         value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
     if change.bias is not None:
         key, scaling = change.bias
-        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-        value = value.to(wide).add_(changes.read(key).to(wide), alpha=scaling)
-    if output.rows is not None:
-        value = value[slice(*output.rows)]
-    value = _cast(value, output)
-    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
-        raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+        value = value.to(wide_dtype(value)).add_(changes.read(key).to(wide_dtype(value)), alpha=scaling)
     return value
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshlora.adapter.manage import attach, factor_name, gather_adapter, local_part, rule_of_parameter, runtime
+from meshlora.adapter.file_tensors import PREFIX, factors_of_file, file_shapes, file_tensors, key_of_parameter
+from meshlora.adapter.manage import attach, gather_adapter, local_part, rule_of_parameter, runtime
+from meshlora.adapter.per_expert import engine_config, engine_factors
 from meshlora.adapter.pieces import PieceLoraConfig, with_pieces
 from meshlora.adapter.targets import (
     Target,
@@ -37,9 +38,9 @@ from meshlora.state.stream import FLOATS
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-# Beside them where an adapter is on pieces of fused matrices: PEFT needs no word of it, to go on training does.
+# Beside them where an adapter is on pieces of fused matrices, or one for all experts: PEFT needs no word of it, to go
+# on training does.
 PIECES_FILE = "meshlora.json"
-_PREFIX = "base_model.model."
 
 
 def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) -> None:
@@ -58,13 +59,14 @@ def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) ->
     adapter_config = state.adapters[name].config
     config = json.loads(json.dumps(_config_to_store(adapter_config, state.source)))
     pieces = getattr(adapter_config, "pieces", None)
+    shared = getattr(adapter_config, "share_experts", False)
     tensors = file_tensors(gather_adapter(model, name), state.adapters[name].targets, state.plan)
     if broken := [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise MeshloraError(f"{path}: not saved, {broken[0]} holds values that are not finite")
     failure: OSError | SafetensorError | None = None
     if state.mesh.rank == 0:
         try:
-            write_adapter(Path(path), tensors, config, pieces=pieces)
+            write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = error
     if not _agree(failure is None, state.mesh):
@@ -77,12 +79,14 @@ def write_adapter(
     config: Mapping[str, Any],
     *,
     pieces: Mapping[str, list[str]] | None = None,
+    share_experts: bool = False,
 ) -> None:
     """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes."""
     with new_folder(path) as folder:
         write_json_atomically(folder / CONFIG_FILE, dict(config))
-        if pieces:
-            write_json_atomically(folder / PIECES_FILE, {"pieces": dict(pieces)})
+        if pieces or share_experts:
+            own = {"pieces": dict(pieces or {})} | ({"share_experts": True} if share_experts else {})
+            write_json_atomically(folder / PIECES_FILE, own)
         ordered = {key: tensors[key].contiguous() for key in sorted(tensors)}
         save_file(ordered, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / WEIGHTS_FILE).chmod(0o644)
@@ -99,10 +103,11 @@ def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", igno
     state = runtime(model)
     folder = Path(path)
     config = read_config(folder, ignore_dropout=ignore_dropout)
+    config = engine_config(folder / WEIGHTS_FILE, config, state.plan)
     targets = resolve_targets(model, state.plan, config, strict=False)
     _check_same_base(model, folder / WEIGHTS_FILE, targets)
     full, trained = _read_factors(model, folder / WEIGHTS_FILE, config, targets, state.plan)
-    attach(model, adapter, config, targets, full, trained)
+    attach(model, adapter, config, targets, lambda target: full[target.name], trained)
 
 
 def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
@@ -125,10 +130,11 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
         stored["lora_dropout"] = 0.0
     config = lora_config(stored, f"{folder / CONFIG_FILE}")
     pieces = read_pieces(folder)
-    if not pieces:
+    shared = _shares_experts(folder)
+    if not pieces and not shared:
         return config
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
-    return PieceLoraConfig(**values, pieces=pieces)
+    return PieceLoraConfig(**values, pieces=pieces, share_experts=shared)
 
 
 def read_pieces(folder: Path) -> dict[str, list[str]]:
@@ -139,6 +145,13 @@ def read_pieces(folder: Path) -> dict[str, list[str]]:
     """
     file = folder / PIECES_FILE
     return _pieces(read_json(file), f"{file}") if file.is_file() else {}
+
+
+def _shares_experts(folder: Path) -> bool:
+    """Whether an adapter folder says that all experts of a layer share one adapter."""
+    file = folder / PIECES_FILE
+    found = read_json(file) if file.is_file() else {}
+    return bool(isinstance(found, dict) and found.get("share_experts") is True)
 
 
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
@@ -152,7 +165,10 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     """
     known = {f.name for f in dataclasses.fields(LoraConfig)}
     pieces = _pieces(values, where) if values.get("pieces") else None
-    values = {key: value for key, value in values.items() if key != "pieces"}
+    shared = values.get("share_experts", False)
+    if not isinstance(shared, bool):
+        raise UserError(f"{where}: share_experts={shared!r}", "it is true or false")
+    values = {key: value for key, value in values.items() if key not in ("pieces", "share_experts")}
     unknown = [key for key, value in values.items() if key not in known and (value or unknown_is_error)]
     if unknown:
         raise UnsupportedError(
@@ -165,7 +181,11 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
             config = LoraConfig(**{k: v for k, v in values.items() if k in known})
     except (TypeError, ValueError, ImportError) as error:  # ImportError: an option that needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
-    return with_pieces(config, pieces) if pieces else config
+    if not pieces and not shared:
+        return config
+    found = with_pieces(config, pieces or {})
+    found.share_experts = shared
+    return found
 
 
 def _pieces(values: Any, where: str) -> dict[str, list[str]]:
@@ -187,103 +207,29 @@ def check_adapter(model: Any, folder: Path, config: LoraConfig, targets: Mapping
     _read_factors(model, folder / WEIGHTS_FILE, config, targets, plan)
 
 
-def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, Tensor]:
-    """Keys and tensors of the file, from the whole factors under their names."""
-    tensors: dict[str, Tensor] = {}
-    left = dict(full)
-    for target in targets.values():
-        parts = {part: left.pop(factor_name(target, target.name, part)) for part in _parts(target)}
-        if target.pieces:
-            rows = _rows_of_pieces(target, plan)
-            parts |= _as_blocks(parts, target.pieces, rows, plan.linears[target.name].out_features)
-        tensors |= {_key(target, part): parts[part] for part in _file_parts(target)}
-    return tensors | {_key_of_parameter(name, targets): tensor for name, tensor in left.items()}
-
-
-def _parts(target: Target) -> list[str]:
-    ends = [f".{piece}" for piece in target.pieces] or [""]
-    return [f"{side}{end}" for end in ends for side in "AB"] + (["magnitude"] if target.use_dora else [])
-
-
-def _file_parts(target: Target) -> list[str]:
-    return ["A", "B"] + (["magnitude"] if target.use_dora else [])
-
-
-def _key(target: Target, part: str) -> str:
-    """`model.layers.0.mlp.up_proj`, "A" -> `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`."""
-    is_parameter = target.is_embedding or part == "magnitude"  # PEFT has no linear around these
-    return f"{_PREFIX}{factor_name(target, target.name, part)}" + ("" if is_parameter else ".weight")
-
-
-def _key_of_parameter(name: str, targets: Mapping[str, Target]) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{_PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{_PREFIX}{name}"
-
-
-def _rows_of_pieces(target: Target, plan: ModelPlan) -> dict[str, Tensor]:
-    fused = plan.linears[target.name].fused
-    assert fused is not None, target
-    return {piece: fused.piece_rows(piece) for piece in target.pieces}
-
-
-def _as_blocks(
-    parts: Mapping[str, Tensor], pieces: Sequence[str], rows: Mapping[str, Tensor], out_features: int
-) -> dict[str, Tensor]:
-    """One A and one B of all pieces: A is their stack, B zero outside the rows and columns of each."""
-    blocks = [
-        parts[f"B.{piece}"]
-        .new_zeros(out_features, parts[f"B.{piece}"].shape[1])
-        .index_copy(0, rows[piece], parts[f"B.{piece}"])
-        for piece in pieces
-    ]
-    return {"A": torch.cat([parts[f"A.{piece}"] for piece in pieces]), "B": torch.cat(blocks, 1)}
-
-
-def _from_blocks(file: Path, target: Target, parts: Mapping[str, Tensor], plan: ModelPlan) -> dict[str, Tensor]:
-    """The inverse of `_as_blocks`.
-
-    Raises:
-        UserError: B is not zero outside its blocks.
-    """
-    found: dict[str, Tensor] = {}
-    for index, (piece, rows) in enumerate(_rows_of_pieces(target, plan).items()):
-        columns = slice(index * target.r, (index + 1) * target.r)
-        found |= {f"A.{piece}": parts["A"][columns].clone(), f"B.{piece}": parts["B"][rows, columns].clone()}
-    whole = _as_blocks(found, target.pieces, _rows_of_pieces(target, plan), len(parts["B"]))
-    if not torch.equal(whole["B"], parts["B"]):
-        raise UserError(
-            f"{file}: {_key(target, 'B')}",
-            f"it is not zero outside the pieces {list(target.pieces)} that {PIECES_FILE} names",
-            f"leave out {PIECES_FILE} to train the whole matrix",
-        )
-    return found
-
-
 def _read_factors(
     model: Any, file: Path, config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """(full factors by module and part, whole values of trained parameters), every one checked."""
+    if (of_single_experts := engine_factors(file, model, targets, plan)) is not None:
+        return of_single_experts, {}
     trained = trained_parameters(model, plan, config, targets)
-    expected = _expected_shapes(model, targets, plan) | {
-        _key_of_parameter(name, targets): _whole_shape(model, name, plan) for name in trained
+    expected = file_shapes(targets, plan, embedding_size(model, plan)) | {
+        key_of_parameter(name, targets): _whole_shape(model, name, plan) for name in trained
     }
     tensors: dict[str, Tensor] = {}
     with open_safetensors(file) as opened:
         check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
         for key, shape in expected.items():
             tensors[key] = _read_tensor(opened, file, key, shape)
-    full = {}
-    for target in targets.values():
-        parts = {part: tensors[_key(target, part)] for part in _file_parts(target)}
-        full[target.name] = _from_blocks(file, target, parts, plan) if target.pieces else parts
-        if target.pieces and target.use_dora:
-            full[target.name]["magnitude"] = parts["magnitude"]
-    return full, {name: tensors[_key_of_parameter(name, targets)] for name in trained}
+    return factors_of_file(tensors, targets, plan, file), {
+        name: tensors[key_of_parameter(name, targets)] for name in trained
+    }
 
 
 def _base_keys(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, str]:
     """Embedding and head, where they are targets -> the key under which PEFT may store the base's weight too."""
-    return {name: f"{_PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
+    return {name: f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
 
 
 def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> None:
@@ -334,18 +280,6 @@ def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> T
     return tensor
 
 
-def _expected_shapes(model: Any, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, tuple[int, ...]]:
-    embedding = embedding_size(model, plan)
-    expected: dict[str, tuple[int, ...]] = {}
-    for target in targets.values():
-        number = max(1, len(target.pieces))
-        # In the file the pieces are one adapter of all their ranks.
-        of_file = replace(target, r=target.r * number, pieces=())
-        shapes = of_file.shapes(plan.linears.get(target.name), embedding)
-        expected |= {_key(target, part): shapes[part] for part in _file_parts(target)}
-    return expected
-
-
 def _whole_shape(model: Any, name: str, plan: ModelPlan) -> tuple[int, ...]:
     """Shape of a parameter of the base before any split."""
     owner, _, leaf = name.rpartition(".")
@@ -376,7 +310,7 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
 
 def _config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
-    values = {key: value for key, value in config.to_dict().items() if key != "pieces"}
+    values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts")}
     values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
     values["inference_mode"] = True
     values["task_type"] = "CAUSAL_LM"

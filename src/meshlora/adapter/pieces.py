@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from peft import LoraConfig
 
 from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Piece
 from meshlora.plan.rules import LinearRule, ModelPlan
 
@@ -25,12 +26,15 @@ class PieceLoraConfig(LoraConfig):
     Attributes:
         pieces: target -> the pieces it is on, as in `{"c_attn": ["q", "v"]}`. PEFT itself knows it as one adapter of
             all their ranks together (`rank_pattern`), with a B that is zero outside its blocks.
+        share_experts: one adapter for all experts of a layer, instead of one for each. PEFT knows it as one for each,
+            all alike.
     """
 
     pieces: dict[str, list[str]] | None = None
+    share_experts: bool = False
 
 
-def piece_of(rule: LinearRule | None, module: str, name: str) -> Piece:
+def piece_of(rule: LinearRule | ExpertRule | None, module: str, name: str) -> Piece:
     """The piece `name` of the fused linear `module`.
 
     Raises:
@@ -52,7 +56,8 @@ def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> PieceLor
         alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
     values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
-    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()})
+    shared = getattr(config, "share_experts", False)
+    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()}, share_experts=shared)
 
 
 def pieces_of(config: LoraConfig, name: str) -> list[str]:
@@ -73,4 +78,4 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
             if config.init_lora_weights in ("pissa", "olora"):
                 raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
             for piece in names:
-                piece_of(plan.linears.get(name), name, piece)
+                piece_of(plan.rule_of(name), name, piece)

@@ -18,9 +18,17 @@ from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_tar
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 
+from meshlora.adapter.expert_targets import (
+    check_experts,
+    matched_parameters,
+    out_of_reach,
+    stored_parameters,
+    with_whole_projections,
+)
 from meshlora.adapter.pieces import check_pieces, piece_of, pieces_of
 from meshlora.adapter.values import check_values
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.plan.experts import ExpertRule
 from meshlora.plan.rules import LinearRule, ModelPlan
 
 _SUPPORTED = {
@@ -39,6 +47,8 @@ _SUPPORTED = {
     "modules_to_save",
     "fan_in_fan_out",
     "pieces",
+    "target_parameters",
+    "share_experts",
 }
 # These describe where an adapter comes from, or how PEFT runs it; they do not change what is trained.
 DESCRIPTIVE = {
@@ -62,6 +72,9 @@ class Target:
         pieces: the pieces of a fused matrix, each with an A and a B of rank r; empty for all of it.
         use_dora: whether there is a magnitude for each output feature.
         is_embedding: A `[r, V]`, B `[H, r]` on the input embedding.
+        num_experts: of a projection of experts, whose factors are `[E, r, in]`, `[E, out, r]`; 0 elsewhere.
+        is_shared: one adapter for all experts, `[1, r, in]`, `[1, out, r]`.
+        is_swapped: PEFT's A is on the output side, its B on the input side.
     """
 
     name: str
@@ -70,8 +83,11 @@ class Target:
     pieces: tuple[str, ...] = ()
     use_dora: bool = False
     is_embedding: bool = False
+    num_experts: int = 0
+    is_shared: bool = False
+    is_swapped: bool = False
 
-    def shapes(self, rule: LinearRule | None, embedding: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, rule: LinearRule | ExpertRule | None, embedding: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Part -> shape of the whole: `A`, `B`, on pieces `A.q`, `B.q`, with DoRA `magnitude`."""
         if self.is_embedding:
             return {"A": (self.r, embedding[0]), "B": (embedding[1], self.r)}
@@ -80,7 +96,8 @@ class Target:
         for piece in self.pieces or ("",):
             end = f".{piece}" if piece else ""
             rows = piece_of(rule, self.name, piece).size if piece else rule.out_features
-            shapes |= {f"A{end}": (self.r, rule.in_features), f"B{end}": (rows, self.r)}
+            stack = (1 if self.is_shared else self.num_experts,) if self.num_experts else ()
+            shapes |= {f"A{end}": (*stack, self.r, rule.in_features), f"B{end}": (*stack, rows, self.r)}
         return shapes | ({"magnitude": (rule.out_features,)} if self.use_dora else {})
 
 
@@ -128,14 +145,13 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         UnsupportedError: a match that is not a linear, or the output head.
     """
     check_supported(config)
+    config = with_whole_projections(config, plan)
     head = _head_name(model)
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config, head))
-    matched = [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name) is True]
-    matched += [
-        name
-        for name, _ in model.named_modules()
-        if name and isinstance(check_target_module_exists(config, name), re.Match)
-    ]
+    # On a parallel model projections of experts are modules; elsewhere, as in PEFT, they are parameters.
+    names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
+    matched = [name for name in names if check_target_module_exists(config, name) is True]
+    matched += [name for name in names if isinstance(check_target_module_exists(config, name), re.Match)]
     for name in matched:
         if name not in plan.linears and name != plan.embedding:
             kind = type(model.get_submodule(name)).__name__
@@ -154,6 +170,9 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         if name == plan.embedding and (config.use_dora or isinstance(config.init_lora_weights, str)):
             what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
             raise UnsupportedError(f"{what} on the embedding {name}", "it is for linear layers", "leave it out")
+    parameters = [name for name in matched_parameters(model, plan, config) if name not in matched]
+    matched += parameters
+    check_experts(config, matched, plan)
     check_pieces(config, matched, plan)
     if strict:
         _check_each_pattern(plan, config, matched)
@@ -167,8 +186,11 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
             + (f" that modules_to_save={list(config.modules_to_save)} leaves" if config.modules_to_save else ""),
             _way_to_a_match(config, plan),
         )
-    chosen = [name for name in (plan.embedding, *plan.linears) if name in set(matched)]
-    return {name: _target(name, config, plan) for name in chosen}
+    chosen = [
+        name for name in (plan.embedding, *plan.linears, *plan.projections, *plan.matrices) if name in set(matched)
+    ]
+    by_weight = set(parameters) - plan.projections.keys()
+    return {name: _target(name, config, plan, by_weight=name in by_weight) for name in chosen}
 
 
 def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:
@@ -220,7 +242,7 @@ def num_trainable(model: Any, targets: Mapping[str, Target], trained: Iterable[s
     """Trainable elements of an adapter on `model` (as it is before any split), each logical element counted once."""
     embedding = embedding_size(model, plan)
     shapes = [
-        shape for name, target in targets.items() for shape in target.shapes(plan.linears.get(name), embedding).values()
+        shape for name, target in targets.items() for shape in target.shapes(plan.rule_of(name), embedding).values()
     ]
     return sum(math.prod(shape) for shape in shapes) + sum(model.get_parameter(name).numel() for name in trained)
 
@@ -234,26 +256,38 @@ def embedding_size(model: Any, plan: ModelPlan) -> tuple[int, int]:
 
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
     """The configuration to store: a copy whose `target_modules` names what is trained (`"all-linear"` resolved)."""
-    config = dataclasses.replace(config)
+    config = dataclasses.replace(with_whole_projections(config, plan))
+    config.target_parameters = stored_parameters(config, targets, plan)
     if any(name in plan.linears and plan.linears[name].is_transposed for name in targets):
         config.fan_in_fan_out = True  # PEFT's word for a weight that is stored [in, out]
+    if config.target_modules is None and config.target_parameters:
+        config.target_modules = []  # None would mean the defaults of the family to PEFT
+    everywhere = targets
     if config.target_modules is None or config.target_modules == "all-linear":
+        targets = {name: target for name, target in targets.items() if name in (plan.embedding, *plan.linears)}
         suffixes = {name.rpartition(".")[2] for name in targets}
         covered = {name for name in plan.linears if name.rpartition(".")[2] in suffixes}
         # A number is the name of other modules too: of a whole layer.
         is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes)
         config.target_modules = suffixes if is_clear else set(targets)
-    return config
+    modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
+    return out_of_reach(config, modules, plan.model_type)
 
 
-def _target(name: str, config: LoraConfig, plan: ModelPlan) -> Target:
-    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
+def _target(name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
+    key = f"{name}.weight" if by_weight else name  # what PEFT calls it in patterns
+    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), key), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), key), config.lora_alpha)
     pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
     scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
-    return Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
+    target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
+    rule = plan.projections.get(name)
+    if rule is None:
+        return target
+    shared = bool(getattr(config, "share_experts", False))
+    return dataclasses.replace(target, num_experts=rule.num_experts, is_shared=shared, is_swapped=rule.is_swapped)
 
 
 def _head_name(model: Any) -> str | None:
@@ -264,8 +298,10 @@ def _head_name(model: Any) -> str | None:
 def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig, head: str | None) -> set[str] | str:
     """`target_modules` with its shorthands spelled out."""
     given = config.target_modules
-    if given == "all-linear":
-        return {name for name in plan.linears if name != head}
+    if given == "all-linear":  # routers are frozen unless they are named
+        return {name for name in plan.linears if name != head and name not in plan.routers}
+    if given is None and config.target_parameters:
+        return set()
     if given is None:
         known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
         if known is None:
@@ -286,10 +322,12 @@ def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str])
             raise UserError(
                 f"layers_to_transform={indices}", f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
             )
-    for option in ("target_modules", "exclude_modules"):
+    every = {"target_modules": [*plan.linears, plan.embedding]}
+    every["exclude_modules"] = [*every["target_modules"], *plan.projections, *plan.matrices]
+    for option in every:
         given = getattr(config, option) or ()
         for suffix in [] if isinstance(given, str) else sorted(given):
-            about = [n for n in (*plan.linears, plan.embedding) if n == suffix or n.endswith(f".{suffix}")]
+            about = [n for n in every[option] if n == suffix or n.endswith(f".{suffix}")]
             if not about:
                 raise UserError(
                     f"{option}={_shown(given)}",
@@ -303,7 +341,7 @@ def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str])
                     "a module is trained in full or by LoRA: take it out of one of the two",
                 )
     excluded = config.exclude_modules
-    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in plan.linears):
+    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in every["exclude_modules"]):
         raise UserError(
             f"exclude_modules={excluded!r}", "it matches no linear layer", "a text is a pattern for whole names"
         )

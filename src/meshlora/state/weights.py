@@ -1,7 +1,7 @@
 """Base weights: each rank reads only its own slices of a checkpoint.
 
-Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, tied weights)
-and filling a parallel model from them. Does not own: how a weight is split (`plan`), adapters (`adapter`).
+Owns: reading slices of a Hugging Face checkpoint, checking that it is one of the model, and filling a parallel model.
+Does not own: finding its tensors (`state.stored`), how a weight is split (`plan`), adapters (`adapter`).
 
 Peak host memory of a rank: its shard plus one tensor. A safetensors file is a memory map whose touched pages count as
 ours while it is open, so each tensor is read through a map of its own.
@@ -10,7 +10,6 @@ ours while it is open, so each tensor is read through a map of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,21 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.parallel.experts import ParallelExpertLinear
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.linear import ParallelLinear
+from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.state.files import open_safetensors, read_json
-
-
-@dataclass(frozen=True)
-class Part:
-    """A slice of one dim: `start:stop`."""
-
-    dim: int
-    start: int
-    stop: int
-
+from meshlora.state.files import open_safetensors
+from meshlora.state.stored import Part, StoredTensor, find_stored, shape_mistake
+from meshlora.state.stored import checkpoint_files as checkpoint_files
 
 _ROWS_AT_ONCE = 4096
 
@@ -44,11 +37,14 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the whole tensor; None where it is absent."""
 
-    def is_float(self, name: str) -> bool:
-        """Whether it holds floating-point numbers, rather than the integers of a quantised weight."""
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        """(What is wrong, the rule) where a tensor that is there is none of shape `needed`."""
 
-    def read(self, name: str, part: Part | None) -> Tensor:
-        """The whole tensor or one part of it, in memory of its own or to be copied."""
+    def integers(self, name: str) -> str | None:
+        """What of it holds the integers of a quantised weight, rather than floating-point numbers; None: nothing."""
+
+    def read(self, name: str, *parts: Part) -> Tensor:
+        """The tensor, of some dims only these parts, one after another; in memory of its own or to be copied."""
 
     def unused(self, wanted: set[str]) -> list[str]:
         """Names that the source has and nobody wants."""
@@ -66,12 +62,19 @@ class StateDictSource:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self.tensors[name].shape) if name in self.tensors else None
 
-    def is_float(self, name: str) -> bool:
-        return self.tensors[name].is_floating_point()
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        shape = tuple(self.tensors[name].shape)
+        return None if shape == needed else (name, shape_mistake(shape, needed))
 
-    def read(self, name: str, part: Part | None) -> Tensor:
+    def integers(self, name: str) -> str | None:
+        return None if self.tensors[name].is_floating_point() else name
+
+    def read(self, name: str, *parts: Part) -> Tensor:
         tensor = self.tensors[name]
-        return tensor if part is None else tensor.narrow(part.dim, part.start, part.stop - part.start)
+        for dim in sorted({part.dim for part in parts}):
+            runs = [tensor.narrow(dim, p.start, p.stop - p.start) for p in parts if p.dim == dim]
+            tensor = runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+        return tensor
 
     def unused(self, wanted: set[str]) -> list[str]:
         return []
@@ -80,39 +83,43 @@ class StateDictSource:
         return "the random weights"
 
 
-@dataclass(frozen=True)
-class _Stored:
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: F32, BF16, I8
-
-
 class CheckpointSource:
     """A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
-    Keys are renamed as transformers would for this model; tensors that it concatenates (dim 0) are concatenated.
+    Keys are renamed as transformers would for this model (not split, meta device); tensors that it concatenates are
+    concatenated, experts that are stored one by one are stacked.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         self.folder = folder
-        self.stored = _named_for_model(folder, model)
+        self.stored = find_stored(folder, model)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        pieces = self.stored.get(name)
-        if pieces is None:
-            return None
-        return (sum(p.shape[0] for p in pieces), *pieces[0].shape[1:]) if len(pieces) > 1 else pieces[0].shape
+        return self.stored[name].shape if name in self.stored else None
 
-    def is_float(self, name: str) -> bool:
-        return all(piece.dtype.startswith(("F", "BF")) for piece in self.stored[name])
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        return self.stored[name].mistake(name, needed)
 
-    def read(self, name: str, part: Part | None) -> Tensor:
-        pieces = self.stored[name]
-        if len(pieces) == 1:
-            return _read_slice(pieces[0], part)
-        whole = torch.cat([_read_slice(p, None) for p in pieces])
-        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start).clone()
+    def integers(self, name: str) -> str | None:
+        stored = self.stored[name]
+        found = next((t for t in stored.tensors if not t.dtype.startswith(("F", "BF"))), None)
+        return None if found is None else found.key if stored.experts else name
+
+    def read(self, name: str, *parts: Part) -> Tensor:
+        stored = self.stored[name]
+        blocks = list(stored.blocks(parts))
+        if len(blocks) == 1 and not stored.experts:
+            return _read_slice(blocks[0].tensor, blocks[0].parts)
+        whole: Tensor | None = None
+        for tensor, own, place in blocks:
+            value = _read_slice(tensor, own)
+            if whole is None:
+                whole = value.new_empty(stored.shape_of(parts))
+            if whole.dtype != value.dtype:
+                whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
+            whole[place] = value
+        assert whole is not None, name
+        return whole
 
     def unused(self, wanted: set[str]) -> list[str]:
         return sorted(self.stored.keys() - wanted)
@@ -121,87 +128,32 @@ class CheckpointSource:
         return f"checkpoint {self.folder}"
 
 
-def _read_slice(stored: _Stored, part: Part | None) -> Tensor:
+def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
     with open_safetensors(stored.file) as file:
         view = file.get_slice(stored.key)
         index: list[slice] = [slice(None)] * len(stored.shape)
-        if part is not None:
+        for part in parts:
             index[part.dim] = slice(part.start, part.stop)
         tensor: Tensor = view[tuple(index)] if index else file.get_tensor(stored.key)
         # A copy, or the memory map would live as long as the tensor.
         return tensor.clone()
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        UserError: none there, an index that names a missing file, or pickled weights only.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = read_json(index)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise UserError(f"{index}", "it has no weight_map from names to files", "download it again")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if file.parent != folder or not file.is_file():
-                raise UserError(f"{index}", f"it names {file.name}, which is not in the folder", "download it again")
-        return files
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise UserError(
-            f"{folder}",
-            "it holds pickled weights only, and meshlora unpickles nothing",
-            "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
-        )
-    raise UserError(f"{folder}", "it holds no model.safetensors and no model.safetensors.index.json")
-
-
-def _stored_tensors(folder: Path) -> Iterator[_Stored]:
-    for path in checkpoint_files(folder):
-        with open_safetensors(path) as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                view = file.get_slice(key)
-                yield _Stored(path, key, tuple(view.get_shape()), view.get_dtype())
-
-
-def _named_for_model(folder: Path, model: nn.Module) -> dict[str, list[_Stored]]:
-    """Name in the model -> what is stored for it, in the order in which it is concatenated."""
-    from transformers import conversion_mapping, core_model_loading
-
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
-    names = model.state_dict()
-    found: dict[str, list[tuple[int, _Stored]]] = {}
-    for stored in _stored_tensors(folder):
-        name, pattern = core_model_loading.rename_source_key(
-            stored.key, renamings, converters, model.base_model_prefix, names
-        )
-        order = 0
-        if pattern is not None:
-            converter = next(c for c in converters if pattern in c.source_patterns)
-            operations = [type(o).__name__ for o in converter.operations]
-            if operations != ["Concatenate"] or converter.operations[0].dim != 0:
-                raise UnsupportedError(stored.key, f"its conversion on load ({operations}) is not supported yet")
-            order = converter.source_patterns.index(pattern)
-        found.setdefault(name, []).append((order, stored))
-    return {name: [s for _, s in sorted(pieces, key=lambda p: p[0])] for name, pieces in found.items()}
-
-
 @dataclass(frozen=True)
 class Placement:
-    """How a rank's tensor lies in the stored one: `shape` as stored, the dim that is split (None: none) as we hold it,
-    its layout, and whether the stored one is transposed.
+    """How a rank's tensor lies in the stored one.
+
+    Attributes:
+        shape: of the stored one. is_transposed: whether the stored one is, and we hold it the other way round.
+        dim: that is split over tp (None: none), as we hold it. layout: of that dim.
+        num_experts: of a stack of matrices of experts: dim 0 is split over ep, and `dim` over etp, not tp.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     layout: Layout | None = None
     is_transposed: bool = False
+    num_experts: int = 0
 
 
 def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
@@ -217,7 +169,7 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
     for path, module in list(model.named_modules()):
         for leaf, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:
-                name = f"{path}.{leaf}" if path else leaf
+                name = _base_name(path, module, leaf)
                 where = _placement(name, module, old, plan)
                 tensor = _read_local(_stored_name(name, source, aliases), where, source, mesh)
                 value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
@@ -226,11 +178,19 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
             setattr(module, leaf, made[id(old)])
 
 
+def _base_name(path: str, module: nn.Module, leaf: str) -> str:
+    """The name of a parameter in the model before it was split: in it, projections of experts are no modules."""
+    if isinstance(module, ParallelExpertLinear):
+        return path if leaf == "weight" else f"{path}_{leaf}"
+    return f"{path}.{leaf}" if path else leaf
+
+
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Name -> all names under which the same tensor may be stored (tied weights)."""
     by_id: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(name)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            by_id.setdefault(id(parameter), []).append(_base_name(path, module, leaf))
     return {name: names for names in by_id.values() for name in names}
 
 
@@ -267,19 +227,14 @@ def check_checkpoint(
 def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]], plan: ModelPlan | None) -> None:
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            name = _stored_name(f"{path}.{leaf}" if path else leaf, source, aliases)
-            given = source.shape(name)
-            needed = _placement(f"{path}.{leaf}" if path else leaf, module, parameter, plan).shape
-            assert given is not None, name
-            if given != needed:
-                raise UserError(
-                    f"{source.describe()}: {name}",
-                    f"its shape is {list(given)}, config.json says {list(needed)}",
-                    "are the weights and config.json of one model?",
-                )
-            if not source.is_float(name):
+            own = _base_name(path, module, leaf)
+            name = _stored_name(own, source, aliases)
+            if mistake := source.mistake(name, _placement(own, module, parameter, plan).shape):
+                key, rule = mistake
+                raise UserError(f"{source.describe()}: {key}", rule, "are the weights and config.json of one model?")
+            if integers := source.integers(name):
                 raise UnsupportedError(
-                    f"{source.describe()}: {name}",
+                    f"{source.describe()}: {integers}",
                     "it holds integers, and quantised weights are not supported yet",
                     "use the checkpoint that was quantised",
                 )
@@ -309,6 +264,8 @@ def _check_tied(names: list[str], source: Source) -> None:
 
 def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
     """Where the base parameter `name` lies in what is stored."""
+    if isinstance(module, ParallelExpertLinear):
+        return _placement_of_experts(module.rule, is_bias=parameter.ndim == 2)
     if isinstance(module, ParallelLinear):
         rule = module.rule
         if parameter.ndim == 1:
@@ -323,20 +280,51 @@ def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan 
     return Placement(tuple(parameter.shape))
 
 
+def _placement_of_experts(rule: ExpertRule, *, is_bias: bool) -> Placement:
+    if is_bias:
+        layout = rule.layout if rule.split is Split.COLUMN else None
+        return Placement(
+            (rule.num_experts, rule.out_features), None if layout is None else 1, layout, num_experts=rule.num_experts
+        )
+    dim = 1 if (rule.split is Split.COLUMN) != rule.is_transposed else 2
+    shape = (rule.out_features, rule.in_features)
+    # Held as it is stored: no transposition.
+    return Placement(
+        (rule.num_experts, *(shape[::-1] if rule.is_transposed else shape)),
+        dim,
+        rule.layout,
+        num_experts=rule.num_experts,
+    )
+
+
 def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
     """This rank's part of the stored tensor `name`, as we hold it: its runs one after another, then padding."""
-    tp = mesh.tp
+    parts: list[Part] = []
+    axis = mesh.tp
+    if where.num_experts:
+        axis, ep = mesh.over({"etp"}), mesh.over({"ep"})
+        parts += _parts(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
     if where.dim is None or where.layout is None:
-        tensor = source.read(name, None)
+        tensor = source.read(name, *parts)
         return tensor.T if where.is_transposed else tensor
     stored_dim = 1 - where.dim if where.is_transposed else where.dim
-    runs = where.layout.runs(rank=tp.rank, size=tp.size)
-    tensor = torch.cat([source.read(name, Part(stored_dim, run.start, run.stop)) for run in runs], stored_dim)
-    if missing := where.layout.local_size(tp.size) - tensor.shape[stored_dim]:
+    tensor = source.read(name, *parts, *_parts(stored_dim, where.layout, rank=axis.rank, size=axis.size))
+    if missing := where.layout.local_size(axis.size) - tensor.shape[stored_dim]:
         shape = list(tensor.shape)
         shape[stored_dim] = missing
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], stored_dim)
     return tensor.T if where.is_transposed else tensor
+
+
+def _parts(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
+    """What a rank holds along `dim`; pieces that lie side by side, as interleaved gate and up do, are one part."""
+    parts: list[Part] = []
+    for run in layout.runs(rank=rank, size=size):
+        if parts and parts[-1].stop == run.start:
+            parts[-1] = Part(dim, parts[-1].start, run.stop)
+        else:
+            parts.append(Part(dim, run.start, run.stop))
+    return parts
 
 
 def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
@@ -346,7 +334,7 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
         for leaf, old in list(module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
             if leaf not in module._non_persistent_buffers_set and source.shape(name) is not None:
-                module._buffers[leaf] = source.read(name, None).to(device=mesh.device, dtype=old.dtype)
+                module._buffers[leaf] = source.read(name).to(device=mesh.device, dtype=old.dtype)
             elif old.is_meta:
                 # Not finite until the model's own rule has written it: a buffer that it forgets is found below.
                 poison = float("nan") if old.is_floating_point() else 0

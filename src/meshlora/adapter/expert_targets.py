@@ -1,0 +1,203 @@
+"""Targets among parameters: `target_parameters` of `peft.LoraConfig`, and what it names of experts.
+
+Owns: which projections of experts, and which other matrices, a configuration names; names of single projections
+(`gate_proj`, `up_proj`) of a fused one. Does not own: linears by `target_modules` (`adapter.targets`).
+
+PEFT takes `target_parameters` by the ends of names, whatever `layers_to_transform` and `exclude_modules` say. Here both
+count, so that what is trained is what was asked for; the names that come of it are stored. Nor is anything rewritten:
+PEFT reads `gate_proj` among `target_modules` of many families as a word for their experts, and then leaves the linears
+of that name alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import transformers_weight_conversion
+from peft.utils.other import get_pattern_key
+
+from meshlora.adapter.pieces import with_pieces
+from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.plan.rules import ModelPlan
+
+
+def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
+    """`config` whose `target_parameters` are parameters of the model: `experts.gate_proj` and `experts.up_proj` become
+    the pieces `gate` and `up` of `experts.gate_up_proj`, each with the rank and scale that it was given.
+    """
+    given = list(config.target_parameters or ())
+    found: dict[str, list[str]] = {}
+    names: list[str] = []
+    for name in given:
+        owner, _, leaf = name.rpartition(".")
+        fused = f"{owner}.gate_up_proj" if owner else "gate_up_proj"
+        is_piece = leaf in ("gate_proj", "up_proj") and not _matches([name], plan.projections)
+        about = _matches([fused], plan.projections) if is_piece else []
+        if about and all(plan.projections[projection].fused is not None for projection in about):
+            found.setdefault(fused, []).append(leaf.removesuffix("_proj"))
+            name = fused
+        if name not in names:
+            names.append(name)
+    if not found:
+        return config
+    clash = next((fused for fused in found if fused in given), None)
+    if clash is not None:
+        raise UserError(
+            f"target_parameters={given}", f"{clash} and its parts are both named", "name one A for both, or each part"
+        )
+    for projection in plan.projections:
+        about = [fused for fused in found if _matches([fused], [projection])]
+        if len(about) > 1:
+            raise UserError(
+                f"target_parameters={given}",
+                f"{' and '.join(about)} are about the same experts, {projection}",
+                "name gate_proj and up_proj of them in the same way",
+            )
+    ordered = {fused: sorted(pieces) for fused, pieces in found.items()}  # gate, then up
+    own = {**(getattr(config, "pieces", None) or {}), **ordered}
+    plain = dataclasses.replace(config, target_parameters=names)
+    plain.rank_pattern = _of_whole(config.rank_pattern, config.r, ordered, "rank_pattern", plan)
+    plain.alpha_pattern = _of_whole(config.alpha_pattern, config.lora_alpha, ordered, "alpha_pattern", plan)
+    doubled = with_pieces(plain, ordered)
+    return dataclasses.replace(doubled, pieces=own, share_experts=getattr(config, "share_experts", False))
+
+
+def _of_whole(
+    pattern: dict[str, Any], default: Any, fused: Mapping[str, Iterable[str]], option: str, plan: ModelPlan
+) -> dict[str, Any]:
+    """Entries about `gate_proj` and `up_proj` of experts, which must agree, as one about `gate_up_proj`."""
+    changed = dict(pattern)
+    for name, pieces in fused.items():
+        parts = [f"{name.removesuffix('gate_up_proj')}{piece}_proj" for piece in pieces]
+        keys = [get_pattern_key(pattern.keys(), part) for part in parts]
+        values = {pattern.get(key, default) for key in keys}
+        if len(values) > 1:
+            raise UnsupportedError(
+                f"{option}={pattern}", f"{' and '.join(parts)} have one rank and one scale", "give both the same"
+            )
+        for key in keys:
+            if not any(get_pattern_key([key], linear) == key for linear in plan.linears):  # else it is theirs too
+                changed.pop(key, None)
+        if (value := values.pop()) != default:
+            changed[name] = value
+    return changed
+
+
+def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[str]:
+    """Names of what `target_parameters` is about: projections of experts, and linears for their `weight`.
+
+    Raises:
+        UserError: one that matches nothing. UnsupportedError: one that matches something else.
+    """
+    wanted = list(config.target_parameters or ())
+    every = _parameters(plan)
+    others = [name for name, _ in model.named_parameters() if name not in every]
+    for name in wanted:
+        if _matches([name], every):
+            continue
+        if other := _matches([name], others):
+            raise UnsupportedError(
+                f"target_parameters matches {other[0]}", "LoRA on this parameter is not supported", "leave it out"
+            )
+        raise UserError(
+            f"target_parameters={wanted}",
+            f"{name!r} matches no parameter of the model",
+            did_you_mean(name, {_short(full) for full in [*plan.projections]} or {_short(full) for full in every}),
+        )
+    return [name.removesuffix(".weight") for name in _matches(wanted, every) if _is_chosen(name, config)]
+
+
+def _parameters(plan: ModelPlan) -> list[str]:
+    """Every parameter that can have an adapter."""
+    return [*plan.projections, *(f"{name}.weight" for name in (*plan.linears, *plan.matrices))]
+
+
+def _is_chosen(name: str, config: LoraConfig) -> bool:
+    """Whether the options that choose among layers and modules leave `name`."""
+    # By its end: PEFT takes a full name whatever the other options say.
+    end = name.removesuffix(".weight").rpartition(".")[2]
+    asked = dataclasses.replace(config, target_modules={end}, target_parameters=None)
+    return bool(check_target_module_exists(asked, name.removesuffix(".weight")))
+
+
+def _matches(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
+    wanted = list(wanted)
+    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in wanted)]
+
+
+def _short(name: str) -> str:
+    """Without the layer: `model.layers.0.mlp.experts.down_proj` -> `mlp.experts.down_proj`."""
+    parts = name.split(".")
+    start = next((index + 1 for index, part in enumerate(parts) if part.isdecimal()), 0)
+    return ".".join(parts[start:])
+
+
+def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
+    """What an adapter on experts cannot have.
+
+    Raises:
+        UnsupportedError: DoRA, or a start from the whole matrix. UserError: `share_experts` without experts.
+    """
+    experts = [name for name in matched if name in plan.projections]
+    if getattr(config, "share_experts", False) and not experts:
+        raise UserError("share_experts", "no experts are among the targets", "name them in target_parameters")
+    if experts and (config.use_dora or config.init_lora_weights in ("pissa", "olora")):
+        what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
+        raise UnsupportedError(f"{what} on {experts[0]}", "PEFT has none for experts", "leave it out")
+
+
+def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
+    """`target_parameters` to store: as they were given where that names what is trained, else full names."""
+    given = list(config.target_parameters or ())
+    if not given:
+        return None
+    names = [name if name in plan.projections else f"{name}.weight" for name in targets]
+    every = _parameters(plan)
+    about = _matches(given, every)
+    return given if set(about) <= set(names) else [name for name in names if name in about]
+
+
+def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) -> LoraConfig:
+    """`config` in words that PEFT leaves as they are: linears whose names it would read as a word for experts are named
+    as parameters, `MODULE.weight`, which it wraps to the same numbers under the same keys.
+
+    modules: the targets among linears, and the embedding where it is one.
+    """
+    named = list(modules)
+    reached = [name for name in named if _is_rewritten(name.rpartition(".")[2], model_type)]
+    if not reached:
+        return config
+    kept = [name for name in named if name not in reached]
+    given = config.target_modules if isinstance(config.target_modules, set | list) else ()
+    ends = {end for end in given if not _matches([end], reached)}
+    ends |= set(kept) - set(_matches(ends, kept))
+    found = dataclasses.replace(config, target_modules=ends)
+    own = [f"{name}.weight" for name in reached]
+    found.target_parameters = [*(n for n in config.target_parameters or () if n not in own), *own]
+    for name in reached:
+        key = re.escape(f"{name}.weight")
+        for option, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
+            pattern = getattr(config, option)
+            value = pattern.get(get_pattern_key(pattern.keys(), name), default)
+            if value != default:
+                setattr(found, option, getattr(found, option) | {key: value})
+    return found
+
+
+@functools.cache
+def _is_rewritten(leaf: str, model_type: str) -> bool:
+    """Whether PEFT reads the name `leaf` among `target_modules` of a family as a word for its experts."""
+    config = LoraConfig(target_modules=[leaf])
+    stand_in: Any = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
+    try:
+        transformers_weight_conversion.convert_peft_config_for_transformers(config, stand_in, None)
+    except ValueError:  # it wants gate and up together
+        return True
+    return set(config.target_modules or ()) != {leaf}
