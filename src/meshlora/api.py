@@ -15,13 +15,15 @@ from peft import LoraConfig
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from meshlora.adapter import manage, peft_format
+from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import resolve_targets
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import check_no_dropout, guard_model, handle_dropout
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
+from meshlora.plan.derive import plan_model
 from meshlora.plan.families import check_proved
-from meshlora.plan.rules import ModelPlan, plan_model
+from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.files import read_json
 from meshlora.state.weights import CheckpointSource, StateDictSource, checkpoint_files, fill
@@ -67,9 +69,9 @@ def load(
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: what is not proved to be exact.
     """
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
-    check_proved(read_model_config(model, trust_remote_code=trust_remote_code), shape)
-    return load_without_proof(
+    return _load(
         model,
+        is_proved=False,
         topology=shape,
         lora=lora,
         adapter=adapter,
@@ -83,9 +85,15 @@ def load(
     )
 
 
-def load_without_proof(
+def load_without_proof(model: str | Path | PretrainedConfig, **options: Any) -> Any:
+    """`load` on a `Topology` for those who prove what they load: it does not ask for the list of proved families."""
+    return _load(model, is_proved=True, **options)
+
+
+def _load(
     model: str | Path | PretrainedConfig,
     *,
+    is_proved: bool,
     topology: Topology,
     lora: LoraConfig | None = None,
     adapter: str | Path | None = None,
@@ -97,7 +105,6 @@ def load_without_proof(
     disable_dropout: bool = False,
     allow_unused_weights: bool = False,
 ) -> Any:
-    """`load` for those who prove what they load: it does not ask for the list of proved families."""
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
     config = copy.deepcopy(read_model_config(model, trust_remote_code=trust_remote_code))  # the caller's stays as it is
@@ -110,8 +117,11 @@ def load_without_proof(
         disable_dropout=disable_dropout,
         trust_remote_code=trust_remote_code,
     )
+    if not is_proved:
+        check_proved(hf_model.config.model_type, topology, has_experts=bool(plan.experts))
     if adapter is not None:
         stored = peft_format.read_config(Path(adapter), ignore_dropout=disable_dropout)
+        stored = engine_config(Path(adapter) / peft_format.WEIGHTS_FILE, stored, plan)
         found = resolve_targets(hf_model, plan, stored, strict=False)
         # Before the base, which takes its time, is read.
         peft_format.check_adapter(hf_model, Path(adapter), stored, found, plan)
@@ -119,7 +129,7 @@ def load_without_proof(
         found = resolve_targets(hf_model, plan, lora) if lora else {}
     if not isinstance(model, PretrainedConfig):
         checkpoint_files(Path(model))
-    mesh = open_mesh(topology, device=join(device), copies=plan.copies)
+    mesh = open_mesh(topology, device=join(device), copies=plan.copies, has_experts=bool(plan.experts))
     source: Any = (
         StateDictSource(_random_weights(config, target_dtype, seed))
         if isinstance(model, PretrainedConfig)
@@ -190,7 +200,13 @@ def build_meta(
         raise UserError(
             f"model_type {config.model_type!r}", f"transformers cannot build it ({reason(error)})"
         ) from error
+    if dtype == torch.float64:
+        for parameter in model.parameters():  # the routers of some families are float32 whatever is asked for
+            parameter.data = parameter.data.to(dtype)
     check_no_dropout(model)
+    if dtype == torch.float64:
+        for parameter in model.parameters():  # some routers are made in float32, whatever was asked for
+            parameter.data = parameter.data.double()
     return model, plan_model(model, topology)
 
 

@@ -160,10 +160,12 @@ def _add_merge_and_export(commands: Any) -> None:
     merge.add_argument("--trust-remote-code", action="store_true")
     merge.set_defaults(run=_merge)
 
-    export = commands.add_parser("export", help="write an adapter as PEFT or as microsoft/LoRA stores it")
+    export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
     export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
-    export.add_argument("--layout", required=True, choices=("peft", "loralib"))
-    export.add_argument("--out", required=True, metavar="PATH", help="new folder (peft) or .safetensors file (loralib)")
+    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
+    export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
+    export.add_argument("--model", metavar="FOLDER", help="for per-expert, and back; only config.json is read")
+    export.add_argument("--trust-remote-code", action="store_true")
     export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
     export.add_argument(
         "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
@@ -298,20 +300,24 @@ def _size(data: object) -> str:
 def _plan(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from meshlora.api import build_meta, read_model_config, resolve_dtype
     from meshlora.plan.table import gradient_table, plan_table
-    from meshlora.plan.topology import Topology
 
-    trust = options.trust_remote_code
-    config = read_model_config(options.model, trust_remote_code=trust)
-    topology = Topology.parse(options.topology)
-    _, plan = build_meta(
-        config, topology, dtype=resolve_dtype("auto", config), disable_dropout=True, trust_remote_code=trust
-    )
+    _, plan = _meta(options, options.topology)
     console = Console()
     console.print(plan_table(plan))
     if options.gradients:
         console.print(gradient_table(plan))
+
+
+def _meta(options: argparse.Namespace, topology: str) -> Any:
+    """The model of `--model`, on the meta device, and its plan."""
+    from meshlora.api import build_meta, read_model_config, resolve_dtype
+    from meshlora.plan.topology import Topology
+
+    trust = options.trust_remote_code
+    config = read_model_config(options.model, trust_remote_code=trust)
+    parsed, dtype = Topology.parse(topology), resolve_dtype("auto", config)
+    return build_meta(config, parsed, dtype=dtype, disable_dropout=True, trust_remote_code=trust)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -354,20 +360,34 @@ def _merge(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from meshlora.adapter.export import export, import_loralib
 
-    given = Path(options.adapter)
-    if given.is_dir() or not given.exists():
-        for option in ("lora_alpha", "enable_lora"):
-            if getattr(options, option) is not None:
-                name = option.replace("_", "-")
-                raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
-        num_tensors = export(given, options.out, layout=options.layout)
+    given, layout = Path(options.adapter), options.layout
+    is_file = given.exists() and not given.is_dir()
+    for option in () if is_file else ("lora_alpha", "enable_lora"):
+        if getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
+    if is_file and layout != "peft":
+        raise UserError(f"{given} and --layout {layout}", "it is one file already", "use --layout peft")
+    if options.model and (is_file or layout == "loralib"):
+        raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
+    if not options.model and layout == "per-expert":
+        raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
+    if options.model:
+        done = _export_experts(options)
+    elif is_file:
+        enabled = _enabled(options.enable_lora)
+        done = import_loralib(given, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled)
     else:
-        if options.layout != "peft":
-            raise UserError(f"{given} and --layout loralib", "it is one file already", "use --layout peft")
-        num_tensors = import_loralib(
-            given, options.out, lora_alpha=options.lora_alpha, enable_lora=_enabled(options.enable_lora)
-        )
-    print(f"exported and read back: {options.out} ({num_tensors} tensors)")
+        done = export(given, options.out, layout=layout)
+    print(f"exported and read back: {options.out} ({done} tensors)")
+
+
+def _export_experts(options: argparse.Namespace) -> Any:
+    from meshlora.adapter.engine_export import export_per_expert, import_per_expert
+
+    convert = import_per_expert if options.layout == "peft" else export_per_expert
+    model, plan = _meta(options, "")
+    return convert(options.adapter, options.out, model=model, plan=plan)
 
 
 def _enabled(text: str | None) -> list[bool] | None:

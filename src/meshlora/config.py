@@ -62,6 +62,9 @@ class TrainConfig:
         lr: peak learning rate: linear warm-up over warmup_steps, then linear to zero.
         max_grad_norm: of the global gradient; 0 turns clipping off.
         label_smoothing: share of the loss that goes to all tokens of the vocabulary alike; not in evaluations.
+        router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
+        routing_record: folder to write the experts that every token of every step went to; routing_replay: folder of
+            such a record, whose experts are taken instead of the routers' own.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
@@ -82,6 +85,9 @@ class TrainConfig:
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     label_smoothing: float = 0.0
+    router_aux_loss_coef: float = 0.0
+    routing_record: str | None = None
+    routing_replay: str | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     seed: int = 0
@@ -98,7 +104,7 @@ class TrainConfig:
         for name in ("batch_size", "micro_batch_size", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         counts = ("warmup_steps", "seed", "eval_every", "save_every", "replica_check_every")
-        for name in (*counts, "weight_decay", "max_grad_norm"):
+        for name in (*counts, "weight_decay", "max_grad_norm", "router_aux_loss_coef"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
@@ -111,6 +117,10 @@ class TrainConfig:
             _require(self.lora_plus_ratio > 0, "train.lora_plus_ratio", self.lora_plus_ratio, "above 0")
         elif self.lora_plus_embedding_lr != 1e-6:
             raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
+        if self.routing_record is not None and self.routing_replay is not None:
+            raise UserError(
+                "both train.routing_record and train.routing_replay", "what is replayed is recorded already", "give one"
+            )
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")

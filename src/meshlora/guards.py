@@ -17,12 +17,12 @@ from meshlora.adapter import manage, peft_format
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.topology import Topology
 
-_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path")
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 
 
 def handle_dropout(config: Any, *, disable: bool) -> None:
-    """Set the model's own dropouts to 0 in `config` and its sub-configurations, or refuse them.
+    """Set the model's own dropouts and the noise of its routers to 0 in `config` and inside it, or refuse them.
 
     Raises:
         UnsupportedError: there are some, and `disable` is off.
@@ -37,8 +37,8 @@ def handle_dropout(config: Any, *, disable: bool) -> None:
             if not disable:
                 raise UnsupportedError(
                     f"{name}={value} in the model's configuration",
-                    "its masks would depend on the topology",
-                    "turn the model's own dropouts off: disable_dropout=True (in a run file, "
+                    "its random numbers would depend on the topology",
+                    "turn the model's own dropouts and router noise off: disable_dropout=True (in a run file, "
                     "model.disable_dropout: true)",
                 )
             setattr(part, name, type(value)(0))  # some families insist on whole numbers

@@ -29,12 +29,14 @@ class Batch:
         labels: int64 `[B, S]`, already shifted: `labels[b, t]` is the target predicted **at** position t, which is
             `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
         num_trained_tokens: how many labels are not -100.
+        is_dummy: it holds no sequence, only what keeps collectives going.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
     num_trained_tokens: int
+    is_dummy: bool = False
 
 
 def collate(sequences: AbstractSequence[Sequence], *, pad_token_id: int, token_multiple: int = 1) -> Batch:
@@ -53,7 +55,8 @@ def collate(sequences: AbstractSequence[Sequence], *, pad_token_id: int, token_m
     if not sequences:
         length = _round_up(2, token_multiple)
         input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
-        return Batch(input_ids, torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED), 0)
+        mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
+        return Batch(input_ids, mask, untrained, 0, is_dummy=True)
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)

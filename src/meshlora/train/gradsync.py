@@ -67,19 +67,15 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
 def clip_gradients(model: Any, max_norm: float | None) -> float:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; None or 0 only measures. Collective.
 
-    Every logical element counts once: split factors add up over tp, whole ones count on one rank.
+    Every logical element counts once, whoever and how many hold it.
 
     Returns:
         The norm before clipping.
     """
     mesh = runtime(model).mesh
     factors = active_factors(model)
-    whole, split = (
-        _sum_of_squares([f for f in factors if (f.rule.split_dim is not None) == is_split], mesh)
-        for is_split in (False, True)
-    )
-    # Over all ranks, though dp ranks hold the same: one sum gives every rank the same bits, several might not.
-    norm = float((whole + all_reduce_sum(split, mesh.world) / mesh.dp.size).sqrt())
+    # Over all ranks, each with its share of what several hold: one sum gives every rank the same bits.
+    norm = float(all_reduce_sum(_sum_of_squares(factors, mesh), mesh.world).sqrt())
     if max_norm and norm > max_norm:
         for factor in factors:
             _grad(factor).mul_(max_norm / (norm + 1e-6))  # the same epsilon as torch.nn.utils.clip_grad_norm_
@@ -98,6 +94,10 @@ def _in_order(axes: tuple[frozenset[str], frozenset[str]]) -> tuple[list[str], .
 
 def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale: float) -> None:
     """Sum `grads` over `axes` as one flat message, scale, and put the results back."""
+    if mesh.over(axes).size == 1:
+        for grad in grads:
+            grad.mul_(scale)
+        return
     flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes)).mul_(scale)
     for grad, result in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(result.view_as(grad))
@@ -106,8 +106,9 @@ def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale:
 def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for factor in factors:
-        for segment in _segments(factor, mesh):  # rows that several tp ranks hold count once
-            total = total + segment_of(_grad(factor), segment).double().square().sum() / segment.copies
+        for segment in _segments(factor, mesh):
+            holders = segment.copies * mesh.topology.size_over(segment.replicas)
+            total = total + segment_of(_grad(factor), segment).double().square().sum() / holders
     return total.reshape(1)
 
 

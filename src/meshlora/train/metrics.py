@@ -23,6 +23,7 @@ class StepMetrics:
     Attributes:
         step: from 1. loss: mean over the trained tokens. grad_norm: global, before clipping.
         tokens: trained tokens of the step. step_time_s: wall time on rank 0.
+        aux_loss: of load balancing, before its coefficient; None where it is off.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepMetrics:
     grad_norm: float
     tokens: int
     step_time_s: float
+    aux_loss: float | None = None
 
 
 class Reporter:
@@ -73,7 +75,7 @@ class Reporter:
         """Record one step."""
         if self._file is None:
             return
-        self._write(dataclasses.asdict(metrics))
+        self._write({name: value for name, value in dataclasses.asdict(metrics).items() if value is not None})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
         self._progress.update(self._task, completed=metrics.step, loss=metrics.loss, speed=speed)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)

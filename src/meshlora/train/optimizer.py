@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 
-from meshlora.adapter.manage import active_factors
+from meshlora.adapter.manage import active_factors, runtime
 from meshlora.config import TrainConfig
 
 
@@ -26,11 +26,14 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
     ratio = options.lora_plus_ratio
     if ratio is None:
         return [{"params": [factor.parameter for factor in factors], "times_lr": 1.0}]
+    swapped = {name for name, rule in runtime(model).plan.projections.items() if rule.is_swapped}
     groups: dict[str, list[nn.Parameter]] = {"A": [], "embedding": [], "B": [], "no decay": []}
     for factor in factors:
         if ".lora_embedding_" in factor.name:
             group = "embedding"
-        elif ".lora_B" in factor.name or factor.name.endswith(".lora_magnitude_vector"):
+        elif ".lora_A" in factor.name or ".lora_B" in factor.name:
+            group = _letter(factor.name, swapped)
+        elif factor.name.endswith(".lora_magnitude_vector"):
             group = "B"
         else:
             group = "A" if factor.parameter.ndim > 1 else "no decay" if _is_undecayed(model, factor.name) else "B"
@@ -42,6 +45,12 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
         for name, parameters in groups.items()
         if parameters
     ]
+
+
+def _letter(name: str, swapped: set[str]) -> str:
+    """What PEFT calls a factor; of experts whose input it takes for their output that is the other letter."""
+    module, _, part = name.rpartition(".lora_")
+    return ("B" if part[0] == "A" else "A") if module in swapped else part[0]
 
 
 def _is_undecayed(model: Any, name: str) -> bool:

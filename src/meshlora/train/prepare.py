@@ -15,7 +15,8 @@ import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from meshlora.adapter.peft_format import check_adapter, lora_config, read_config
+from meshlora.adapter.peft_format import WEIGHTS_FILE, check_adapter, lora_config, read_config
+from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
 from meshlora.adapter.whole_matrix import check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
@@ -26,6 +27,8 @@ from meshlora.guards import longest_fixed_rope
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
+from meshlora.train.balance import check_load_balancing
+from meshlora.train.routing import check_routing
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
@@ -86,8 +89,12 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         disable_dropout=config.model.disable_dropout,
         trust_remote_code=config.model.trust_remote_code,
     )
+    if config.adapter is not None:
+        lora = engine_config(Path(config.adapter) / WEIGHTS_FILE, lora, plan)
     targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
     check_whole_matrix(lora, targets, plan, dtype)
+    if config.train.router_aux_loss_coef:
+        check_load_balancing(model)
     trained = trained_parameters(model, plan, lora, targets)
     check_checkpoint(
         model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
@@ -103,6 +110,10 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         raise UserError(
             f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
         )
+    if config.train.routing_replay is not None:
+        check_routing(Path(config.train.routing_replay), steps=steps, plan=plan)
+    if config.train.routing_record is not None and not plan.experts:
+        raise UserError("train.routing_record", f"{plan.model_type} has no routed experts", "leave it out")
     return Prepared(
         config,
         topology,

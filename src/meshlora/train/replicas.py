@@ -3,8 +3,9 @@
 Owns: which copies must agree, their fingerprints, the one collective that compares them, and the error that names a
 drift. Does not own: when it is called (`train.trainer`), how a factor lies on the mesh (`plan.grads`).
 
-Copies of a factor lie along dp always, and along tp where the factor is whole. They start alike and get the same
-updates, so one bit of difference is a fault, and it grows in silence: a file holds the copy of one rank only.
+Copies of a factor lie along dp always, and along tp where the factor is whole; those of experts along edp. They start
+alike and get the same updates, so one bit of difference is a fault, and it grows in silence: a file holds the copy of
+one rank only.
 
 Checked are the factors of the active adapter. The state of AdamW is not: where it drifts, the parameters drift with
 the next step. Nor is the frozen base, which nothing writes.
@@ -90,9 +91,7 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
 
 def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
     """The axes, of more than one rank, along which all ranks hold the same rows of a parameter."""
-    axes = {"dp"} | ({copies_axis(segment.copies)} if segment.copies > 1 else set())
-    if segment.is_whole:
-        axes |= {"tp"}
+    axes = segment.replicas | ({copies_axis(segment.copies)} if segment.copies > 1 else set())
     return frozenset(axis for axis in axes if topology.size_over(frozenset({axis})) > 1)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import runtime
 from meshlora.api import load_without_proof
 from meshlora.parallel.groups import join, leave
@@ -47,6 +48,8 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
             f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
             f"{len(run.train_data):,} sequences, {run.steps:,} steps"
         )
+        for line in describe_targets(run.targets):
+            reporter.say(line)
         Trainer(run, model, reporter).train()
         reporter.say(f"adapter: {output / 'adapter'}")
     leave()

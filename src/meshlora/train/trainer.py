@@ -6,6 +6,7 @@ the data, files. Nothing here depends on the topology beyond which share of a ba
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -23,12 +24,14 @@ from meshlora.data import Batch, TokenizedDataset, collate, share
 from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.train.balance import LoadBalancing
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.replicas import check_replicas
+from meshlora.train.routing import RunRouting
 from meshlora.train.schedule import linear
 
 
@@ -46,12 +49,25 @@ class Trainer:
         self.batches = self.run.batches
         self.output = Path(options.output)
         self.last_saved: Path | None = None
+        coef = options.router_aux_loss_coef
+        self.balance = LoadBalancing(self.model, coef=coef) if coef else None
+        folder = options.routing_replay or options.routing_record
+        self.routing: RunRouting | None = None
+        if folder is not None:
+            self.routing = RunRouting(
+                self.model,
+                self.run.train_data,
+                Path(folder),
+                replays=options.routing_replay is not None,
+                micro_batch_size=options.micro_batch_size,
+            )
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, options),
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
             weight_decay=options.weight_decay,
+            fused=True,  # one pass over each parameter and its moments: experts have many
         )
 
     def train(self) -> None:
@@ -77,11 +93,15 @@ class Trainer:
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         loss, num_tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
-        for batch in self._micro_batches(self.run.train_data, self.batches.batch(step)):
-            micro_loss = self._loss_sum(batch)
-            micro_loss.backward()
-            loss += micro_loss.detach()
-            num_tokens += batch.num_trained_tokens
+        indices = self.batches.batch(step)
+        batches = list(self._micro_batches(self.run.train_data, indices))
+        with self.routing.step(step, indices) if self.routing is not None else contextlib.nullcontext():
+            if self.balance is not None and len(batches) > 1:
+                self.balance.count(batches, self._forward)
+            for number, batch in enumerate(batches):
+                loss += self._backward(number, batch, is_only=len(batches) == 1)
+                num_tokens += batch.num_trained_tokens
+        aux_loss = self.balance.finish() if self.balance is not None else None
         tokens = finish_gradients(self.model, num_tokens=num_tokens)
         mean_loss = float(all_reduce_sum(loss.reshape(1), self.mesh.dp)) / tokens
         if not math.isfinite(mean_loss):
@@ -95,7 +115,28 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["times_lr"]
         self.optimizer.step()
-        return StepMetrics(step + 1, mean_loss, rate, grad_norm, tokens, time.perf_counter() - started)
+        return StepMetrics(step + 1, mean_loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss)
+
+    def _forward(self, number: int, batch: Batch) -> Tensor:
+        """The summed loss of micro-batch `number` of this step."""
+        if self.routing is not None:
+            self.routing.before(number, batch)
+        return self._loss_sum(batch)
+
+    def _backward(self, number: int, batch: Batch, *, is_only: bool) -> Tensor:
+        """Forward and backward of one micro-batch; its summed loss, without that of load balancing."""
+        # What is computed once more on the way back is lifted as it was on the way there.
+        with lift(self.model.dtype == torch.float64):
+            if self.balance is None:
+                loss = self._forward(number, batch)
+                loss.backward()
+                return loss.detach()
+            with self.balance.watching():
+                loss = self._forward(number, batch)
+            if is_only:
+                self.balance.count_here(batch)
+            (loss + self.balance.term(batch)).backward()
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:

@@ -1,0 +1,148 @@
+"""The load-balancing loss of routers (Switch Transformer, equations 4 to 6), over all tokens of an optimizer step.
+
+Owns: what it counts, the sums over ranks, and the term that each micro-batch adds. Does not own: the routers, whose
+logits are found where transformers itself looks for them, or how much the loss weighs.
+
+aux = E sum_e f_e P_e, f_e how often a token chooses expert e and P_e its mean probability, both means over the real
+tokens of all layers. A product of means is not a sum of products: f comes from all micro-batches of all ranks, or the
+loss would depend on the topology. f has no gradient, so it is counted first: with one micro-batch a step in its own
+forward, with several in a forward of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.adapter.manage import runtime
+from meshlora.data import Batch
+from meshlora.errors import UnsupportedError
+from meshlora.parallel.collectives import all_reduce_sum
+
+
+class LoadBalancing:
+    """Watches the routers of a parallel model. coef: how much the loss weighs."""
+
+    def __init__(self, model: Any, *, coef: float) -> None:
+        state = runtime(model)
+        self.coef, self.plan = coef, state.plan
+        self.tp = state.mesh.tp
+        # Without sp all tp ranks see the same tokens.
+        self.axis = state.mesh.over({"dp", "tp"} if state.plan.topology.sp else {"dp"})
+        self.num_experts = max(rule.num_experts for rule in state.plan.experts.values())
+        self.top_k = int(getattr(model, "num_experts_per_tok", 0) or model.config.num_experts_per_tok)
+        self.routers = _routers(model)
+        self._logits: list[Tensor] = []
+        self._probabilities = torch.zeros(self.num_experts, dtype=torch.float64, device=state.mesh.device)
+        self._shares, self._rows, self._tokens = self._probabilities, 1.0, 1.0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block the logits of every router are kept; those of before are forgotten."""
+        self._logits.clear()
+        handles = [
+            module.register_forward_hook(lambda _, __, out, i=index: self._logits.append(_at(out, i)))
+            for module, index in self.routers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def count(self, batches: Sequence[Batch], forward: Callable[[int, Batch], object]) -> None:
+        """Count over all tokens of a step, before the first of its several micro-batches. Collective.
+
+        forward: runs the model on one of them, by its number.
+        """
+        counts = []
+        for number, batch in enumerate(batches):
+            with self.watching(), torch.no_grad():
+                forward(number, batch)
+            counts.append(self._counted(batch))
+        self._add_up(torch.stack(counts).sum(0))
+
+    def count_here(self, batch: Batch) -> None:
+        """The same from the only micro-batch, which was just run inside `watching`. Collective."""
+        self._add_up(self._counted(batch))
+
+    def term(self, batch: Batch) -> Tensor:
+        """What the micro-batch that was just run, inside `watching`, adds to a loss that is summed over tokens."""
+        assert self._logits, "no router has run"
+        mask = self._own_tokens(batch)
+        sums = torch.stack([torch.softmax(logits, -1).float()[mask].sum(0) for logits in self._logits]).sum(0)
+        self._logits.clear()
+        self._probabilities += sums.detach().double()
+        scale = self.coef * self._tokens * self.num_experts / self._rows
+        return (self._shares.to(sums.dtype) * sums).sum() * scale
+
+    def finish(self) -> float:
+        """The loss of the step, over all ranks, after its last micro-batch. Collective."""
+        mean = all_reduce_sum(self._probabilities, self.axis) / self._rows
+        return float(self.num_experts * (self._shares * mean).sum())
+
+    def _add_up(self, counts: Tensor) -> None:
+        total = all_reduce_sum(counts, self.axis)
+        self._rows, self._tokens = float(total[-2]), float(total[-1])
+        self._shares = (total[:-2].float() / self._rows).double()  # rounded where transformers rounds it
+        self._probabilities.zero_()
+
+    def _counted(self, batch: Batch) -> Tensor:
+        """`[E + 2]`: how often each expert is chosen, by how many rows; the trained tokens."""
+        mask = self._own_tokens(batch)
+        found = torch.zeros(self.num_experts + 2, dtype=torch.float64, device=self._probabilities.device)
+        for logits in self._logits:
+            chosen = torch.softmax(logits.detach(), -1).topk(self.top_k, -1).indices[mask]
+            found[:-2] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
+            found[-2] += len(chosen)
+        found[-1] = batch.num_trained_tokens / (self.tp.size if self.plan.topology.sp else 1)
+        return found
+
+    def _own_tokens(self, batch: Batch) -> Tensor:
+        """Which of the tokens that this rank's routers see are real: bool `[T]`."""
+        mask = batch.attention_mask.reshape(-1).bool() & (not batch.is_dummy)
+        if self.plan.topology.sp:
+            mask = mask.tensor_split(self.tp.size)[self.tp.rank]
+        return mask.to(self._probabilities.device)
+
+
+def check_load_balancing(model: Any) -> None:
+    """Refuse a load-balancing loss for a model that has none in transformers.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    _routers(model)
+
+
+def _routers(model: Any) -> list[tuple[nn.Module, int]]:
+    """(router, where its logits are in what it returns), as transformers records them."""
+    coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
+    recorder = recorders.get("router_logits")
+    if coef is None or recorder is None or isinstance(recorder, list):
+        raise UnsupportedError(
+            f"train.router_aux_loss_coef with model_type {model.config.model_type!r}",
+            "transformers has no load-balancing loss for it",
+            "leave it at 0",
+        )
+    target, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
+    part = getattr(recorder, "layer_name", None)
+    found = [
+        (module, index)
+        for name, module in model.named_modules()
+        if isinstance(module, target) and (part is None or part in name)
+    ]
+    if not found:
+        raise UnsupportedError("train.router_aux_loss_coef", "this model has no routers", "leave it at 0")
+    return found
+
+
+def _at(output: Any, index: int) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output[index]
+    assert isinstance(logits, Tensor)
+    return logits.reshape(-1, logits.shape[-1])

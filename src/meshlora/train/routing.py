@@ -1,0 +1,137 @@
+"""Routing of a training run, recorded and replayed: one file for each optimizer step.
+
+Owns: the number of a token in its step, the files, and putting the parts of all ranks together. Does not own: how
+choices are taken from routers and given to them (`meshlora.routing`).
+
+A token's number is its place among all tokens of the step's sequences, in the order of the global batch: the same on
+every topology. Padding has none; it goes where it goes, as nothing depends on it. In evaluations routers choose freely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.adapter.manage import runtime
+from meshlora.data import Batch, TokenizedDataset, share
+from meshlora.errors import UserError
+from meshlora.parallel.collectives import all_gather
+from meshlora.plan.rules import ModelPlan
+from meshlora.routing import Routing, RoutingRecord
+from meshlora.state.files import write_atomically
+
+
+class RunRouting:
+    """Records the choices of a run in a folder, or replays those of another.
+
+    folder: where the files are. replays: which of the two. micro_batch_size: as in the run.
+    """
+
+    def __init__(
+        self, model: Any, data: TokenizedDataset, folder: Path, *, replays: bool, micro_batch_size: int
+    ) -> None:
+        self.model, self.data, self.folder, self.replays = model, data, folder, replays
+        self.mesh, self.plan = runtime(model).mesh, runtime(model).plan
+        self.micro_batch_size = micro_batch_size
+        self._tokens: list[Tensor] = []
+        self._routing: Routing | None = None
+
+    @contextlib.contextmanager
+    def step(self, step: int, indices: np.ndarray) -> Iterator[None]:
+        """One optimizer step on the sequences `indices` of the global batch. Collective where it records.
+
+        Raises:
+            UserError: the file of this step is not there, or is of another model or batch.
+        """
+        numbers = _numbers(self.data, indices)
+        own = share(
+            np.arange(len(indices)),
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            micro_batch_size=self.micro_batch_size,
+        )
+        self._tokens = [_padded([numbers[int(place)] for place in part]) for part in own]
+        total = sum(map(len, numbers))
+        experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
+        record = RoutingRecord(total, experts)
+        if self.replays:
+            record = RoutingRecord.load(step_file(self.folder, step))
+            if (record.num_tokens, record.num_experts) != (total, experts):
+                raise UserError(
+                    f"{step_file(self.folder, step)}",
+                    f"it is of {record.num_tokens} tokens and {len(record.num_experts)} blocks of experts, this step "
+                    f"has {total} and {len(experts)}",
+                    "replay it on the same data, batch size, seed and model",
+                )
+        with Routing(self.model, record, replays=self.replays) as routing:
+            self._routing, routing.step = routing, step
+            yield
+        self._routing = None
+        if not self.replays:
+            self._save(record, step)
+
+    def before(self, number: int, batch: Batch) -> None:
+        """What is run next is micro-batch `number` of this rank."""
+        assert self._routing is not None
+        tokens = self._tokens[number]
+        # Padding of the batch besides that of its own longest sequence.
+        whole = torch.full(tuple(batch.input_ids.shape), -1, dtype=torch.int64)
+        whole[: tokens.shape[0], : tokens.shape[1]] = tokens
+        flat = whole.flatten()
+        self._routing.tokens = (
+            flat.tensor_split(self.mesh.tp.size)[self.mesh.tp.rank] if self.plan.topology.sp else flat
+        )
+
+    def _save(self, record: RoutingRecord, step: int) -> None:
+        for key in sorted(record.choices):
+            every = all_gather(record.choices[key].to(self.mesh.device).unsqueeze(0), self.mesh.world)
+            record.choices[key] = every.amax(0).cpu()
+        if self.mesh.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(step_file(self.folder, step), record.save)
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Of optimizer step `step`, from 0; the name counts from 1 as everything that is shown does."""
+    return folder / f"step-{step + 1:06d}.safetensors"
+
+
+def check_routing(folder: Path, *, steps: int, plan: ModelPlan) -> None:
+    """Refuse a replay that cannot go through, before anything is loaded.
+
+    Raises:
+        UserError: the model has no experts, or files of steps are missing.
+    """
+    if not plan.experts:
+        raise UserError(f"train.routing_replay={folder}", f"{plan.model_type} has no routed experts", "leave it out")
+    missing = [step for step in range(steps) if not step_file(folder, step).is_file()]
+    if missing:
+        raise UserError(
+            f"train.routing_replay={folder}",
+            f"{step_file(folder, missing[0]).name} is not there ({len(missing)} of {steps} steps have no file)",
+            "record them with train.routing_record on the same data, batch size and seed",
+        )
+
+
+def _numbers(data: TokenizedDataset, indices: np.ndarray) -> list[Tensor]:
+    """For each sequence of the global batch the numbers of its tokens."""
+    found, start = [], 0
+    for index in indices:
+        length = len(data[int(index)].input_ids)
+        found.append(torch.arange(start, start + length))
+        start += length
+    return found
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """`[B, longest]`, -1 after the end."""
+    whole = torch.full((len(rows), max((len(row) for row in rows), default=0)), -1, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        whole[place, : len(row)] = row
+    return whole
