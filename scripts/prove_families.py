@@ -5,8 +5,9 @@
 Each family's twin trains on the given topologies and is compared, tensor by tensor in float64, with transformers + peft
 on one process. What comes of it is printed and written to docs/support.md: proved (with the worst relative error),
 refused (with the reason that a user would read), or failed: accepted, and then different. Exit code 1 when one failed.
-With --record three families are proved on every topology of up to four processes besides, the numbers are stored in
-src/meshlora/plan/proved.json, whose families `meshlora.load` accepts, and README's matrix is written from them.
+With --record families with experts are proved on topologies with ep and etp too, and five families on every topology of
+up to four processes; the numbers are stored in src/meshlora/plan/proved.json, whose families `meshlora.load` accepts,
+and README's matrix is written from them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,17 +38,22 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- proved families: scripts/prove_families.py --record -->", "<!-- end of proved families -->"
 
 
-EVERYWHERE = ("llama", "qwen3", "gemma2")
+EVERYWHERE = ("llama", "qwen3", "gemma2", "qwen3_moe", "mixtral")
+DENSE, EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one family. status: proved, refused or failed. errors: topology -> worst relative error."""
+    """What came of one family. status: proved, refused or failed. errors: topology -> worst relative error.
+
+    has_experts: whether its twin has routed experts, adapted as all its linears are.
+    """
 
     family: str
     status: str
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
+    has_experts: bool = False
 
     @property
     def words(self) -> str:
@@ -61,6 +67,9 @@ def main() -> int:
     with Processes() as processes:
         for family in options.family or causal_lm_types():
             finding = _prove(family, tuple(options.topology), processes)
+            if options.record and finding.status == "proved" and finding.has_experts:
+                more = _prove(family, EXPERTS, processes)
+                finding = replace(more, errors=finding.errors | more.errors)
             findings.append(finding)
             line = f"{family:32} {finding.status:8} {finding.words}"
             console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -90,7 +99,9 @@ def _prove(family: str, topologies: tuple[str, ...], processes: Processes) -> Fi
     for outcome in outcomes:
         if not outcome.passed:
             return Finding(family, "failed", f"{outcome.topology}: {_difference(outcome)}")
-    return Finding(family, "proved", errors={str(o.topology): float(f"{_worst(o):.1e}") for o in outcomes})
+    has_experts = any(plan.experts for plan in proof.plans.values())
+    errors = {str(o.topology): float(f"{_worst(o):.1e}") for o in outcomes}
+    return Finding(family, "proved", errors=errors, has_experts=has_experts)
 
 
 def _difference(outcome: Outcome) -> str:
@@ -118,10 +129,11 @@ def _page(findings: list[Finding], topologies: list[str]) -> str:
         f"{used}.",
         "",
         "A family is *proved* when its twin (tiny, random weights, every kind of layer) trains on these topologies as",
-        "one process does: every module's output and gradient, the loss, every factor's gradient and what AdamW makes",
-        "of it, the saved file; float64, limit 1e-11. Everything else is *refused* before training where tp > 1, with",
-        "the message that stands here. With tp=1 the model's own code runs unchanged, and the preflight of",
-        "`meshlora train` proves that.",
+        "one process does: every module's output and gradient, every router's choice, the loss, every factor's",
+        "gradient (every expert's by itself) and what AdamW makes of it, the saved file; float64, limit 1e-11.",
+        f"Families with experts are recorded when they pass {' and '.join(EXPERTS)} too. Everything else is",
+        "*refused* before training where tp, ep or etp is above 1, with the message that stands here. With dp alone",
+        "the model's own code runs unchanged, and the preflight of `meshlora train` proves that.",
         "",
         ", ".join(f"{sum(f.status == s for f in findings)} {s}" for s in ("proved", "refused", "failed")) + ".",
         "",
@@ -149,13 +161,19 @@ def matrix(errors: dict[str, dict[str, float]]) -> str:
     """README's support matrix: the worst relative error of each family and topology, from proofs alone."""
     topologies = list(dict.fromkeys(t for family in EVERYWHERE for t in errors[family]))
     rows = {family: errors[family] for family in EVERYWHERE}
-    common = set.intersection(*(set(found) for found in errors.values()))
-    rows[f"the worst of all {len(errors)} families"] = {t: max(found[t] for found in errors.values()) for t in common}
+    sparse = [family for family, found in errors.items() if EXPERTS[0] in found]
+    for words, families in ((f"all {len(errors)} families", list(errors)), (f"the {len(sparse)} with experts", sparse)):
+        common = set.intersection(*(set(errors[family]) for family in families)) if families else set()
+        rows[f"the worst of {words}"] = {t: max(errors[family][t] for family in families) for t in common}
     lines = ["| | " + " | ".join(topologies) + " |", "|---" * (len(topologies) + 1) + "|"]
     for name, found in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{found[t]:.1e}" if t in found else "" for t in topologies) + " |")
-    names = textwrap.fill(f"The {len(errors)} families: {', '.join(sorted(errors))}.", width=120)
-    return "\n".join(lines) + f"\n\n{names}\n"
+    dense = sorted(errors.keys() - set(sparse))
+    names = [
+        textwrap.fill(f"{len(dense)} dense families: {', '.join(dense)}.", width=120),
+        textwrap.fill(f"{len(sparse)} with experts: {', '.join(sorted(sparse))}.", width=120),
+    ]
+    return "\n".join(lines) + "\n\n" + "\n\n".join(names) + "\n"
 
 
 def _options() -> argparse.Namespace:
@@ -165,8 +183,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", default=str(ROOT / "docs/support.md"), metavar="FILE")
     parser.add_argument("--record", action="store_true", help="renew the list of proved families and README's matrix")
     options = parser.parse_args()
-    options.topology = options.topology or ["tp=2", "tp=2,sp"]
-    if options.record and (options.family or set(options.topology) != {"tp=2", "tp=2,sp"}):
+    options.topology = options.topology or list(DENSE)
+    if options.record and (options.family or set(options.topology) != set(DENSE)):
         parser.error("--record needs all families on tp=2 and tp=2,sp")
     return options
 

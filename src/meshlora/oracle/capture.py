@@ -18,8 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshlora.oracle.experts import expert_modules, watch_choices, wrappers
+
 # Inside a PEFT layer: the frozen layer, captured by itself, and the parts of the adapter, which have no counterpart.
-_BASE, _ADAPTER = ".base_layer", (".lora_", ".modules_to_save.", ".original_module")
+_BASE, _ADAPTER = ".base_layer", (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.")
+
+SCORES, CHOICES = "#router scores", "#router choices"
 
 
 @dataclass
@@ -29,7 +33,8 @@ class MicroBatchCapture:
     Attributes:
         input_ids, attention_mask: `[B, S]`.
         forward: module -> output, in order of completion; several calls of a module are `name#word` or `name#1`. The
-            whole model's output, its logits, has the name "".
+            whole model's output, its logits, has the name "". What comes into experts is `name#router scores` and
+            `name#router choices`, `[B*S, k]`.
         backward: module -> gradient of the output.
         base: target of an adapter -> output without the adapter, where the model keeps it apart.
     """
@@ -54,9 +59,15 @@ class Capture:
 
     def __enter__(self) -> Capture:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        experts = expert_modules(self.model)
+        inside = tuple(f"{name}." for name in experts)  # these see rows in an order of their own
+        wrapped = {f"{path}{_BASE}" for path in wrappers(self.model)}  # these compute with the adapter in their weights
         for name, module in self.model.named_modules():
-            if not any(part in name for part in _ADAPTER):
-                self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+            if any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
+                continue
+            self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        for name, experts_module in experts.items():
+            self._handles += watch_choices(self.model, name, experts_module, self._keep_choices(name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,6 +114,16 @@ class Capture:
         if name == "":
             self.is_forward = False
 
+    def _keep_choices(self, name: str) -> Any:
+        """Scores and choices of the router in front of the experts `name`."""
+
+        def keep(scores: Tensor, choices: Tensor) -> None:
+            if self.is_forward:
+                self.micro_batches[-1].forward[f"{name}{SCORES}"] = copy(scores)
+                self.micro_batches[-1].forward[f"{name}{CHOICES}"] = copy(choices)
+
+        return keep
+
     def _watch_gradient(self, key: str, tensor: Tensor) -> None:
         """Copy the gradient of an output when it comes; recomputed outputs have one where the first had no graph."""
         micro = self.micro_batches[-1]
@@ -112,9 +133,11 @@ class Capture:
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The tensor that a module returned, alone, first in a tuple, or first in a transformers output."""
+    """The tensor that a module returned, alone, first in a tuple, or first in a transformers output; its logits."""
     if isinstance(output, Tensor):
         return output
+    if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
+        return output["logits"]  # not the loss of load balancing
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return next((value for value in values if isinstance(value, Tensor)), None)
 

@@ -26,9 +26,13 @@ from meshlora.errors import UserError
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
     "lift.py",
+    "routing.py",
     "plan/twin.py",
-    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "inputs", "ownership", "pieces")),
-    *(f"oracle/{name}.py" for name in ("reference", "trace", "worker")),
+    *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "experts", "inputs")),
+    *(
+        f"oracle/{name}.py"
+        for name in ("ownership", "pieces", "reference", "reference_case", "replay", "trace", "worker")
+    ),
 )
 # Checkpoint files above this size are told apart by size and time of change instead of by content.
 _HASHED_BYTES = 256 * 2**20
@@ -50,8 +54,10 @@ class Case:
             shows.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
+        router_aux_loss_coef: how much the load-balancing loss of routers weighs.
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
-        pieces: targets that are fused matrices -> the pieces that the adapter is on.
+        pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
+            layer have one adapter.
         device: "cpu" or "cuda".
     """
 
@@ -75,9 +81,11 @@ class Case:
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
     label_smoothing: float = 0.0
+    router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)
+    share_experts: bool = False
     pad_token_id: int = 0
     trust_remote_code: bool = False
     device: str = "cpu"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from meshlora.oracle import causes_of_experts
 from meshlora.oracle.capture import MicroBatchCapture
-from meshlora.oracle.judge import Evidence, Phase, TensorResult
+from meshlora.oracle.failure import Failure
 from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
 from meshlora.oracle.symptoms import (
     are_close,
@@ -29,73 +29,9 @@ from meshlora.oracle.symptoms import (
     is_scaled_by_row,
     rank_errors,
     ratio_of,
-    simple_ratio,
     squares_of_copies,
-    tolerance_of,
 )
 from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a rule looks at: the first failing tensor, its phase, and everything else."""
-
-    phase: Phase
-    result: TensorResult
-    evidence: Evidence
-
-    @property
-    def tolerance(self) -> float:
-        return tolerance_of(self.evidence)
-
-    @property
-    def tp(self) -> int:
-        return self.evidence.topology.tp
-
-    @property
-    def dp(self) -> int:
-        return self.evidence.topology.dp
-
-    @property
-    def ratio(self) -> float | None:
-        return simple_ratio(self.result.pieces, self.result.whole, self.tolerance)
-
-    def fact(self, name: str) -> str:
-        """What the plan says of the module `name`, or of the one that the factor `name` belongs to."""
-        module = name.partition("#")[0]
-        return self.evidence.ranks[0].facts.get(module.rpartition(".lora_")[0] or module, "")
-
-    def is_embedding(self, name: str) -> bool:
-        """Whether the module `name` turns tokens into vectors: it has a weight, and nothing runs before it."""
-        return name == self.evidence.reference.order[0] and name in self.evidence.reference.rows
-
-    def block(self, name: str) -> str:
-        """The region that `name` is in, or ""."""
-        parents = [r for r, fact in self.evidence.ranks[0].facts.items() if fact.endswith("region")]
-        return next((r for r in parents if name == r or name.startswith(f"{r}.")), "")
-
-    def adds_up_over(self, axis: str, result: TensorResult | None = None) -> bool:
-        """Whether the parts of the ranks along `axis` are different terms whose sum is the reference."""
-        result = result or self.result
-        whole, topology = result.whole, self.evidence.topology
-        if whole is None or getattr(topology, axis) == 1:
-            return False
-        other = "dp" if axis == "tp" else "tp"
-        totals: dict[tuple[int | None, int, int], Tensor] = {}
-        parts: dict[tuple[int | None, int, int], Tensor] = {}
-        for piece in result.pieces:
-            part = piece.along(whole)
-            # Every dp rank has tokens of its own and a copy of its own of each factor.
-            copy = topology.coordinates(piece.rank)[other] if piece.rows is None else 0
-            key = (piece.dim, piece.start, copy)
-            total = totals.setdefault(key, torch.zeros_like(part, dtype=torch.float64))
-            rows = torch.arange(part.shape[0]) if piece.rows is None else piece.rows
-            total.index_add_(0, rows, piece.values.double())
-            parts[key] = part.double()
-        return all(
-            float(centred(total - parts[key]).norm()) <= self.tolerance * float(centred(parts[key]).norm())
-            for key, total in totals.items()
-        )
 
 
 def _sequences(case: Failure) -> str:
@@ -115,6 +51,8 @@ def _loaded_adapter(case: Failure) -> str:
     wrong = [p for p in case.result.pieces if not torch.equal(p.values.double(), p.of(_whole(case)).double())]
     if wrong and not any(bool(p.values.any()) for p in wrong):
         return "these ranks hold zeros: the adapter was loaded on the other ranks only"
+    if words := causes_of_experts.of_loaded_adapter(case):
+        return words
     if is_in_rank_order(case.result, case.evidence.topology):
         return "the adapter is cut in the order of the ranks, and the base weight that it goes with is held otherwise"
     if is_permuted(case.result):
@@ -124,6 +62,8 @@ def _loaded_adapter(case: Failure) -> str:
 
 def _forward(case: Failure) -> str:
     name, whole = case.result.name, _whole(case)
+    if words := causes_of_experts.of_forward(case):
+        return words
     fact, block = case.fact(name), case.block(name)
     gaps = torch.cat([p.values.double() - p.of(whole).double() for p in case.result.pieces if p.dim is None] or [whole])
     is_offset = gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm())
@@ -192,6 +132,10 @@ def _canonical_base(case: Failure, name: str) -> Tensor:
     return found[0]
 
 
+def _router(case: Failure) -> str:
+    return "what each module computes is right and what the experts are given is not: the routers' own arithmetic"
+
+
 def _logits(case: Failure) -> str:
     if all(are_columns_moved(piece.values, piece.of(_whole(case))) for piece in case.result.pieces):
         return "the logits are those of other tokens: the parts of the vocabulary are not joined in the ranks' order"
@@ -234,6 +178,8 @@ def _backward(case: Failure) -> str:
 
 def _gradients(case: Failure) -> str:
     failed = [r for r in case.phase.results if not r.passed]
+    if words := causes_of_experts.of_gradients(case):
+        return words
     kinds = sorted({_kind(case, r.name) for r in failed})
     is_all = len(failed) == len(case.phase.results)
     which = "every factor" if is_all else " and ".join(kinds)
@@ -375,6 +321,8 @@ CAUSES: dict[str, Callable[[Failure], str]] = {
     "sequences": _sequences,
     "loaded_adapter": _loaded_adapter,
     "forward": _forward,
+    "router_scores": _router,
+    "router_choices": _router,
     "logits": _logits,
     "loss": _loss,
     "backward": _backward,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshlora.oracle.causes import CAUSES, Failure
-from meshlora.oracle.judge import Evidence, Phase, TensorResult
+from meshlora.oracle.causes import CAUSES
+from meshlora.oracle.failure import Failure
+from meshlora.oracle.judge import Evidence
+from meshlora.oracle.results import Phase, TensorResult
 from meshlora.oracle.symptoms import rank_errors, simple_ratio, tolerance_of
 
 _ROUNDED_TO = 1e-6

@@ -6,6 +6,7 @@ adapters: written a second time, from the words of docs/oracle.md.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -19,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from meshlora.oracle.pieces import mask_of, pieces_of
+from meshlora.oracle.experts import Stack, adapted_stacks, as_configured, names_in_file, output_side, stack_of
+from meshlora.oracle.pieces import mask_in_file, pieces_of
 
 _PREFIX = "base_model.model."
 
@@ -43,25 +45,49 @@ def write_adapter(
     seed: int,
     trust_remote_code: bool,
     pieces: dict[str, list[str]] | None = None,
+    share_experts: bool = False,
 ) -> None:
     """The adapter that PEFT makes of `lora` on the model, with values drawn by name: A and B both non-zero."""
     pieces = pieces or {}
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        peft_model = get_peft_model(base, LoraConfig(**lora))
+        with as_configured():
+            peft_model = get_peft_model(base, LoraConfig(**lora))
+    stacks = adapted_stacks(peft_model, is_shared=share_experts)
     stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     shapes = {key: tensor.shape for key, tensor in stored.items()}
     folder.mkdir(parents=True)
     peft_model.peft_config["default"].save_pretrained(str(folder))
     drawn = {key: _draw(seed, key, tuple(shape)) for key, shape in shapes.items()}
+    of_experts = names_in_file([key.removeprefix(_PREFIX) for key in drawn], stacks)
     for key, value in drawn.items():
-        module, _, part = key.removeprefix(_PREFIX).rpartition(".lora_")
-        if part == "B.weight" and (names := pieces_of(module, pieces)):
-            value *= mask_of(config, module, names, (value.shape[0], value.shape[1]))
-    if pieces:
-        (folder / "meshlora.json").write_text(json.dumps({"pieces": pieces}), encoding="utf-8")
+        name = of_experts.get(key.removeprefix(_PREFIX), key.removeprefix(_PREFIX).removesuffix(".weight"))
+        module, _, side = name.rpartition(".lora_")
+        stack = stacks.get(module)
+        if stack is not None:
+            drawn[key] = value = _of_experts(value, side, stack)
+        if side == output_side(stack) and (names := pieces_of(module, pieces)):
+            own = dataclasses.replace(stack, is_shared=False) if stack is not None else None
+            value *= mask_in_file(config, module, names, (value.shape[0], value.shape[1]), own)
+    if pieces or share_experts:
+        own_file = {"pieces": pieces} | ({"share_experts": True} if share_experts else {})
+        (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
     save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:
+    """PEFT's factor of all experts: B as large as that of a linear, one that is shared the same for each expert."""
+    number = stack.num_experts
+    value = drawn if side == "A" else drawn * math.sqrt(number)
+    if not stack.is_shared:
+        return value
+    # The ranks of an expert lie side by side in A, the experts of a rank in B.
+    return (
+        value[: len(value) // number].repeat(number, 1)
+        if side == "A"
+        else (value[:, ::number].repeat_interleave(number, dim=1))
+    )
 
 
 def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
@@ -72,24 +98,34 @@ def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * scale
 
 
-def expected_fresh(name: str, shape: tuple[int, ...], *, init: bool | str, seed: int) -> Tensor:
+def expected_fresh(
+    name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, Stack] | None = None
+) -> Tensor:
     """The factor `name`, as in `model.layers.0.mlp.up_proj.lora_A`, of a fresh adapter, whole.
 
     A is uniform in ±1/sqrt(in_features), or N(0, 1/r^2) for "gaussian"; B is zero, or uniform in ±1/sqrt(r) where
     `init` is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). The generator's seed is the first 8 bytes
-    of sha256("{seed}:{name}"), halved. On pieces each has a name: `c_attn.lora_A.q`.
+    of sha256("{seed}:{name}"), halved. On pieces each has a name: `c_attn.lora_A.q`. On experts each has one:
+    `mlp.experts.gate_up_proj.lora_A.3`, and where PEFT takes the input side for the output, the sides change places.
     """
+    module, _, part = name.rpartition(".lora_")
+    stack = (stacks or {}).get(stack_of(module))
+    if stack is not None and not stack.is_shared:
+        name = f"{stack_of(module)}.lora_{part}.{module.split('.')[-2]}"
+    part = part.partition(".")[0]
     generator = _generator(f"{seed}:{name}")
-    part = name.rpartition(".lora_")[2].partition(".")[0]
     if part.startswith("embedding"):
         return (
             torch.zeros(shape) if part.endswith("A") and init is not False else torch.randn(shape, generator=generator)
         )
-    if part == "B" and init is not False:
+    is_swapped = stack is not None and stack.is_swapped
+    is_first = part == ("B" if is_swapped else "A")
+    if not is_first and init is not False:
         return torch.zeros(shape)
-    if init == "gaussian" and part == "A":
-        return torch.randn(shape, generator=generator) / shape[0]
-    return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(shape[1]))
+    fan_in, rank = (shape[0], shape[1]) if is_swapped else (shape[1], shape[0])
+    if init == "gaussian" and is_first:
+        return torch.randn(shape, generator=generator) / rank
+    return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(fan_in))
 
 
 def _generator(text: str) -> torch.Generator:

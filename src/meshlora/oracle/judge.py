@@ -13,13 +13,25 @@ computed in float32, and under autocast with the adapter computed in bfloat16, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from meshlora.oracle.capture import CHOICES, SCORES
+from meshlora.oracle.experts import Stack, stack_of
 from meshlora.oracle.inputs import expected_fresh
+from meshlora.oracle.results import (
+    Phase,
+    TensorResult,
+    at,
+    minus,
+    missing,
+    near,
+    only,
+    relative,
+    summed_where_unequal,
+)
 from meshlora.oracle.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (
@@ -29,9 +41,7 @@ from meshlora.oracle.unshard import (
     Tokens,
     canonical,
     factor_pieces,
-    is_complete,
     sequences_of,
-    sum_of,
     token_pieces,
 )
 from meshlora.plan.topology import Topology
@@ -41,6 +51,8 @@ PHASES = {
     "sequences": "each sequence and token once",
     "loaded_adapter": "adapter as loaded",
     "forward": "output of every module",
+    "router_scores": "weights of the chosen experts",
+    "router_choices": "chosen experts, token by token",
     "logits": "logits",
     "loss": "loss of every step, and evaluated",
     "backward": "gradient of every module's output",
@@ -51,47 +63,10 @@ PHASES = {
     "fresh_adapter": "fresh adapter, bit for bit",
     "collectives": "collectives within the plan",
 }
+OF_ROUTERS = ("router_scores", "router_choices")
 _AFTER_ADAM = ("deltas", "saved_file")
-_EXACT = ("sequences", "fresh_adapter", "collectives")
+_EXACT = ("sequences", "router_choices", "fresh_adapter", "collectives")
 _NOISE = 4.0
-
-
-@dataclass(frozen=True)
-class TensorResult:
-    """One tensor of one phase.
-
-    Attributes:
-        error: relative; infinite where it cannot be compared. limit: what it may be.
-        whole: the reference's. pieces: what the ranks hold, for a diagnosis. note: why it cannot be compared.
-    """
-
-    name: str
-    error: float
-    limit: float
-    whole: Tensor | None = None
-    pieces: list[Piece] = field(default_factory=list)
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.limit
-
-
-@dataclass(frozen=True)
-class Phase:
-    """All tensors of one phase."""
-
-    name: str
-    results: list[TensorResult]
-
-    @property
-    def passed(self) -> bool:
-        return all(result.passed for result in self.results)
-
-    @property
-    def worst(self) -> TensorResult | None:
-        """The tensor that is furthest beyond, or nearest to, its limit."""
-        return max(self.results, key=lambda r: (not r.passed, r.error / max(r.limit, 1e-300)), default=None)
 
 
 @dataclass(frozen=True)
@@ -112,15 +87,17 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> list[Phase]:
-    """The phases in order."""
+    """The phases in order; those of routers where there are some."""
     results = _Judge(evidence)
-    return [Phase(name, getattr(results, name)()) for name in PHASES]
+    has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
+    return [Phase(name, getattr(results, name)()) for name in PHASES if has_experts or name not in OF_ROUTERS]
 
 
 class _Judge:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
+        self.stacks = {name: Stack(**values) for name, values in self.reference.stacks.items()}
         self.ownership = Ownership(self.ranks, self.reference, self.topology)
         self.tokens = Tokens(self.reference)
         self.rows = [self.tokens.rows(trace.micro_batches) for trace in self.ranks]
@@ -134,7 +111,7 @@ class _Judge:
             note = "" if by_tp == {1} else f"taken {' or '.join(map(str, sorted(by_tp)))} times"
             results.append(TensorResult(f"sequence {index}", 0.0 if not note else math.inf, 0.0, note=note))
         for step, number in enumerate(self.reference.num_tokens):
-            ours = {_at(trace.num_tokens, step) for trace in self.ranks}
+            ours = {at(trace.num_tokens, step) for trace in self.ranks}
             note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
             error = max(abs(n - number) / number for n in ours)
             results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))
@@ -156,24 +133,39 @@ class _Judge:
         for kind, init in (("fresh", self.evidence.fresh_init), ("fresh_both", False)):
             ranks = [getattr(trace, kind) for trace in self.ranks]
             expected = {
-                name: expected_fresh(name, tuple(t.shape), init=init, seed=self.evidence.seed)
+                name: expected_fresh(name, tuple(t.shape), init=init, seed=self.evidence.seed, stacks=self.stacks)
                 for name, t in drawn.items()
                 if name not in magnitudes
             }
-            results += self._factors([_only(r, expected) for r in ranks], expected, [], exact=True)
-            results += self._factors([_only(r, of_base) for r in ranks], of_base, [], exact=True)
+            results += self._factors([only(r, expected) for r in ranks], expected, [], exact=True)
+            results += self._factors([only(r, of_base) for r in ranks], of_base, [], exact=True)
             # With B drawn a magnitude is that of the sum; of the configured adapter it is the base's.
             if kind == "fresh":
-                close = self._factors([_only(r, magnitudes) for r in ranks], magnitudes, [], exact=True)
+                close = self._factors([only(r, magnitudes) for r in ranks], magnitudes, [], exact=True)
                 results += [replace(result, limit=1e-6) for result in close]
             unknown = {name for r in ranks for name in r} - drawn.keys() - of_base.keys()
-            results += _missing(unknown, ())
+            results += missing(unknown, ())
         every = [saved.fresh_scalings, *(t.scalings for t in self.ranks), *(t.fresh_scalings for t in self.ranks)]
-        wrong = sorted(n for s in every for n in s.keys() | scales.keys() if not _near(s.get(n), scales.get(n)))
+        wrong = sorted(n for s in every for n in s.keys() | scales.keys() if not near(s.get(n), scales.get(n)))
         if wrong or saved.fresh_note:
             note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
             results.append(TensorResult(f"{FRESH}/{CONFIG}", math.inf, 0.0, note=note))
-        return results + self._bits(FRESH, _only(saved.fresh, expected), [expected])
+        return results + self._bits(FRESH, only(saved.fresh, expected), [expected])
+
+    def router_scores(self) -> list[TensorResult]:
+        """Of each token the weights of its choices, in their order."""
+        return self._modules("forward", self._of_routers(SCORES))
+
+    def router_choices(self) -> list[TensorResult]:
+        """Of each token the same experts in the same order, exactly."""
+        results = self._modules("forward", self._of_routers(CHOICES), exact=True)
+        return [
+            result if result.passed or result.note else replace(result, note=f"{_moved(result)} tokens go elsewhere")
+            for result in results
+        ]
+
+    def _of_routers(self, kind: str) -> list[str]:
+        return [name for name in self.reference.micro_batches[0].forward if name.endswith(kind)]
 
     def forward(self) -> list[TensorResult]:
         return self._modules("forward", [name for name in self.reference.order if name])
@@ -188,7 +180,8 @@ class _Judge:
 
     def loss(self) -> list[TensorResult]:
         """Of every step as it is reported, and of all sequences as they are evaluated after the last."""
-        return self._scalars("losses", "loss of step") + self._scalars("eval_losses", "loss of evaluation")
+        balance = self._scalars("aux_losses", "load-balancing loss of step")
+        return self._scalars("losses", "loss of step") + balance + self._scalars("eval_losses", "loss of evaluation")
 
     def grad_norm(self) -> list[TensorResult]:
         """Norm and learning rate of every step as they are reported, and the first step's gradients after clipping."""
@@ -205,8 +198,8 @@ class _Judge:
 
     def deltas(self) -> list[TensorResult]:
         """What all optimizer steps together changed."""
-        ours, low = ([_minus(t.final, t.initial) for t in of] for of in (self.ranks, self.evidence.rounded))
-        return self._factors(ours, _minus(self.reference.final, self.reference.initial), low, phase="deltas")
+        ours, low = ([minus(t.final, t.initial) for t in of] for of in (self.ranks, self.evidence.rounded))
+        return self._factors(ours, minus(self.reference.final, self.reference.initial), low, phase="deltas")
 
     def saved_file(self) -> list[TensorResult]:
         """What PEFT reads from the saved adapter, less what training began with; and the logits it then gives.
@@ -217,9 +210,9 @@ class _Judge:
         saved, reference, rounded = self.evidence.saved, self.reference, self.evidence.rounded
         if saved.note:
             return [TensorResult(WEIGHTS, math.inf, 0.0, note=saved.note)]
-        wholes = _minus(reference.final, reference.initial)
-        low = [_minus(trace.final, trace.initial) for trace in rounded]
-        results = _missing(saved.read.keys(), wholes.keys())
+        wholes = minus(reference.final, reference.initial)
+        low = [minus(trace.final, trace.initial) for trace in rounded]
+        results = missing(saved.read.keys(), wholes.keys())
         for name in sorted(wholes.keys() & saved.read.keys(), key=self._place):
             if saved.read[name].shape != wholes[name].shape:
                 shapes = f"{list(saved.read[name].shape)}, not {list(wholes[name].shape)}"
@@ -231,10 +224,16 @@ class _Judge:
             piece = Piece(0, (), saved.logits)
             floor = [t.final_logits for t in rounded if t.final_logits is not None]
             results.append(self._compare("logits of PEFT", [piece], reference.final_logits, floor, "saved_file"))
+        if wrong := sorted(n for n in {*saved.scalings, *reference.scalings} if not self._same_scale(n)):
+            note = f"PEFT gives it another scale, or puts it elsewhere: {wrong[0]}"
+            results.append(TensorResult(CONFIG, math.inf, 0.0, note=note))
         if saved.config_note:
             results.append(TensorResult(CONFIG, math.inf, 0.0, note=saved.config_note))
         results += self._bits(LAST, saved.last, [trace.final for trace in self.ranks])
         return results + self._bits(FIRST, saved.first, [trace.initial for trace in self.ranks])
+
+    def _same_scale(self, module: str) -> bool:
+        return near(self.evidence.saved.scalings.get(module), self.reference.scalings.get(module))
 
     def collectives(self) -> list[TensorResult]:
         """No more calls than the plan says, on any rank."""
@@ -246,7 +245,7 @@ class _Judge:
             results.append(TensorResult(key, max(0, used - budget) / max(budget, 1), 0.0, note=note))
         return results
 
-    def _modules(self, phase: str, names: list[str]) -> list[TensorResult]:
+    def _modules(self, phase: str, names: list[str], *, exact: bool = False) -> list[TensorResult]:
         """Outputs of modules, or their gradients, over all tokens of the first step."""
         rounded, results = self.evidence.rounded, []
         for name in names:
@@ -260,12 +259,16 @@ class _Judge:
             except ShapeError as error:
                 results.append(TensorResult(shown, math.inf, 0.0, note=str(error)))
                 continue
+            if exact:
+                results.append(TensorResult(shown, relative(pieces, found[0]), 0.0, found[0], pieces))
+                continue
             if phase == "backward" and name.partition("#")[0] in self.ranks[0].terms:
-                pieces = _summed_where_unequal(pieces, found[0])
+                pieces = summed_where_unequal(pieces, found[0])
             results.append(self._compare(shown, pieces, found[0], [whole for whole, _ in low], phase))
-        if len(names) > 1:
+        if names and names[0] in self.reference.order and names != [""]:
             ours = {n for t in self.ranks for m in t.micro_batches for n in getattr(m, phase) if n}
-            results += [r for r in _missing(ours, set(names)) if "not in the reference" in r.note]
+            ours = {n for n in ours if not n.endswith((SCORES, CHOICES))}
+            results += [r for r in missing(ours, set(names)) if "not in the reference" in r.note]
         return results
 
     def _bits(self, file: str, stored: dict[str, Tensor], holders: list[dict[str, Tensor]]) -> list[TensorResult]:
@@ -285,7 +288,7 @@ class _Judge:
         exact: bool = False,
         label: str = "",
     ) -> list[TensorResult]:
-        results = _missing({name for factors in ours for name in factors}, wholes.keys())
+        results = missing({name for factors in ours for name in factors}, wholes.keys())
         for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and not exact):
             whole = wholes[name]
             try:
@@ -294,7 +297,7 @@ class _Judge:
                 results.append(TensorResult(name, math.inf, 0.0, note=str(error)))
                 continue
             if exact:
-                results.append(TensorResult(name, _relative(pieces, whole), 0.0, whole, pieces))
+                results.append(TensorResult(name, relative(pieces, whole), 0.0, whole, pieces))
             else:
                 results.append(self._compare(label + name, pieces, whole, [low[name] for low in rounded], phase))
         return results
@@ -302,6 +305,8 @@ class _Judge:
     def _place(self, factor: str) -> tuple[int, str]:
         """Where the module of a factor comes in execution order."""
         module = factor.rpartition(".lora_")[0]
+        if stack_of(module) in self.stacks:
+            module = stack_of(module).rpartition(".")[0]
         return self.reference.order.index(module) if module in self.reference.order else -1, factor
 
     def _scalars(self, field_name: str, label: str) -> list[TensorResult]:
@@ -338,63 +343,17 @@ class _Judge:
             noise = max(float((low.double() - whole.double()).abs().max()) if whole.numel() else 0.0 for low in rounded)
         if noise is None:
             limit = 1e-6 if phase in _AFTER_ADAM else 1e-11
-            return TensorResult(name, _relative(pieces, whole), limit, whole, pieces)
+            return TensorResult(name, relative(pieces, whole), limit, whole, pieces)
         largest = float(whole.double().abs().max()) if whole.numel() else 1.0
         eps = torch.finfo(getattr(torch, self.evidence.dtype)).eps
         limit = _NOISE * noise / max(largest, 1e-300) + eps
         if not math.isfinite(limit):
             return TensorResult(name, math.inf, 0.0, note="one process itself computes values that are not finite")
-        return TensorResult(name, _relative(pieces, whole, largest=True), limit, whole, pieces)
+        return TensorResult(name, relative(pieces, whole, largest=True), limit, whole, pieces)
 
 
-def _summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
-    """Inside a region a gradient is one term on each rank, but where what comes after has left the region already.
-
-    Whichever is nearer: copies of a whole and terms of a sum are far apart, in every precision.
-    """
-    total = [sum_of(pieces, whole)]
-    return min((pieces, total), key=lambda found: _relative(found, whole))
-
-
-def _relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
-    """The worst copy's relative distance from `whole`: L2, or of the largest element."""
-    errors = []
-    for copy in {piece.copy for piece in pieces}:
-        own = [piece for piece in pieces if piece.copy == copy]
-        if not is_complete(own, whole) or not all(bool(torch.isfinite(p.values).all()) for p in own):
-            return math.inf
-        if bool(whole.any()) and not any(bool(piece.values.any()) for piece in own):
-            return math.inf
-        gaps = [piece.values.double() - piece.of(whole).double() for piece in own]
-        if largest:
-            gap = max((float(g.abs().max()) for g in gaps if g.numel()), default=0.0)
-            errors.append(gap / max(float(whole.double().abs().max()), 1e-300))
-        else:
-            gap = math.sqrt(sum(float(g.square().sum()) for g in gaps))
-            errors.append(gap / max(float(whole.double().norm()), 1e-300))
-    return max(errors, default=math.inf)
-
-
-def _only(factors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    return {name: factors[name] for name in names if name in factors}
-
-
-def _missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]:
-    """One failed result for each name that only one side has."""
-    ours, reference = set(ours), set(reference)
-    notes = dict.fromkeys(reference - ours, "not in ours") | dict.fromkeys(ours - reference, "not in the reference")
-    return [TensorResult(name, math.inf, 0.0, note=note) for name, note in sorted(notes.items())]
-
-
-def _minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.double() - b[name].double() for name, value in a.items() if name in b}
-
-
-def _at(values: list[int], step: int) -> float:
-    """Infinite where a rank has made fewer steps."""
-    return values[step] if step < len(values) else math.inf
-
-
-def _near(a: float | None, b: float | None) -> bool:
-    """Whether two scales are equal, up to the last bit of a quotient."""
-    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-12)
+def _moved(result: TensorResult) -> int:
+    """How many tokens of the worst copy have other experts than in the reference."""
+    assert result.whole is not None
+    wrong = [p.rows[(p.values != p.of(result.whole)).any(1)] for p in result.pieces if p.rows is not None]
+    return len(set(torch.cat(wrong).tolist())) if wrong else 0

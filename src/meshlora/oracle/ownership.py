@@ -11,14 +11,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from meshlora.oracle.experts import expert_modules, matrices
 
 Prints = dict[str, Tensor]
 
 
 def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
-    """(rows, columns) of every weight of a base model: module -> int64 `[out]`, `[in]`."""
+    """(rows, columns) of every weight of a base model: module -> int64 `[out]`, `[in]`; of experts `[E, ...]`."""
     rows: Prints = {}
     columns: Prints = {}
     for name, module, weight in _weights(model):
@@ -26,12 +29,18 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
         matrix = matrix.T if isinstance(module, Conv1D) else matrix.reshape(len(matrix), -1)
         rows[name] = _prints(matrix)
         columns[name] = _prints(matrix.T)
+    for name, stack in matrices(model).items():
+        rows[name] = torch.stack([_prints(matrix) for matrix in stack.double()])
+        columns[name] = torch.stack([_prints(matrix.T) for matrix in stack.double()])
     return rows, columns
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """(name in the model without adapters, module, weight)."""
+    experts = tuple(f"{name}." for name in expert_modules(model))
     for path, module in model.named_modules():
+        if path.startswith(experts) or isinstance(module, ParamWrapper):
+            continue
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and ".lora_" not in path and ".modules_to_save." not in path:
             yield path.replace(".base_layer", "").replace(".original_module", ""), module, weight

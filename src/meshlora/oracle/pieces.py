@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from meshlora.errors import UnsupportedError
+from meshlora.oracle.experts import Stack, stack_of
 
 # How a model cuts the output of its fused linear: into blocks, or into heads first and each head into three.
 _BLOCKS = ("gpt2", "openai-gpt", "mpt", "phi3")
 _PER_HEAD = ("gpt_neox", "bloom", "persimmon", "gpt_neox_japanese")
 _GATE_UP = ("gate_up_proj", "input_linear", "mlp.Wi", "mlp.fc1")
+# Of their experts gate and up take turns.
+_INTERLEAVED_EXPERTS = ("gpt_oss", "openai_privacy_filter")
 
 
 def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
@@ -31,7 +34,9 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
     kv = getattr(config, "num_key_value_heads", None) or heads
     family = config.model_type
     found: dict[str, Tensor] = {}
-    if module.endswith(_GATE_UP):
+    if family in _INTERLEAVED_EXPERTS and stack_of(module).endswith("experts.gate_up_proj"):
+        found = {"gate": rows[::2], "up": rows[1::2]}
+    elif module.endswith(_GATE_UP):
         found = dict(zip(("gate", "up"), rows.view(2, -1), strict=True))
     elif family == "codegen":  # four groups of heads, each with its q, v and k
         found = {name: rows.view(4, 3, -1)[:, place].flatten() for place, name in enumerate("qvk")}
@@ -55,8 +60,12 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
 
 
 def pieces_of(module: str, pieces: Mapping[str, Iterable[str]]) -> list[str]:
-    """The pieces that an adapter on `module` is on; none where it is on all of it."""
-    return next((list(p) for key, p in pieces.items() if module == key or module.endswith(f".{key}")), [])
+    """The pieces that an adapter on `module`, which may be of one expert, is on; none where it is on all of it."""
+    for name in {module, stack_of(module)}:
+        for key, found in pieces.items():
+            if name == key or name.endswith(f".{key}"):
+                return list(found)
+    return []
 
 
 def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, int]) -> Tensor:
@@ -66,6 +75,18 @@ def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, int]) 
     for number, piece in enumerate(names):
         mask[rows_of(config, module, piece, shape[0]), number * rank : (number + 1) * rank] = 1
     return mask
+
+
+def mask_in_file(
+    config: Any, module: str, names: list[str], shape: tuple[int, int], stack: Stack | None = None
+) -> Tensor:
+    """The same for PEFT's factor on the output side, of `shape`: B, of a linear or of all experts, or their A."""
+    if stack is None:
+        return mask_of(config, module, names, shape)
+    number = 1 if stack.is_shared else stack.num_experts
+    if stack.is_swapped:  # [r E, out]
+        return mask_of(config, module, names, (shape[1], shape[0] // number)).T.repeat(number, 1)
+    return mask_of(config, module, names, (shape[0], shape[1] // number)).repeat_interleave(number, dim=1)
 
 
 def in_pieces(config: Any, tensors: Mapping[str, Tensor], pieces: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ batches is used here; only what both sides need: the sequences of a run, and the
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from meshlora.config import RunConfig
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
-from meshlora.oracle.batches import UNTRAINED, MicroBatch, micro_batches, micro_batches_of
-from meshlora.oracle.capture import Capture, copy
-from meshlora.oracle.case import Case
-from meshlora.oracle.ownership import fingerprints
-from meshlora.oracle.pieces import in_pieces, mask_of, pieces_of
-from meshlora.oracle.trace import Trace
+from meshlora.oracle.balance import load_balancing_loss
+from meshlora.oracle.batches import UNTRAINED, MicroBatch, micro_batches_of
+from meshlora.oracle.experts import (
+    adapted_stacks,
+    as_configured,
+    has_shared_adapters,
+    output_side,
+    plain_names,
+    share_adapters,
+)
+from meshlora.oracle.pieces import mask_in_file, pieces_of
 
 _PREFIX = "base_model.model."
 
@@ -45,6 +50,7 @@ class AdamW:
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     label_smoothing: float = 0.0
+    router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
 
@@ -56,14 +62,17 @@ def reference_model(
     dtype: torch.dtype,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    is_stock: bool = False,
 ) -> Any:
-    """The checkpoint with the PEFT adapter, trainable, on one process, without dropout."""
-    from peft import PeftModel
+    """The checkpoint with the PEFT adapter, trainable, on one process, without dropout.
 
+    is_stock: PEFT does with the configuration what it always does, whether that is what it says or not.
+    """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
+    config._experts_implementation = "eager"  # the others do not compute in float64
     base = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
@@ -72,36 +81,67 @@ def reference_model(
         local_files_only=True,
         trust_remote_code=trust_remote_code,
     )
-    model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    if dtype == torch.float64:
+        for parameter in base.parameters():  # of some routers, which are float32 whatever is asked for
+            parameter.data = parameter.data.to(dtype)
+    with contextlib.nullcontext() if is_stock else as_configured():
+        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     for name, module in model.named_modules():
         assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of the accused's layers
+    if shares_experts(adapter) and not is_stock:
+        share_adapters(model)
     return model.train()
 
 
-def loss_sum(model: nn.Module, batch: MicroBatch, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64."""
+def loss_sum(
+    model: nn.Module, batch: MicroBatch, *, label_smoothing: float = 0.0, routed: list[tuple[Tensor, ...]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64.
+
+    routed: gets the router logits of its layers, where that is asked for.
+    """
+    options = {"output_router_logits": True} if routed is not None else {}
     with lift(next(model.parameters()).dtype == torch.float64):
         # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
         inner = getattr(model, "get_base_model", lambda: model)()
-        logits = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
+        if routed is not None:
+            routed.append(found.router_logits)
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
+            found.logits.flatten(0, 1).float(),
             batch.labels.flatten(),
             ignore_index=UNTRAINED,
             reduction="sum",
             label_smoothing=label_smoothing,
         )
-    return loss, logits
+    return loss, found.logits
 
 
-def accumulate(model: nn.Module, batches: Iterable[MicroBatch], *, label_smoothing: float = 0.0) -> float:
-    """Leave on the factors the gradient of the mean loss over all trained tokens of `batches`; returns that loss."""
-    total, tokens = 0.0, 0
+def accumulate(
+    model: nn.Module,
+    batches: Sequence[MicroBatch],
+    *,
+    label_smoothing: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
+) -> tuple[float, float | None]:
+    """Leave on the factors the gradient of the mean loss over all trained tokens of `batches`, load balancing included;
+    returns that loss without it, and the loss of load balancing.
+    """
+    tokens = sum(batch.num_tokens for batch in batches)
+    routed: list[tuple[Tensor, ...]] | None = [] if router_aux_loss_coef else None
+    losses: list[Tensor] = []
     for batch in batches:
-        loss, _ = loss_sum(model, batch, label_smoothing=label_smoothing)
-        loss.backward()
-        total += float(loss.detach())
-        tokens += batch.num_tokens
+        loss, _ = loss_sum(model, batch, label_smoothing=label_smoothing, routed=routed)
+        losses.append(loss)
+        if routed is None:
+            loss.backward()
+    aux = None
+    if routed is not None:  # it is of all micro-batches together, so they go back together
+        with lift(next(model.parameters()).dtype == torch.float64):
+            inner = model.get_base_model()  # type: ignore[operator]
+            balance = load_balancing_loss(inner, routed, [batch.attention_mask for batch in batches])
+            (torch.stack(losses).sum() + router_aux_loss_coef * tokens * balance).backward()
+        aux = float(balance.detach())
     for name, parameter in trainable(model).items():
         if parameter.grad is None:
             raise UnsupportedError(
@@ -110,7 +150,7 @@ def accumulate(model: nn.Module, batches: Iterable[MicroBatch], *, label_smoothi
                 "leave it out with exclude_modules",
             )
         parameter.grad /= tokens
-    return total / tokens
+    return sum(float(loss.detach()) for loss in losses) / tokens, aux
 
 
 def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: AdamW) -> list[float]:
@@ -119,7 +159,13 @@ def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Ada
     losses = []
     for batches, rate in zip(steps, settings.learning_rates, strict=False):
         optimizer.zero_grad(set_to_none=True)
-        losses.append(accumulate(model, batches, label_smoothing=settings.label_smoothing))
+        loss, _ = accumulate(
+            model,
+            batches,
+            label_smoothing=settings.label_smoothing,
+            router_aux_loss_coef=settings.router_aux_loss_coef,
+        )
+        losses.append(loss)
         if settings.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(list(trainable(model).values()), settings.max_grad_norm)
         set_rate(optimizer, rate)
@@ -160,11 +206,16 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is trained, by the names of the model without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`,
     `model.embed_tokens.lora_embedding_A`, `model.norm.weight`.
     """
-    return {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
+    wrapped = plain_names(model)
+    return {_plain(name, wrapped): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _plain(name: str) -> str:
-    name = name.removeprefix(_PREFIX).replace(".modules_to_save.default", "").replace(".base_layer.", ".")
+def _plain(name: str, wrapped: Mapping[str, str]) -> str:
+    name = name.removeprefix(_PREFIX).removesuffix(".parametrizations.weight.original")
+    owner, _, part = name.rpartition(".lora_")
+    if owner in wrapped:
+        return f"{wrapped[owner]}.lora_{part.removesuffix('.weight').removesuffix('.default')}"
+    name = name.replace(".modules_to_save.default", "").replace(".base_layer.", ".")
     return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
 
 
@@ -206,6 +257,7 @@ def train_run(
         options.weight_decay,
         options.max_grad_norm or None,
         options.label_smoothing,
+        options.router_aux_loss_coef,
         options.lora_plus_ratio,
         options.lora_plus_embedding_lr,
     )
@@ -215,100 +267,20 @@ def train_run(
     return losses
 
 
-def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
-    """What one process makes of `case`, computed in `precision` from weights that are stored in the case's dtype.
-
-    autocast: PEFT computes the adapter of a bfloat16 model in float32, unless torch's autocast, as trainers use it,
-    makes it bfloat16 too.
-    """
-    with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
-        return _trace_case(case, precision)
-
-
-def _trace_case(case: Case, precision: str) -> Trace:
-    model = _case_model(case, case.adapter, precision)
-    freeze_outside_pieces(model, case.pieces)
-    factors = trainable(model)
-    rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
-    settings = AdamW(
-        rates,
-        (case.beta1, case.beta2),
-        case.eps,
-        case.weight_decay,
-        lora_plus_ratio=case.lora_plus_ratio,
-        lora_plus_embedding_lr=case.lora_plus_embedding_lr,
-    )
-    optimizer = make_optimizer(model, settings)
-    inner = model.get_base_model()
-    trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
-    trace.rows, trace.columns = fingerprints(inner)
-    trace.base, trace.row_norms = _base_values(case, factors)
-    for step, rate in enumerate(rates):
-        batches = _case_batches(case, step)
-        optimizer.zero_grad(set_to_none=True)
-        if step == 0:
-            with Capture(inner) as capture:
-                loss = accumulate(model, batches, label_smoothing=case.label_smoothing)
-            trace.micro_batches = capture.micro_batches
-            _forget_head(trace, inner)
-            trace.order = list(capture.micro_batches[0].forward)
-            trace.gradients = _gradients(case, model, factors)
-        else:
-            loss = accumulate(model, batches, label_smoothing=case.label_smoothing)
-        norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
-        if step == 0:
-            trace.clipped = _gradients(case, model, factors)
-        set_rate(optimizer, rate)
-        optimizer.step()
-        trace.losses.append(loss)
-        trace.grad_norms.append(float(norm))
-        trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
-    trace.final = _copies(case, model, factors)
-    trace.final_logits = _first_logits(case, model)
-    trace.eval_losses = [evaluate(case, model)]
-    return trace
-
-
-def _forget_head(trace: Trace, model: Any) -> None:
-    """Of the head only the logits of the model are compared: nobody else computes its output for all tokens."""
-    head = model.get_output_embeddings()
-    names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
-    for micro in trace.micro_batches:
-        for name in names:
-            logits = micro.forward[""]
-            micro.forward.pop(name, None)
-            micro.backward.pop(name, None)
-            micro.base.pop(name, None)
-            micro.forward[""] = logits
-        micro.backward.pop("", None)
-
-
-def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(values in the base of what is trained of it, norms of the rows of what DoRA scales)."""
-    wanted = {name for name in factors if ".lora_" not in name}
-    scaled = [name for name in factors if name.endswith(".lora_magnitude_vector")]
-    if not wanted and not scaled:
-        return {}, {}
-    # From the checkpoint: PEFT trains biases where they are.
-    fresh = AutoModelForCausalLM.from_pretrained(
-        case.model, dtype=getattr(torch, case.dtype), local_files_only=True, trust_remote_code=case.trust_remote_code
-    )
-    base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
-    norms = {}
-    for name in scaled:
-        module = name.rpartition(".lora_")[0]
-        is_transposed = isinstance(fresh.get_submodule(module), Conv1D)
-        norms[name] = base[f"{module}.weight"].norm(dim=0 if is_transposed else 1)
-    return {name: base[name] for name in wanted}, norms
-
-
 def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:
     """Keep B zero outside the blocks of an adapter on pieces: these entries get no gradient."""
+    stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
     for name, parameter in trainable(model).items():
         module, _, part = name.rpartition(".lora_")
-        if part == "B" and (names := pieces_of(module, pieces)):
-            config = model.get_base_model().config  # type: ignore[operator]
-            mask = mask_of(config, module, names, (parameter.shape[0], parameter.shape[1])).to(parameter)
+        stack = stacks.get(module)
+        if part == output_side(stack) and (names := pieces_of(module, pieces)):
+            mask = mask_in_file(
+                model.get_base_model().config,  # type: ignore[operator]
+                module,
+                names,
+                (parameter.shape[0], parameter.shape[1]),
+                stack,
+            ).to(parameter)
             parameter.register_hook(lambda grad, mask=mask: grad * mask)
 
 
@@ -318,70 +290,18 @@ def pieces_in(adapter: str | Path) -> dict[str, list[str]]:
     return dict(json.loads(file.read_text(encoding="utf-8"))["pieces"]) if file.is_file() else {}
 
 
-@torch.no_grad()
-def evaluate(case: Case, model: Any) -> float:
-    """Mean loss over the trained tokens of all sequences of the case."""
-    total, tokens = 0.0, 0
-    for batch in micro_batches(
-        case.data, range(len(case.data)), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
-    ):
-        total += float(loss_sum(model, batch.to(case.device))[0])
-        tokens += batch.num_tokens
-    return total / tokens
+def shares_experts(adapter: str | Path) -> bool:
+    """Whether an adapter folder says besides its PEFT files that the experts of a layer share one adapter."""
+    file = Path(adapter) / "meshlora.json"
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("share_experts") is True
 
 
 def scalings(model: nn.Module) -> dict[str, float]:
     """Module -> the scale that PEFT gives to its adapter."""
-    return {
+    wrapped = plain_names(model)
+    found = {
         name.removeprefix(_PREFIX): float(module.scaling["default"])
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and "default" in module.scaling
     }
-
-
-def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor]:
-    """What PEFT finds in the adapter folder `saved`: (factors, logits of the first micro-batch) in float64."""
-    model = _case_model(case, saved, "float64")
-    return _copies(case, model, trainable(model)), _first_logits(case, model)
-
-
-def _case_model(case: Case, adapter: str | Path, precision: str) -> Any:
-    """float64 of a model that is stored in a lower precision: the same values, computed without rounding."""
-    model = reference_model(
-        case.model,
-        adapter,
-        dtype=getattr(torch, case.dtype),
-        attn_implementation="eager",
-        trust_remote_code=case.trust_remote_code,
-    )
-    if precision != case.dtype:
-        model = model.double()
-    return model.to(case.device)
-
-
-def _case_batches(case: Case, step: int) -> list[MicroBatch]:
-    batches = micro_batches_of(
-        case.data,
-        batch_size=case.batch_size,
-        micro_batch_size=case.micro_batch_size,
-        seed=case.seed,
-        step=step,
-        pad_token_id=case.pad_token_id,
-    )
-    return [batch.to(case.device) for batch in batches]
-
-
-@torch.no_grad()
-def _first_logits(case: Case, model: Any) -> Tensor:
-    case = dataclasses.replace(case, micro_batch_size=2)  # the same ones, however many are computed at once
-    return copy(loss_sum(model, _case_batches(case, 0)[0])[1])
-
-
-def _copies(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    copies = {name: copy(parameter) for name, parameter in factors.items()}
-    return in_pieces(model.get_base_model().config, copies, case.pieces)
-
-
-def _gradients(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    copies = {name: copy(p.grad) for name, p in factors.items() if p.grad is not None}
-    return in_pieces(model.get_base_model().config, copies, case.pieces)
+    return {wrapped.get(name, name): scale for name, scale in found.items()}

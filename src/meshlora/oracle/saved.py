@@ -6,6 +6,7 @@ Owns: reading them. Does not own: what they should hold (`oracle.judge`), or how
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.errors import reason
 from meshlora.oracle.case import Case
+from meshlora.oracle.experts import Stack, in_experts, names_in_file
 from meshlora.oracle.pieces import in_pieces
-from meshlora.oracle.reference import read_back, scalings
+from meshlora.oracle.reference import scalings
+from meshlora.oracle.reference_case import read_back
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Inside the folder of a run: what the trainer saves first and last, and an adapter that is drawn and not trained.
@@ -28,6 +31,9 @@ FIRST, LAST, FRESH = "run/initial", "run/adapter", "fresh"
 _READ = "read.safetensors"
 # What tells PEFT how to run an adapter; the one that both sides start from was written for training.
 _OF_USE = {"inference_mode": True, "task_type": "CAUSAL_LM"}
+# Of models with experts these may be said in other words, as PEFT takes some words for others: what it makes of them
+# counts, where it puts which rank and scale.
+_BY_EFFECT = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ class Saved:
 
     Attributes:
         first, last, fresh: what the files hold, under the names of factors.
-        read, logits: the last as PEFT reads it, in float64. fresh_scalings: module -> the scale that PEFT gives to the
-            drawn one.
+        read, logits, scalings: the last as PEFT reads it, in float64, and the scale that PEFT gives to each module.
+        fresh_scalings: those of the drawn one.
         note: why PEFT cannot read the last. config_note, fresh_note: what is wrong with their configurations.
     """
 
@@ -46,6 +52,7 @@ class Saved:
     fresh: dict[str, Tensor] = field(default_factory=dict)
     read: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
+    scalings: dict[str, float] = field(default_factory=dict)
     fresh_scalings: dict[str, float] = field(default_factory=dict)
     note: str = ""
     config_note: str = ""
@@ -57,7 +64,7 @@ def read_with_peft(case: Case, folder: str) -> dict[str, Any]:
     root = Path(folder)
     found: dict[str, Any] = {}
     try:
-        factors, logits = read_back(case, root / LAST)
+        factors, logits, found["scalings"] = read_back(case, root / LAST)
         save_file({**factors, "logits": logits}, root / _READ)
         found["config_note"] = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG)
     except Exception as error:  # noqa: BLE001 - whatever PEFT says of a file that we wrote is the finding
@@ -69,28 +76,30 @@ def read_with_peft(case: Case, folder: str) -> dict[str, Any]:
     return found
 
 
-def read_saved(case: Case, folder: Path, found: dict[str, Any]) -> Saved:
+def read_saved(case: Case, folder: Path, found: dict[str, Any], stacks: Mapping[str, Stack]) -> Saved:
     """Everything, from the files and from what `read_with_peft` found."""
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
     read = _tensors(folder / _READ) if not found.get("note") else {}
     first, last, fresh = (
-        in_pieces(config, _tensors(folder / name / WEIGHTS), case.pieces) for name in (FIRST, LAST, FRESH)
+        in_pieces(config, in_experts(_tensors(folder / name / WEIGHTS, stacks), stacks, in_file=True), case.pieces)
+        for name in (FIRST, LAST, FRESH)
     )
     return Saved(first, last, fresh, read, read.pop("logits", None), **found)
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _tensors(file: Path, stacks: Mapping[str, Stack] | None = None) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as stored:
-            names = stored.keys()
-            return {_plain(name): stored.get_tensor(name) for name in names}
+            keys = {key: key.removeprefix("base_model.model.") for key in stored.keys()}  # noqa: SIM118 - not a dict
+            of_experts = names_in_file(keys.values(), stacks or {})
+            return {of_experts.get(name, _plain(name)): stored.get_tensor(key) for key, name in keys.items()}
     except (OSError, SafetensorError):
         return {}  # every name is then missing
 
 
 def _plain(key: str) -> str:
-    """The name of a trained parameter in the model without PEFT."""
-    name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    """The name of a trained parameter in the model without PEFT, from a key without the prefix of PEFT's model."""
+    name = key.replace(".base_layer.", ".")
     return name.removesuffix(".weight") if ".lora_" in name else name
 
 
@@ -98,6 +107,8 @@ def _difference(ours: Path, theirs: Path) -> str:
     """The first field in which a stored configuration is not the one that training started from."""
     a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
     for name, value in sorted((b | _OF_USE).items()):
+        if name in _BY_EFFECT and b.get("target_parameters"):
+            continue
         if _unordered(a.get(name)) != _unordered(value):
             return f"{name} is {a.get(name)!r}, not {value!r}"
     return "".join(f"{name} is not a field of this peft" for name in sorted(a.keys() - b.keys())[:1])

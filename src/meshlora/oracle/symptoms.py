@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from meshlora.oracle.judge import Evidence, TensorResult
+from meshlora.oracle.judge import Evidence
+from meshlora.oracle.results import TensorResult
 from meshlora.oracle.unshard import Piece
 from meshlora.plan.topology import Topology
 
@@ -147,7 +148,9 @@ def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
     """What the gradients' squares sum up to beyond the first copy: of what each tp rank holds whole, of parts."""
     whole = shared = 0.0
     for name, gradient in evidence.reference.gradients.items():
-        square, local = float(gradient.double().square().sum()), evidence.ranks[0].gradients[name]
+        square, local = float(gradient.double().square().sum()), evidence.ranks[0].gradients.get(name)
+        if local is None:  # of an expert that is elsewhere
+            continue
         copies = local.numel() * evidence.topology.tp // max(gradient.numel(), 1)
         if local.shape == gradient.shape:
             whole += (evidence.topology.tp - 1) * square

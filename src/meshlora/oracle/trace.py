@@ -22,6 +22,7 @@ _FACTORS = (
 )
 _SCALARS = (
     "losses",
+    "aux_losses",
     "grad_norms",
     "num_tokens",
     "rates",
@@ -33,6 +34,7 @@ _SCALARS = (
     "order",
     "facts",
     "terms",
+    "stacks",
 )
 
 
@@ -44,12 +46,14 @@ class Trace:
         micro_batches: forwards and backwards of the first optimizer step.
         losses, grad_norms, num_tokens, rates: per optimizer step; the norm is that before clipping, the rate is the
             learning rate.
+        aux_losses: that of load balancing, per optimizer step; empty where it is off.
         eval_losses: the mean loss over all sequences of the case, each time that they are evaluated.
         scalings, fresh_scalings: module -> scale of its adapter; of the one that is drawn (ours only).
         initial, gradients, clipped, final: factor -> value before the first step, gradient of the first step before
             and after clipping, value after the last step.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
-        rows, columns: module -> fingerprints of the rows and columns of its weight (`oracle.ownership`).
+        rows, columns: module -> fingerprints of the rows and columns of its weight (`oracle.ownership`); of a
+            projection of experts `[E, ...]`.
         base: trained parameter of the base -> its value there. row_norms: magnitude of DoRA -> norms of the base's rows
             (both reference only).
         final_logits: of the first micro-batch, after the last step (reference only).
@@ -58,11 +62,13 @@ class Trace:
             "whole", "split region", "whole region" (ours only).
         terms: modules whose output has a gradient that may be one term of a sum over tp: what lies between where a
             region is entered and where it is left (ours only).
+        stacks: projection of experts with an adapter -> the values of an `oracle.experts.Stack` (reference only).
         collectives, budget: "phase kind" -> calls in the first step, and how many there may be (ours only).
     """
 
     micro_batches: list[MicroBatchCapture] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    aux_losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -85,6 +91,7 @@ class Trace:
     budget: dict[str, int] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     terms: list[str] = field(default_factory=list)
+    stacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write everything to `path`; not atomic, the caller owns the folder."""

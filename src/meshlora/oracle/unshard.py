@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshlora.oracle.capture import MicroBatchCapture
+from meshlora.oracle.experts import stack_of
 from meshlora.oracle.ownership import places
 from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology
@@ -146,6 +147,23 @@ class Ownership:
     def __init__(self, ranks: list[Trace], reference: Trace, topology: Topology) -> None:
         self.ranks, self.reference, self.topology = ranks, reference, topology
 
+    def is_of_experts(self, module: str) -> bool:
+        """Whether `module` is a projection of experts with an adapter, or that of a single one."""
+        return stack_of(module) in self.reference.stacks
+
+    def copy_of(self, rank: int, module: str, *, is_split: bool) -> tuple[int, ...]:
+        """Which copy of a parameter in `module` rank `rank` holds, or holds a part of."""
+        if not self.is_of_experts(module):
+            place = self.topology.coordinates(rank)
+            return (place["dp"],) if is_split else (place["dp"], place["tp"])
+        place = self.topology.expert_coordinates(rank)
+        copy = (place["edp"], place["ep"]) if module in self.reference.stacks else (place["edp"],)
+        return copy if is_split else (*copy, place["etp"])
+
+    def one_of(self, rank: int, projection: str) -> str:
+        """One expert of those that a rank holds of `projection`."""
+        return next((name for name in self.ranks[rank].rows if stack_of(name) == projection), projection)
+
     def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
         """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`; "": of nothing known.
 
@@ -153,6 +171,8 @@ class Ownership:
             ShapeError: `local` entries cannot be a rank's part of `whole`.
         """
         tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
+        if self.is_of_experts(module):
+            tp_rank, tp = self.topology.expert_coordinates(rank)["etp"], self.topology.etp
         prints = getattr(self.ranks[rank], kind, {}).get(module) if kind else None
         every = getattr(self.reference, kind, {}).get(module) if kind else None
         if prints is not None and every is not None and (len(prints), len(every)) == (local, whole):
@@ -209,23 +229,35 @@ def token_pieces(
 def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: str, whole: Tensor) -> list[Piece]:
     """What the ranks hold of the trained parameter `name` (or of its gradient): every dp rank has a copy of its own.
 
+    Of an expert those ranks hold something that have that expert, and every edp rank has a copy of its own.
+
     Raises:
-        ShapeError: as above.
+        ShapeError: as above; or nobody has an expert's where somebody should.
     """
-    pieces = []
+    pieces: list[Piece] = []
     module, kinds = _sides(name)
+    is_expert, is_shared = ownership.is_of_experts(module), module in ownership.reference.stacks
     for rank, factors in enumerate(ranks):
-        place = ownership.topology.coordinates(rank)
+        if name not in factors and is_expert and not is_shared:
+            continue
         if name not in factors:
             raise ShapeError(f"rank {rank} has no {name}")
         values, index = factors[name], None
         dim = _split_dim(values.shape, whole.shape, f"rank {rank}: {name}")
         if dim is not None:
+            # What all experts share is cut as the matrices of this rank's are.
+            known = ownership.one_of(rank, module) if is_shared else module
             kind = kinds[dim] if dim < len(kinds) else ""
-            index = ownership.index(rank, module, kind, values.shape[dim], whole.shape[dim], f"rank {rank}: {name}")
+            index = ownership.index(rank, known, kind, values.shape[dim], whole.shape[dim], f"rank {rank}: {name}")
             values, index = _without_padding(values, dim, index)
-        copy = (place["dp"],) if dim is not None else (place["dp"], place["tp"])
-        pieces.append(Piece(rank, copy, values, None, dim, index))
+        pieces.append(Piece(rank, ownership.copy_of(rank, module, is_split=dim is not None), values, None, dim, index))
+    if is_expert:
+        copies = {piece.copy for piece in pieces}
+        is_split = any(piece.dim is not None for piece in pieces)
+        for rank in range(len(ranks)):
+            wanted = ownership.copy_of(rank, module, is_split=is_split)
+            if wanted not in copies:
+                raise ShapeError(f"no rank like {rank} has {name}")
     return pieces
 
 

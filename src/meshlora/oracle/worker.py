@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from meshlora.oracle.case import Case
 from meshlora.oracle.inputs import write_adapter, write_twin
-from meshlora.oracle.reference import trace_case
+from meshlora.oracle.reference_case import trace_case
 
 
 def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> None:
@@ -31,6 +31,7 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
         seed=case.seed,
         trust_remote_code=case.trust_remote_code,
         pieces=case.pieces,
+        share_experts=case.share_experts,
     )
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     trace_case(here, precision="float64").save(root / "reference.safetensors")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshlora.oracle.case import versions
-from meshlora.oracle.judge import Phase
+from meshlora.oracle.results import Phase
 from meshlora.plan.grads import general_rules
 from meshlora.verify.mutations import MUTATIONS
 from meshlora.verify.proof import Outcome

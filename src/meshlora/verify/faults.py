@@ -378,7 +378,9 @@ def without_last_step(original: Any) -> Any:
 
 
 def replicas_counted(squares: Tensor, factors: list[Any], mesh: Any) -> Tensor:
-    return squares * (mesh.tp.size if factors and factors[0].rule.split_dim is None else 1)
+    whole = [f.parameter.grad for f in factors if "tp" in f.rule.replicas and f.parameter.grad is not None]
+    once = sum(grad.double().square().sum() for grad in whole) / mesh.dp.size
+    return squares + once * (1 - 1 / mesh.tp.size)
 
 
 def clip_first(original: Any) -> Any:

@@ -35,7 +35,7 @@ def read_as(rank: Callable[[Axis], int], *, where: Callable[[str, Placement], bo
 
     def replace(original: Any) -> Any:
         def read(name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
-            wrong = placement.layout is not None and where(name, placement)
+            wrong = placement.layout is not None and not placement.num_experts and where(name, placement)
             return original(name, placement, source, _seen_as(mesh, rank(mesh.tp)) if wrong else mesh)
 
         return read
@@ -73,7 +73,7 @@ def pieces_reversed(names: str) -> Callable[[Any], Any]:
     def replace(original: Any) -> Any:
         def read(name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
             value: Tensor = original(name, placement, source, mesh)
-            if placement.layout is None or not _is_fused(placement.layout, names):
+            if placement.layout is None or placement.num_experts or not _is_fused(placement.layout, names):
                 return value
             sizes = [run.size for run in placement.layout.runs(rank=mesh.tp.rank, size=mesh.tp.size)]
             return torch.cat(value.split(sizes, placement.dim)[::-1], placement.dim or 0)
@@ -93,13 +93,21 @@ def _as_one_matrix(layout: Layout | None) -> Layout | None:
 
 def read_as_one_matrix(original: Any) -> Any:
     """A fused matrix is cut as if it had no pieces."""
-    return lambda name, placement, source, mesh: original(
-        name, dataclasses.replace(placement, layout=_as_one_matrix(placement.layout)), source, mesh
-    )
+
+    def read(name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+        if not placement.num_experts:
+            placement = dataclasses.replace(placement, layout=_as_one_matrix(placement.layout))
+        return original(name, placement, source, mesh)
+
+    return read
 
 
 def factor_as_one_matrix(original: Any) -> Any:
-    return lambda full, rule, mesh: original(full, dataclasses.replace(rule, layout=_as_one_matrix(rule.layout)), mesh)
+    def local_part(full: Tensor, rule: Any, mesh: Any) -> Any:
+        cuts = tuple(dataclasses.replace(cut, layout=_as_one_matrix(cut.layout)) for cut in rule.cuts)
+        return original(full, rule if rule.is_expert else dataclasses.replace(rule, cuts=cuts), mesh)
+
+    return local_part
 
 
 def units_dealt_round(original: Any) -> Any:
@@ -136,7 +144,7 @@ def rows_one_piece_further(original: Any) -> Any:
     """The same in a file."""
 
     def rows_of(target: Any, plan: Any) -> dict[str, Tensor]:
-        size = plan.linears[target.name].out_features
+        size = plan.rule_of(target.name).out_features
         return {piece: (rows + len(rows)) % size for piece, rows in original(target, plan).items()}
 
     return rows_of

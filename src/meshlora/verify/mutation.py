@@ -29,8 +29,11 @@ class Mutation:
             "whole_mixer" (a block that mixes tokens and is not split), "fused_qkv", "fused_gate_up" (matrices that are
             split by pieces), "fused_blocks" (of which no rank holds neighbouring rows alone), "fused_target",
             "kv_replicas" (heads that several ranks hold), "kv_target", "sliced" (arguments with a dim of heads),
-            "wide_norm", "padded_vocabulary"; of the adapter and the run "pieces", "embedding_target", "trained" (what
-            is no LoRA), "dora", "smoothing", "lora_plus".
+            "wide_norm", "padded_vocabulary"; of experts "experts", "ep", "etp", "edp", "two_stage", "expert_axes" (ep
+            or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights are applied to what comes out),
+            "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens" (routers of
+            some ranks see others); of the adapter and the run "pieces", "embedding_target", "trained" (what is no
+            LoRA), "dora", "smoothing", "lora_plus".
         changes: the functions it replaces.
     """
 

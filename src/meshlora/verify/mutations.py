@@ -1,7 +1,8 @@
 """Mutations: deliberate faults, each with the invariant that it breaks.
 
-Owns: the registry; its part about layouts is in `verify.mutations_of_layout`. `meshlora verify --mutation all` shows
-that every fault that can show on a topology does; one that survives means that the proof proves less than it says.
+Owns: the registry; its parts about layouts and experts are in `verify.mutations_of_layout` and `mutations_of_experts`.
+`meshlora verify --mutation all` shows that every fault that can show on a topology does; one that survives means that
+the proof proves less than it says.
 Does not own: how a fault is put in (`verify.mutation`), the wrong code (`verify.faults`, `verify.misplaced`).
 """
 
@@ -25,6 +26,7 @@ from meshlora.train import gradsync, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults, misplaced
 from meshlora.verify.mutation import Mutation, instead, mutation, then
+from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
 
 
@@ -387,4 +389,4 @@ _OF_TRAINING: dict[str, Mutation] = dict(
     ]
 )
 
-MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT
+MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS

@@ -5,7 +5,7 @@ Owns: this part of the registry (`verify.mutations` has the rest). Does not own:
 
 from __future__ import annotations
 
-from meshlora.adapter import manage, peft_format
+from meshlora.adapter import file_tensors, manage, peft_format
 from meshlora.parallel import collectives, embedding, linear, norm, region, vocabulary
 from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.linear import ParallelLinear
@@ -52,7 +52,7 @@ OF_LAYOUT: dict[str, Mutation] = dict(
             "piece_on_the_next_in_file",
             "the saved B of an adapter on pieces is zero outside their rows",
             "pieces",
-            (peft_format, "file_tensors", in_call(peft_format, "_rows_of_pieces", misplaced.rows_one_piece_further)),
+            (peft_format, "file_tensors", in_call(file_tensors, "_rows_of_pieces", misplaced.rows_one_piece_further)),
         ),
         mutation(
             "kv_head_of_another_rank",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,12 +26,15 @@ from meshlora.lift import lift
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.ownership import fingerprints
+from meshlora.oracle.replay import at_step, is_replayed, record_file, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.parallel.inject import parallel_leaves
 from meshlora.plan.budget import micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
+from meshlora.routing import RoutingRecord
 from meshlora.train import trainer as trainer_module
+from meshlora.train.balance import LoadBalancing
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
@@ -80,19 +83,33 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     train_step = trainer.train_step
 
     def watched(step: int) -> StepMetrics:
-        if step > 0:
-            return train_step(step)
-        logits = _logits(trainer)
-        with _watch(model, trace):
-            metrics = train_step(step)
-        for micro, whole in zip(trace.micro_batches, logits, strict=True):
-            micro.forward[""] = whole
+        at_step(routing, step)
+        metrics = train_step(step) if step > 0 else _first_step(trainer, train_step, trace)
+        at_step(routing, step + 1)
         return metrics
 
-    with mock.patch.object(trainer, "train_step", watched):
+    record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
+    replay = routed(model, case, record, replays=True, cut=lambda tokens: _seen_by_routers(tokens, model))
+    with replay as routing, mock.patch.object(trainer, "train_step", watched):
         trainer.train()
     trace.final = _locals(model, "default")
     trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
+
+
+def _first_step(trainer: Trainer, train_step: Callable[[int], StepMetrics], trace: Trace) -> StepMetrics:
+    """The step of which everything is recorded."""
+    logits = _logits(trainer)
+    with _watch(trainer.model, trace):
+        metrics = train_step(0)
+    for micro, whole in zip(trace.micro_batches, logits, strict=True):
+        micro.forward[""] = whole
+    return metrics
+
+
+def _seen_by_routers(tokens: Tensor, model: Any) -> Tensor:
+    """Under sp a tp rank's routers see its slice of the tokens."""
+    state = runtime(model)
+    return tokens.tensor_split(state.mesh.tp.size)[state.mesh.tp.rank] if state.plan.topology.sp else tokens
 
 
 class _Recorder(Reporter):
@@ -104,6 +121,7 @@ class _Recorder(Reporter):
 
     def step(self, metrics: StepMetrics) -> None:
         self.trace.losses.append(metrics.loss)
+        self.trace.aux_losses += [metrics.aux_loss] if metrics.aux_loss is not None else []
         self.trace.grad_norms.append(metrics.grad_norm)
         self.trace.num_tokens.append(metrics.tokens)
         self.trace.rates.append(metrics.lr)
@@ -155,6 +173,20 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
         counter.phase = "backward"
         return value
 
+    def apart(name: str) -> Any:
+        """Of load balancing: counted by itself, and the forwards in which it counts are not those of the step."""
+        method = getattr(LoadBalancing, name)
+
+        def run(*args: Any) -> Any:
+            phase, counts, number = counter.phase, counter.counts.copy(), len(capture.micro_batches)
+            try:
+                return method(*args)
+            finally:
+                counter.phase, counter.counts = phase, counts
+                del capture.micro_batches[number:]
+
+        return mock.patch.object(LoadBalancing, name, run)
+
     def set_phase(phase: str) -> Any:
         return lambda *_: setattr(counter, "phase", phase)
 
@@ -167,6 +199,8 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients", counted_finish))
         stack.enter_context(mock.patch.object(trainer_module, "language_model_loss", counted_loss))
         capture = stack.enter_context(Capture(model))
+        for name in ("count", "count_here", "finish"):
+            stack.enter_context(apart(name))
         stack.enter_context(counter)
         yield
     plan = runtime(model).plan
@@ -197,8 +231,8 @@ def _scalings(model: Any, adapter: str) -> dict[str, float]:
 def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
     """The factors of an adapter that is drawn from the user's configuration, "fresh_both" with B drawn too."""
     config: LoraConfig = LoraConfig(**case.lora)
-    if case.pieces:
-        config = PieceLoraConfig(**case.lora, pieces=case.pieces)
+    if case.pieces or case.share_experts:
+        config = PieceLoraConfig(**case.lora, pieces=case.pieces, share_experts=case.share_experts)
     if name == "fresh_both":
         config.init_lora_weights = False
     manage.add_adapter(model, name, config, seed=case.seed)
@@ -208,7 +242,8 @@ def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
 def _facts(model: Any) -> dict[str, str]:
     plan = runtime(model).plan
     regions = {r.name: "split region" if r.is_split else "whole region" for r in plan.regions}
-    return regions | {name: str(rule.split) for name, rule in plan.linears.items()}
+    experts = {name: f"expert {rule.split}" for name, rule in plan.projections.items()}
+    return regions | {name: str(rule.split) for name, rule in plan.linears.items()} | experts
 
 
 def _terms(model: Any) -> list[str]:
@@ -238,6 +273,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             beta2=case.beta2,
             eps=case.eps,
             label_smoothing=case.label_smoothing,
+            router_aux_loss_coef=case.router_aux_loss_coef,
             lora_plus_ratio=case.lora_plus_ratio,
             lora_plus_embedding_lr=case.lora_plus_embedding_lr,
             max_grad_norm=case.max_grad_norm,

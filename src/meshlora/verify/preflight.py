@@ -23,7 +23,7 @@ from meshlora.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.oracle.case import digest, versions
 from meshlora.plan.families import check_proved
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import Topology, divisors
 from meshlora.plan.twin import shrink_config
 from meshlora.state.files import read_json, write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
@@ -33,7 +33,7 @@ from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
 from meshlora.verify.request import CACHE, Proof, Request, prepare_proof
 
-# What a machine can run beside the job: dp ranks beyond two show nothing that two do not.
+# What a machine can run beside the job: ranks beyond two on an axis show nothing that two do not.
 _MOST_RANKS = 8
 # What a proof of a twin writes, roughly: a full disk is found before.
 _ENOUGH_BYTES = 8_000_000
@@ -50,7 +50,7 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
     """
     console = console or Console()
     if skip:
-        check_proved(_config(run), run.topology)
+        check_proved(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
         console.print(
             "no preflight: that this model, adapter and topology train as one process would is not proved on this "
             "machine",
@@ -158,6 +158,7 @@ def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         model=config,
         lora=_lora_on_twin(run, config, topology),
         label_smoothing=run.config.train.label_smoothing,
+        router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
         device="cpu",
@@ -170,10 +171,22 @@ def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
 
 
 def provable(topology: Topology) -> Topology:
-    """`topology`, or with fewer dp ranks where it needs more processes than a machine can spare."""
+    """`topology`, or with fewer ranks on dp and on the axes of experts where it needs more than a machine can spare."""
     if topology.world <= _MOST_RANKS:
         return topology
-    return Topology(dp=2 if 2 * topology.tp <= _MOST_RANKS else 1, tp=topology.tp, sp=topology.sp)
+    ep, etp = (divisors(size)[min(1, size - 1)] for size in (topology.ep, topology.etp))
+    smaller = [
+        dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
+        for dp in range(1, max(2, _MOST_RANKS // topology.tp + 1))
+        if dp * topology.tp % (ep * etp) == 0
+    ]
+    if not smaller:
+        return dataclasses.replace(topology, dp=ep * etp, ep=ep, etp=etp)
+
+    def likeness(other: Topology) -> tuple[int, int]:
+        return sum(getattr(other, axis) > 1 or getattr(topology, axis) == 1 for axis in ("dp", "edp")), -other.dp
+
+    return max(smaller, key=likeness)
 
 
 def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, Any]:
@@ -189,7 +202,11 @@ def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, A
     # What has an adapter in some layers and is trained in full in others, is trained in full in one of the twin's.
     saved = {wanted.rpartition(".")[2] for wanted in lora.modules_to_save or ()}
     first = {end: next((name for name in targets if name.rpartition(".")[2] == end), end) for end in saved}
-    pieces = getattr(lora, "pieces", None) or {}
+    experts = [name for name in plan.projections if kind_of(name) in kinds]
+    matrices = [f"{name}.weight" for name in plan.matrices if kind_of(name) in kinds]
+    of_kind = {kind_of(name): list(target.pieces) for name, target in run.targets.items() if target.num_experts}
+    pieces = {key: list(names) for key, names in (getattr(lora, "pieces", None) or {}).items() if "experts" not in key}
+    pieces |= {name: of_kind[kind_of(name)] for name in experts if of_kind[kind_of(name)]}
     on_twin = {
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
@@ -200,7 +217,11 @@ def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, A
         "init_lora_weights": lora.init_lora_weights,
         "target_modules": sorted(set(targets) - set(first.values())),
     }
-    return on_twin | ({"pieces": {key: list(names) for key, names in pieces.items()}} if pieces else {})
+    if experts or matrices:
+        on_twin["target_parameters"] = [*experts, *matrices]
+    if any(target.is_shared for target in run.targets.values()):
+        on_twin["share_experts"] = True
+    return on_twin | ({"pieces": pieces} if pieces else {})
 
 
 def kind_of(name: str) -> str:
@@ -222,7 +243,8 @@ def _check_same_blocks(plan: ModelPlan, twin: ModelPlan) -> None:
 
 def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
     regions = {(kind_of(r.name), "split region" if r.is_split else "whole region") for r in plan.regions}
-    return regions | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
+    experts = {(kind_of(name), f"experts, {rule.split}") for name, rule in plan.projections.items()}
+    return regions | experts | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
 
 
 def _config(run: Prepared) -> Any:

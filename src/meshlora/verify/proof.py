@@ -22,7 +22,10 @@ from peft import LoraConfig
 from meshlora.errors import MeshloraError, UserError
 from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnose import Divergence, first_divergence
-from meshlora.oracle.judge import Evidence, Phase, judge
+from meshlora.oracle.experts import Stack
+from meshlora.oracle.holders import by_expert, with_prints_of_each
+from meshlora.oracle.judge import Evidence, judge
+from meshlora.oracle.results import Phase
 from meshlora.oracle.saved import read_saved, read_with_peft
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.worker import make_reference
@@ -177,10 +180,7 @@ def _run(
 ) -> Outcome:
     started = time.perf_counter()
     try:
-        with pool.scratch(_room(case, topology)) as folder:
-            pool.run(run_case, case, str(topology), str(folder), mutation, timeout_s=timeout_s)
-            ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
-            saved = read_saved(case, folder, worker.run(read_with_peft, case, str(folder), timeout_s=timeout_s)[0])
+        evidence = evidence_of(case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s)
     except RankEndedError as error:
         run = f"{topology}" + (f" with {mutation}" if mutation else "")
         raise RankEndedError(f"{run}: no verdict: {error}") from None
@@ -189,17 +189,7 @@ def _run(
             raise error.cause from None
         text = str(error).strip()
         return Outcome(topology, mutation, [], None, time.perf_counter() - started, text)
-    init = LoraConfig(**case.lora).init_lora_weights
-    evidence = Evidence(
-        topology,
-        case.dtype,
-        reference,
-        rounded,
-        ranks,
-        saved,
-        init,
-        case.seed,
-    )
+    ranks, reference = evidence.ranks, evidence.reference
     phases = judge(evidence)
     return Outcome(
         topology,
@@ -211,6 +201,36 @@ def _run(
         collectives={k: max(t.collectives.get(k, 0) for t in ranks) for t in ranks for k in t.collectives},
         budget=ranks[0].budget,
         facts=ranks[0].facts,
+    )
+
+
+def evidence_of(
+    case: Case,
+    reference: Trace,
+    rounded: list[Trace],
+    topology: Topology,
+    mutation: str | None,
+    pool: Pool,
+    worker: Pool,
+    *,
+    timeout_s: float,
+) -> Evidence:
+    """Run ours, and put what it left beside the reference."""
+    with pool.scratch(_room(case, topology)) as folder:
+        pool.run(run_case, case, str(topology), str(folder), mutation, timeout_s=timeout_s)
+        ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
+        stacks = {name: Stack(**values) for name, values in reference.stacks.items()}
+        found = worker.run(read_with_peft, case, str(folder), timeout_s=timeout_s)[0]
+        saved = read_saved(case, folder, found, stacks)
+    return Evidence(
+        topology,
+        case.dtype,
+        with_prints_of_each(reference),
+        rounded,
+        [by_expert(trace, reference, topology, rank) for rank, trace in enumerate(ranks)],
+        saved,
+        LoraConfig(**case.lora).init_lora_weights,
+        case.seed,
     )
 
 

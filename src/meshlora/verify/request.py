@@ -1,7 +1,7 @@
 """What is to be proved: the request in a user's words, checked before any process starts.
 
-Owns: the rules of a request, which topologies "auto" means, and where sequences come from. Does not own: running it
-(`verify.proof`), the shapes of twins (`plan.twin`).
+Owns: the rules of a request, and where sequences come from. Does not own: running it (`verify.proof`), which topologies
+"auto" means (`verify.plans`), the shapes of twins (`plan.twin`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
 from meshlora.adapter.peft_format import lora_config
-from meshlora.adapter.targets import resolve_targets
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
-from meshlora.api import build_meta, read_model_config, resolve_dtype
+from meshlora.api import read_model_config, resolve_dtype
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import handle_dropout
+from meshlora.oracle.balance import has_load_balancing
 from meshlora.oracle.case import (
     Case,
     batch_size_for,
@@ -37,16 +37,18 @@ from meshlora.oracle.case import (
 )
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
-from meshlora.plan.layout import Layout
-from meshlora.plan.rules import ModelPlan, Split
-from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
 from meshlora.train.prepare import load_tokenizer, padding_token_id
 from meshlora.verify.mutations import find
+from meshlora.verify.plans import plans_and_adapter
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 CACHE = Path("~/.cache/meshlora/proofs")
 _AUTO_PROCESSES = 4
+_AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _MICRO_BATCH_SIZE = 2
 _DTYPES = ("float64", "float32", "bfloat16")
 _MAX_LENGTH = 128
@@ -62,6 +64,7 @@ class Request:
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run.
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: as in a run file.
+        router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
         mutations: faults to put in, one a run, after the runs without any.
@@ -76,6 +79,7 @@ class Request:
     steps: int = 3
     seed: int = 0
     label_smoothing: float = 0.0
+    router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +124,8 @@ class Proof:
     def features_on(self, topology: Topology) -> set[str]:
         """What a run on `topology` has for a mutation to show; the words are those of `verify.mutation.Mutation`."""
         plan, case, config = self.plans[topology], self.case, LoraConfig(**self.case.lora)
-        has = {name for name in ("dp", "tp") if getattr(topology, name) > 1} | ({"sp"} if topology.sp else set())
+        has = {name for name in ("dp", "tp", "ep", "etp", "edp") if getattr(topology, name) > 1}
+        has |= {name for name in ("sp", "two_stage") if getattr(topology, name)}
         has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
         targets = [rule for name, rule in plan.linears.items() if _is_target(config, name) and name != plan.head]
         has |= {f"{rule.split}_target" for rule in targets}
@@ -146,6 +151,16 @@ class Proof:
             "wide_norm": bool(plan.wide_norms),
             "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),
             "pieces": bool(case.pieces),
+            "experts": bool(plan.experts),
+            "expert_target": bool(config.target_parameters),
+            "expert_axes": plan.topology.ep * plan.topology.etp > 1,
+            "aux_loss": case.router_aux_loss_coef > 0,
+            "routing_last": any(not rule.weights_first for rule in plan.experts.values()),
+            "gated_experts": any(rule.first.fused is not None for rule in plan.experts.values()),
+            "other_tokens": topology.dp > 1 or topology.sp,
+            "dense_dp_is_not_edp": topology.groups_over(frozenset({"dp"})) != topology.groups_over(frozenset({"edp"})),
+            "expert_bias": any(rule.has_bias for rule in plan.projections.values()),
+            "shared_experts_adapter": case.share_experts,
             "embedding_target": _is_target(config, plan.embedding, is_linear=False),
             "trained": bool(config.modules_to_save),
             "dora": config.use_dora,
@@ -165,7 +180,7 @@ def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool
     """Whether the adapter is on the module `name`, a linear or the embedding."""
     if config.target_modules == "all-linear":
         return is_linear
-    return bool(check_target_module_exists(config, name))
+    return bool(config.target_modules) and bool(check_target_module_exists(config, name))
 
 
 def prepare_proof(request: Request) -> Proof:
@@ -186,14 +201,23 @@ def prepare_proof(request: Request) -> Proof:
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
-    lora = lora_config(request.lora, "lora", unknown_is_error=True)
+    plans, lora = plans_and_adapter(
+        config,
+        given,
+        lora_config(request.lora, "lora", unknown_is_error=True),
+        dtype=dtype,
+        is_default=request.lora == DEFAULT_LORA,
+        processes=request.nproc or _AUTO_PROCESSES if "auto" in [t.strip() for t in request.topologies] else None,
+        trust_remote_code=request.trust_remote_code,
+    )
     pieces = getattr(lora, "pieces", None) or {}
-    plain = {name: value for name, value in request.lora.items() if name != "pieces"}
+    plain = {name: value for name, value in request.lora.items() if name not in ("pieces", "share_experts")}
+    if lora.target_parameters:
+        plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
     if lora.init_lora_weights in WHOLE_MATRIX:
         plain["init_lora_weights"] = True  # where training starts is proved by itself, in float32
     if pieces:  # in PEFT's words
         plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
-    plans = _plans(request, config, given, lora, dtype)
     for name, rule in next(iter(plans.values())).linears.items():
         for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
             rows_of(config, name, piece, rule.out_features)
@@ -209,7 +233,9 @@ def prepare_proof(request: Request) -> Proof:
         dtype=dtype,
         lora=json.loads(json.dumps(plain)),
         pieces=pieces,
+        share_experts=bool(getattr(lora, "share_experts", False)),
         label_smoothing=request.label_smoothing,
+        router_aux_loss_coef=_aux_loss_coef(request, config, plans),
         lora_plus_ratio=request.lora_plus_ratio,
         lora_plus_embedding_lr=request.lora_plus_embedding_lr,
         input_ids=tuple(data.input_ids.tolist()),
@@ -226,6 +252,13 @@ def prepare_proof(request: Request) -> Proof:
     )
     files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
     return Proof(request, config, plans, case, case_hash(case, inputs=files))
+
+
+def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:
+    if request.router_aux_loss_coef is not None:
+        return request.router_aux_loss_coef
+    has_experts = any(plan.experts for plan in plans.values())
+    return _AUX_LOSS_COEF if request.family is not None and has_experts and has_load_balancing(config) else 0.0
 
 
 def read_lora(path: str | Path) -> dict[str, Any]:
@@ -259,46 +292,6 @@ def _topologies(request: Request) -> list[Topology]:
             raise UserError(f"topology {topology}", f"it needs {topology.world} processes, --nproc is {request.nproc}")
         found.append(topology)
     return list(dict.fromkeys(found))
-
-
-def _plans(
-    request: Request, config: PretrainedConfig, given: list[Topology], lora: LoraConfig, dtype: str
-) -> dict[Topology, ModelPlan]:
-    """Topology -> plan; a topology that was asked for by name and is refused is an error."""
-
-    def plan(topology: Topology) -> ModelPlan:
-        model, plan = build_meta(
-            config,
-            topology,
-            dtype=getattr(torch, dtype),
-            attn_implementation="eager",
-            disable_dropout=True,
-            trust_remote_code=request.trust_remote_code,
-        )
-        resolve_targets(model, plan, lora)
-        return plan
-
-    plans = {topology: plan(topology) for topology in given}
-    if "auto" not in [text.strip() for text in request.topologies]:
-        return plans
-    plan(Topology())  # what is refused everywhere is refused with its reason
-    for topology in _every_topology(request.nproc or _AUTO_PROCESSES):
-        try:
-            plans.setdefault(topology, plan(topology))
-        except UserError:
-            continue
-    return plans
-
-
-def _every_topology(processes: int) -> list[Topology]:
-    """All with more than one process, whose number divides `processes`; small ones first."""
-    return [
-        Topology(dp=world // tp, tp=tp, sp=sp)
-        for world in divisors(processes)[1:]
-        for tp in divisors(world)
-        for sp in (False, True)
-        if tp > 1 or not sp
-    ] or [Topology()]
 
 
 def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:

@@ -11,7 +11,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshlora.oracle.diagnose import Divergence
-from meshlora.oracle.judge import PHASES, Phase
+from meshlora.oracle.judge import PHASES
+from meshlora.oracle.results import Phase
 from meshlora.verify.mutations import MUTATIONS
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
@@ -62,7 +63,8 @@ def _phase_table(outcomes: Sequence[Outcome], *, is_narrow: bool = False) -> Tab
         *(Column(name.replace(",", ",\n") if is_narrow else name, justify="right", no_wrap=True) for name in names),
         Column("limit", justify="right", no_wrap=True),
     )
-    for name in PHASES:
+    compared = {phase.name for outcome in outcomes for phase in outcome.phases} or set(PHASES)
+    for name in (name for name in PHASES if name in compared):
         phases = [next((p for p in outcome.phases if p.name == name), None) for outcome in outcomes]
         limits = [p.worst.limit for p in phases if p is not None and p.worst is not None]
         counts = [len(p.results) for p in phases if p is not None]

@@ -1,0 +1,111 @@
+"""Causes of faults in mixtures of experts, from what the numbers show, as `oracle.causes` has those of dense blocks.
+
+Owns: the rules about experts, their tokens and the axes that they lie on. Empty words: nothing that only experts have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshlora.oracle.capture import CHOICES
+from meshlora.oracle.experts import stack_of
+from meshlora.oracle.failure import Failure
+from meshlora.oracle.results import TensorResult
+from meshlora.oracle.symptoms import is_permuted
+from meshlora.oracle.unshard import Ownership, ShapeError, Tokens, canonical, token_pieces
+from meshlora.plan.topology import EXPERT_AXES
+
+
+def of_forward(case: Failure) -> str:
+    """What is wrong with the output of a module of experts."""
+    name, topology = case.result.name, case.evidence.topology
+    if not any(stack.startswith(f"{name}.") for stack in case.evidence.reference.rows):
+        return ""
+    if _choices_differ(case, name):
+        return "tokens are sent to other experts than the router's scores say"
+    if case.result.whole is None:
+        return ""
+    if topology.etp > 1 and case.ratio == 1 / topology.etp:
+        return "the experts' output is averaged over etp instead of summed"
+    if topology.etp > 1 and case.ratio == topology.etp:
+        return "the experts' output is summed over etp twice"
+    if is_permuted(case.result):
+        return "the experts' output goes to other tokens: rows come back in another order than they left in"
+    return (
+        "what experts make of their tokens: rows or routing weights that do not go together, a sum over etp that lacks "
+        "a term or has the bias of every rank, another rank's experts, or an adapter's term"
+    )
+
+
+def of_loaded_adapter(case: Failure) -> str:
+    """What is wrong with a factor of experts before the first step."""
+    if stack_of(case.result.name.rpartition(".lora_")[0]) not in case.evidence.reference.stacks:
+        return ""
+    return "the adapters on this rank are not those of the experts, or of the parts of them, whose matrices it holds"
+
+
+def _choices_differ(case: Failure, experts: str) -> bool:
+    evidence, name = case.evidence, f"{experts}{CHOICES}"
+    tokens = Tokens(evidence.reference)
+    found = canonical(evidence.reference, tokens, "forward", name)
+    if found is None:
+        return False
+    rows = [tokens.rows(trace.micro_batches) for trace in evidence.ranks]
+    ownership = Ownership(evidence.ranks, evidence.reference, evidence.topology)
+    try:
+        pieces = token_pieces(evidence.ranks, rows, ownership, "forward", name, *found)
+    except ShapeError:
+        return True
+    return not all(torch.equal(piece.values, piece.of(found[0])) for piece in pieces)
+
+
+def of_gradients(case: Failure) -> str:
+    """What is wrong where only gradients of adapters on experts are."""
+    failed = [result for result in case.phase.results if not result.passed]
+    stacks = case.evidence.reference.stacks
+    modules = {result.name.rpartition(".lora_")[0] for result in failed}
+    if not all(stack_of(module) in stacks for module in modules):
+        return ""
+    first = failed[0]
+    if first.whole is None:
+        return f"nobody has the gradient that one process has: {first.note}"
+    which = " and ".join(sorted({_kind(case, result.name) for result in failed}))
+    sizes = case.evidence.topology.expert_sizes
+    for axis in EXPERT_AXES:
+        size = sizes[axis]
+        if size == 1:
+            continue
+        if all(_adds_up_over(case, axis, result) for result in failed):
+            return f"the gradient of {which} is not summed over {axis}: the ranks' gradients add up to the reference"
+        if case.ratio == 1 / size:
+            return f"the gradient of {which} is averaged over {axis} instead of summed"
+        if case.ratio == size:
+            return f"the gradient of {which} is summed over {axis} twice, or though each rank has all of it"
+    return f"the gradient of {which} is wrong though the gradients of all activations are right"
+
+
+def _kind(case: Failure, name: str) -> str:
+    module, _, part = name.rpartition(".lora_")
+    split = case.fact(stack_of(module)).removeprefix("expert ")
+    projection = {"column": "first", "row": "second"}.get(split, split)
+    return f"{part.partition('.')[0]} of the experts' {projection} projections"
+
+
+def _adds_up_over(case: Failure, axis: str, result: TensorResult) -> bool:
+    """Whether the parts of the ranks along `axis` are different terms whose sum is the reference."""
+    whole, topology = result.whole, case.evidence.topology
+    if whole is None:
+        return False
+    totals: dict[tuple[tuple[int, ...], int], Tensor] = {}
+    parts: dict[tuple[tuple[int, ...], int], Tensor] = {}
+    numbers: dict[tuple[tuple[int, ...], int], int] = {}
+    for piece in result.pieces:
+        place = topology.expert_coordinates(piece.rank)
+        key = (tuple(index for name, index in place.items() if name != axis), piece.start)
+        parts[key] = piece.along(whole).double()
+        totals[key] = totals.get(key, torch.zeros_like(parts[key])) + piece.values.double()
+        numbers[key] = numbers.get(key, 0) + 1
+    return max(numbers.values(), default=0) > 1 and all(
+        float((totals[key] - part).norm()) <= case.tolerance * float(part.norm()) for key, part in parts.items()
+    )

@@ -1,0 +1,241 @@
+"""Experts as the judge sees them: stacks of matrices, and adapters on them taken apart into those of single experts.
+
+Owns: which modules hold routed experts, which way their matrices lie, and PEFT's order of the factors of all experts,
+read a second time from its code: A `[r E, in]` has the ranks of an expert side by side, B `[out, r E]` the experts of a
+rank. What is compared has the name of one expert: `model.layers.0.mlp.experts.3.gate_up_proj.lora_A`, of an adapter
+that all share `model.layers.0.mlp.experts.gate_up_proj.lora_A`; A is on the input side and B on the output side.
+Does not own: which rank holds which expert (`oracle.holders`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+_PREFIX = "base_model.model."
+_NESTED = re.compile(r"(\.base_layer)+$")
+# Where a layer has both, PEFT wraps them in this order: the last is outermost.
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+# These are stored [E, in, out] and do not say so.
+_SILENTLY_TRANSPOSED = "Llama4TextExperts"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """An adapter on one projection of all experts of a layer.
+
+    Attributes:
+        num_experts: of the layer. is_swapped: PEFT's A is on the output side. is_shared: one adapter for all experts.
+    """
+
+    num_experts: int
+    is_swapped: bool = False
+    is_shared: bool = False
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name in the model without adapters -> module of routed experts, of either side."""
+    return {_plain(name): module for name, module in model.named_modules() if _projections(module)}
+
+
+def matrices(model: nn.Module) -> dict[str, Tensor]:
+    """Projection, as in `model.layers.0.mlp.experts.down_proj` -> all that is held of it, `[E, out, in]`."""
+    return {
+        f"{name}.{leaf}": matrix.detach().mT if is_transposed(module) else matrix.detach()
+        for name, module in expert_modules(model).items()
+        for leaf, matrix in _projections(module).items()
+    }
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether the matrices are stored `[in, out]`."""
+    says = bool(getattr(experts, "is_transposed", False))
+    return says or any(cls.__name__ == _SILENTLY_TRANSPOSED for cls in type(experts).__mro__)
+
+
+def _projections(module: nn.Module) -> dict[str, Tensor]:
+    """The stacks of a module of experts, its own parameters or those of leaves in their place; else nothing."""
+    found: dict[str, Tensor] = {}
+    for leaf in PROJECTIONS:
+        own = module._parameters.get(leaf)
+        own = getattr(module._modules.get(leaf), "weight", None) if own is None else own
+        if isinstance(own, Tensor) and own.ndim == 3:
+            found[leaf] = own
+    return found
+
+
+def _plain(path: str) -> str:
+    return _NESTED.sub("", path.removeprefix(_PREFIX))
+
+
+def watch_choices(
+    model: nn.Module, name: str, experts: nn.Module, keep: Callable[[Tensor, Tensor], None]
+) -> list[RemovableHandle]:
+    """Hooks that hand `keep` the weights and the numbers of the experts that each token goes to, `[T, k]` each."""
+    if not any(cls.__name__ == _SILENTLY_TRANSPOSED for cls in type(experts).__mro__):
+
+        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            index, weights = [*args, *kwargs.values()][1:3]
+            keep(weights, index)
+
+        return [experts.register_forward_pre_hook(called, with_kwargs=True)]
+    # Its block hands every expert every token: the router's scores, zero but for the chosen ones, say which are meant.
+    block = next(m for path, m in model.named_modules() if _plain(path) == name.rpartition(".")[0])
+    router, top_k = block.get_submodule("router"), int(getattr(block, "top_k", 1))
+
+    def returned(_: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        keep(*output[0].detach().topk(top_k, dim=1))
+
+    return [router.register_forward_hook(returned)]
+
+
+def wrappers(model: nn.Module) -> dict[str, tuple[str, ParamWrapper]]:
+    """Path of PEFT's wrapper of a parameter -> (what the adapter is on, the wrapper).
+
+    A linear's `weight` is the linear; a projection has a name below its module's.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            name, leaf = _plain(path), module.parameter_name
+            found[path] = (name if leaf == "weight" else f"{name}.{leaf}", module)
+    return found
+
+
+def adapted_stacks(model: nn.Module, *, is_shared: bool = False) -> dict[str, Stack]:
+    """Projection -> how PEFT's adapter on it lies, for all that it has one on; in module order."""
+    found: dict[str, Stack] = {}
+    owners = expert_modules(model)
+    for name, wrapper in wrappers(model).values():
+        owner, _, leaf = name.rpartition(".")
+        if owner in owners and leaf in PROJECTIONS:
+            experts = owners[owner]
+            is_swapped = is_transposed(experts) and not getattr(experts, "is_transposed", False)
+            found[name] = Stack(wrapper.num_experts, is_swapped, is_shared)
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def _order(name: str) -> tuple[str, int]:
+    module, _, leaf = name.rpartition(".")
+    return module, PROJECTIONS.index(leaf)
+
+
+class _Repeated(nn.Module):
+    """One matrix in the place of those of all experts, in PEFT's order."""
+
+    def __init__(self, num_experts: int, *, is_a: bool) -> None:
+        super().__init__()
+        self.num_experts, self.is_a = num_experts, is_a
+
+    def forward(self, one: Tensor) -> Tensor:
+        if self.is_a:  # [r, in] -> [E r, in]
+            return one.repeat(self.num_experts, 1)
+        return one.repeat_interleave(self.num_experts, dim=1)  # [out, r] -> [out, r E]
+
+    def right_inverse(self, every: Tensor) -> Tensor:
+        return (every[: len(every) // self.num_experts] if self.is_a else every[:, :: self.num_experts]).clone()
+
+
+def share_adapters(model: nn.Module) -> None:
+    """Let all experts of a layer have one adapter: what PEFT holds for each becomes a view of one matrix."""
+    stacks = adapted_stacks(model)
+    for name, wrapper in wrappers(model).values():
+        if name in stacks:
+            for leaves, is_a in ((wrapper.lora_A, True), (wrapper.lora_B, False)):
+                repeated = _Repeated(wrapper.num_experts, is_a=is_a)
+                parametrize.register_parametrization(leaves["default"], "weight", repeated)
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """Path of a wrapper, without that of PEFT's model -> what its adapter is on."""
+    return {path.removeprefix(_PREFIX): name for path, (name, _) in wrappers(model).items()}
+
+
+def in_experts(
+    tensors: Mapping[str, Tensor], stacks: Mapping[str, Stack], *, in_file: bool = False
+) -> dict[str, Tensor]:
+    """Factors by name, those of PEFT for all experts of a layer as one for each expert.
+
+    in_file: what experts share is there once for each of them; one that differs has a name of its own.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module, _, side = name.rpartition(".lora_")
+        stack = stacks.get(module)
+        if stack is None:
+            found[name] = tensor
+            continue
+        number = 1 if stack.is_shared and not in_file else stack.num_experts
+        owner, _, leaf = module.rpartition(".")
+        if tensor.ndim != 2 or tensor.shape[0 if side == "A" else 1] % number:
+            found[f"{name} of another number of experts"] = tensor
+            continue
+        if side == "A":
+            parts = tensor.reshape(number, -1, tensor.shape[1])
+        else:
+            parts = tensor.reshape(len(tensor), -1, number).permute(2, 0, 1)
+        if stack.is_swapped:
+            side, parts = "B" if side == "A" else "A", parts.mT
+        for expert, part in enumerate(parts.unbind()):
+            if not stack.is_shared:
+                found[f"{owner}.{expert}.{leaf}.lora_{side}"] = part.contiguous()
+            elif expert == 0 or not torch.equal(part, parts[0]):
+                found[f"{module}.lora_{side}" + (f" of expert {expert}" if expert else "")] = part.contiguous()
+    return found
+
+
+def has_shared_adapters(model: nn.Module) -> bool:
+    """Whether `share_adapters` was called."""
+    return any(isinstance(module, _Repeated) for module in model.modules())
+
+
+def output_side(stack: Stack | None) -> str:
+    """PEFT's letter for the factor on the output side."""
+    return "A" if stack is not None and stack.is_swapped else "B"
+
+
+def names_in_file(keys: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str, str]:
+    """Key of an adapter file, without PEFT's prefix -> name, where it is of experts.
+
+    Both projections of a layer: the inner wrapper is that of the first; one alone has no inner wrapper.
+    """
+    by_module: dict[str, list[str]] = {}
+    for name in stacks:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    found = {}
+    for key in keys:
+        path, _, rest = key.rpartition(".lora_")
+        module = _NESTED.sub("", path)
+        if module in by_module:
+            ordered = sorted(by_module[module], key=_order)
+            depth = path.removeprefix(module).count(".base_layer")
+            if depth < len(ordered):
+                found[key] = f"{ordered[len(ordered) - 1 - depth]}.lora_{rest.removesuffix('.weight')}"
+    return found
+
+
+def stack_of(module: str) -> str:
+    """`model.layers.0.mlp.experts.3.down_proj` -> `model.layers.0.mlp.experts.down_proj`."""
+    *owner, expert, leaf = module.split(".") if module.count(".") > 1 else ("", module, "")
+    return ".".join([*owner, leaf]) if expert.isdecimal() and leaf in PROJECTIONS else module
+
+
+@contextlib.contextmanager
+def as_configured() -> Iterator[None]:
+    """PEFT puts adapters where the configuration says.
+
+    For many families it takes `gate_proj` for a word for the experts, and leaves the linears of that name alone.
+    """
+    with mock.patch.object(transformers_weight_conversion, "convert_peft_config_for_transformers"):
+        yield

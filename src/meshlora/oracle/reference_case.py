@@ -1,0 +1,217 @@
+"""A case on one process: the trace that everything is compared with, and what PEFT reads from our files.
+
+Owns: what is recorded of a reference run, in which precision. Does not own: the model, its loss and its optimizer
+(`oracle.reference`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from meshlora.errors import UnsupportedError
+from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
+from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
+from meshlora.oracle.case import Case
+from meshlora.oracle.experts import adapted_stacks, expert_modules, has_shared_adapters, in_experts
+from meshlora.oracle.ownership import fingerprints
+from meshlora.oracle.pieces import in_pieces
+from meshlora.oracle.reference import (
+    AdamW,
+    accumulate,
+    freeze_outside_pieces,
+    linear_rates,
+    loss_sum,
+    make_optimizer,
+    reference_model,
+    scalings,
+    set_rate,
+    trainable,
+)
+from meshlora.oracle.replay import at_step, is_replayed, new_record, record_file, routed
+from meshlora.oracle.trace import Trace
+from meshlora.routing import Routing, RoutingRecord
+
+
+def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
+    """What one process makes of `case`, computed in `precision` from weights that are stored in the case's dtype.
+
+    autocast: PEFT computes the adapter of a bfloat16 model in float32, unless torch's autocast, as trainers use it,
+    makes it bfloat16 too. Of a case that is computed in several precisions the first run, in float64, leaves a record
+    of its routing, which the others replay.
+    """
+    with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
+        model = _case_model(case, case.adapter, precision)
+        if case.dtype == "float64" or not expert_modules(model):
+            return _trace_case(case, model, None)
+        if precision != "float64":
+            record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
+            with routed(model.get_base_model(), case, record, replays=True) as routing:
+                return _trace_case(case, model, routing)
+        record = new_record(model.get_base_model(), case)
+        try:
+            with routed(model.get_base_model(), case, record, replays=False) as routing:
+                trace = _trace_case(case, model, routing)
+        except UnsupportedError:  # a router that does not choose by topk: everyone then routes by itself
+            return _trace_case(case, _case_model(case, case.adapter, precision), None)
+        record.save(record_file(case))
+        return trace
+
+
+def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
+    freeze_outside_pieces(model, case.pieces)
+    factors = trainable(model)
+    rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
+    settings = AdamW(
+        rates,
+        (case.beta1, case.beta2),
+        case.eps,
+        case.weight_decay,
+        lora_plus_ratio=case.lora_plus_ratio,
+        lora_plus_embedding_lr=case.lora_plus_embedding_lr,
+    )
+    losses = {"label_smoothing": case.label_smoothing, "router_aux_loss_coef": case.router_aux_loss_coef}
+    optimizer = make_optimizer(model, settings)
+    inner = model.get_base_model()
+    trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
+    stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
+    trace.stacks = {name: dataclasses.asdict(stack) for name, stack in stacks.items()}
+    trace.rows, trace.columns = fingerprints(inner)
+    trace.base, trace.row_norms = _base_values(case, factors)
+    for step, rate in enumerate(rates):
+        at_step(routing, step)
+        batches = _case_batches(case, step)
+        optimizer.zero_grad(set_to_none=True)
+        if step == 0:
+            with Capture(inner) as capture:
+                loss, aux = accumulate(model, batches, **losses)
+            trace.micro_batches = capture.micro_batches
+            _forget_head(trace, inner)
+            trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
+            trace.gradients = _gradients(case, model, factors)
+        else:
+            loss, aux = accumulate(model, batches, **losses)
+        norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
+        if step == 0:
+            trace.clipped = _gradients(case, model, factors)
+        set_rate(optimizer, rate)
+        optimizer.step()
+        trace.losses.append(loss)
+        trace.aux_losses += [aux] if aux is not None else []
+        trace.grad_norms.append(float(norm))
+        trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
+    at_step(routing, case.steps)
+    trace.final = _copies(case, model, factors)
+    trace.eval_losses = [evaluate(case, model)]
+    trace.final_logits = _first_logits(case, model)
+    return trace
+
+
+def _forget_head(trace: Trace, model: Any) -> None:
+    """Of the head only the logits of the model are compared: nobody else computes its output for all tokens."""
+    head = model.get_output_embeddings()
+    names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
+    for micro in trace.micro_batches:
+        for name in names:
+            logits = micro.forward[""]
+            micro.forward.pop(name, None)
+            micro.backward.pop(name, None)
+            micro.base.pop(name, None)
+            micro.forward[""] = logits
+        micro.backward.pop("", None)
+
+
+def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(values in the base of what is trained of it, norms of the rows of what DoRA scales)."""
+    wanted = {name for name in factors if ".lora_" not in name}
+    scaled = [name for name in factors if name.endswith(".lora_magnitude_vector")]
+    if not wanted and not scaled:
+        return {}, {}
+    # From the checkpoint: PEFT trains biases where they are.
+    fresh = AutoModelForCausalLM.from_pretrained(
+        case.model, dtype=getattr(torch, case.dtype), local_files_only=True, trust_remote_code=case.trust_remote_code
+    )
+    base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
+    norms = {}
+    for name in scaled:
+        module = name.rpartition(".lora_")[0]
+        is_transposed = isinstance(fresh.get_submodule(module), Conv1D)
+        norms[name] = base[f"{module}.weight"].norm(dim=0 if is_transposed else 1)
+    return {name: base[name] for name in wanted}, norms
+
+
+@torch.no_grad()
+def evaluate(case: Case, model: Any) -> float:
+    """Mean loss over the trained tokens of all sequences of the case."""
+    total, tokens = 0.0, 0
+    for batch in micro_batches(
+        case.data, range(len(case.data)), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
+    ):
+        total += float(loss_sum(model, batch.to(case.device))[0])
+        tokens += batch.num_tokens
+    return total / tokens
+
+
+def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
+    """What PEFT finds in the adapter folder `saved`: (factors, logits of the first micro-batch, scales) in float64."""
+    model = _case_model(case, saved, "float64", is_stock=True)
+    copies = {name: copy(parameter) for name, parameter in trainable(model).items()}
+    stacks = adapted_stacks(model, is_shared=case.share_experts)
+    factors = in_pieces(model.get_base_model().config, in_experts(copies, stacks, in_file=True), case.pieces)
+    record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
+    with routed(model.get_base_model(), case, record, replays=True) as routing:
+        at_step(routing, case.steps)
+        return factors, _first_logits(case, model), scalings(model)
+
+
+def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bool = False) -> Any:
+    """float64 of a model that is stored in a lower precision: the same values, computed without rounding."""
+    model = reference_model(
+        case.model,
+        adapter,
+        dtype=getattr(torch, case.dtype),
+        attn_implementation="eager",
+        trust_remote_code=case.trust_remote_code,
+        is_stock=is_stock,
+    )
+    if precision != case.dtype:
+        model = model.double()
+    return model.to(case.device)
+
+
+def _case_batches(case: Case, step: int) -> list[MicroBatch]:
+    batches = micro_batches_of(
+        case.data,
+        batch_size=case.batch_size,
+        micro_batch_size=case.micro_batch_size,
+        seed=case.seed,
+        step=step,
+        pad_token_id=case.pad_token_id,
+    )
+    return [batch.to(case.device) for batch in batches]
+
+
+@torch.no_grad()
+def _first_logits(case: Case, model: Any) -> Tensor:
+    case = dataclasses.replace(case, micro_batch_size=2)  # the same ones, however many are computed at once
+    return copy(loss_sum(model, _case_batches(case, 0)[0])[1])
+
+
+def _copies(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return _apart(case, model, {name: copy(parameter) for name, parameter in factors.items()})
+
+
+def _gradients(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return _apart(case, model, {name: copy(p.grad) for name, p in factors.items() if p.grad is not None})
+
+
+def _apart(case: Case, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of all experts as one for each, and those on pieces as one for each."""
+    stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
+    return in_pieces(model.get_base_model().config, in_experts(tensors, stacks), case.pieces)

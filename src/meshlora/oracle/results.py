@@ -1,0 +1,107 @@
+"""Results: how far what the ranks hold of one tensor is from the reference's, and what a phase is made of.
+
+Owns: the measure, with nothing averaged: the worst copy counts. Does not own: limits, or what is compared
+(`oracle.judge`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshlora.oracle.unshard import Piece, is_complete, sum_of
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One tensor of one phase.
+
+    Attributes:
+        error: relative; infinite where it cannot be compared. limit: what it may be.
+        whole: the reference's. pieces: what the ranks hold, for a diagnosis. note: why it cannot be compared.
+    """
+
+    name: str
+    error: float
+    limit: float
+    whole: Tensor | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class Phase:
+    """All tensors of one phase."""
+
+    name: str
+    results: list[TensorResult]
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    @property
+    def worst(self) -> TensorResult | None:
+        """The tensor that is furthest beyond, or nearest to, its limit."""
+        return max(self.results, key=lambda r: (not r.passed, r.error / max(r.limit, 1e-300)), default=None)
+
+
+def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
+    """Inside a region a gradient is one term on each rank, but where what comes after has left the region already.
+
+    Whichever is nearer: copies of a whole and terms of a sum are far apart, in every precision.
+    """
+    total = [sum_of(pieces, whole)]
+    return min((pieces, total), key=lambda found: relative(found, whole))
+
+
+def relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
+    """The worst copy's relative distance from `whole`: L2, or of the largest element."""
+    errors = []
+    for copy in {piece.copy for piece in pieces}:
+        own = [piece for piece in pieces if piece.copy == copy]
+        if not is_complete(own, whole) or not all(bool(torch.isfinite(p.values).all()) for p in own):
+            return math.inf
+        if bool(whole.any()) and not any(bool(piece.values.any()) for piece in own):
+            return math.inf
+        gaps = [piece.values.double() - piece.of(whole).double() for piece in own]
+        if largest:
+            gap = max((float(g.abs().max()) for g in gaps if g.numel()), default=0.0)
+            errors.append(gap / max(float(whole.double().abs().max()), 1e-300))
+        else:
+            gap = math.sqrt(sum(float(g.square().sum()) for g in gaps))
+            errors.append(gap / max(float(whole.double().norm()), 1e-300))
+    return max(errors, default=math.inf)
+
+
+def only(factors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: factors[name] for name in names if name in factors}
+
+
+def missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]:
+    """One failed result for each name that only one side has."""
+    ours, reference = set(ours), set(reference)
+    notes = dict.fromkeys(reference - ours, "not in ours") | dict.fromkeys(ours - reference, "not in the reference")
+    return [TensorResult(name, math.inf, 0.0, note=note) for name, note in sorted(notes.items())]
+
+
+def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() - b[name].double() for name, value in a.items() if name in b}
+
+
+def at(values: list[int], step: int) -> float:
+    """Infinite where a rank has made fewer steps."""
+    return values[step] if step < len(values) else math.inf
+
+
+def near(a: float | None, b: float | None) -> bool:
+    """Whether two scales are equal, up to the last bit of a quotient."""
+    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-12)

@@ -1,0 +1,105 @@
+"""Which topologies a proof runs on, with their plans, and which adapter it trains there.
+
+Owns: what "auto" means; what the default adapter is on; the targets of an adapter on experts by their full names. Does
+not own: the other rules of a request (`verify.request`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection
+
+import torch
+from peft import LoraConfig
+from transformers import PretrainedConfig
+
+from meshlora.adapter.expert_targets import with_whole_projections
+from meshlora.adapter.targets import resolve_targets
+from meshlora.api import build_meta
+from meshlora.errors import UserError
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology, divisors
+
+
+def plans_and_adapter(
+    config: PretrainedConfig,
+    given: Collection[Topology],
+    lora: LoraConfig,
+    *,
+    dtype: str,
+    is_default: bool,
+    processes: int | None,
+    trust_remote_code: bool,
+) -> tuple[dict[Topology, ModelPlan], LoraConfig]:
+    """Topology -> plan; and the adapter.
+
+    given: topologies that were asked for by name; one that is refused is an error. processes: also every topology that
+    the model allows on so many. is_default: nobody chose the adapter; of a model with experts it is on them too.
+    """
+    final = lora
+
+    def plan(topology: Topology) -> ModelPlan:
+        nonlocal final
+        model, plan = build_meta(
+            config,
+            topology,
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            disable_dropout=True,
+            trust_remote_code=trust_remote_code,
+        )
+        wanted = lora
+        if is_default and plan.projections:
+            wanted = dataclasses.replace(lora, target_parameters=list(plan.projections))
+        final = _in_full(wanted, resolve_targets(model, plan, wanted), plan)
+        return plan
+
+    plans = {topology: plan(topology) for topology in given}
+    if processes is None:
+        return plans, final
+    has_experts = bool(plan(Topology()).experts)  # what is refused everywhere is refused with its reason
+    for topology in every_topology(processes, has_experts=has_experts):
+        try:
+            plans.setdefault(topology, plan(topology))
+        except UserError:
+            continue
+    return plans, final
+
+
+def every_topology(processes: int, *, has_experts: bool = False) -> list[Topology]:
+    """All with more than one process, whose number divides `processes`; small ones first.
+
+    has_experts: each of them also with experts split over ep, over etp and over both, by the smallest number that there
+    is; more ranks on these axes show nothing that two do not.
+    """
+    found = []
+    for world in divisors(processes)[1:]:
+        parts = divisors(world)[1]
+        splits = [(1, 1, False)]
+        if has_experts:
+            splits += [(parts, 1, False), (1, parts, False)]
+            splits += [(parts, parts, way) for way in (False, True) if world % parts**2 == 0]
+        found += [
+            Topology(dp=world // tp, tp=tp, sp=sp, ep=ep, etp=etp, two_stage=two_stage)
+            for tp in divisors(world)
+            for sp in (False, True)
+            if tp > 1 or not sp
+            for ep, etp, two_stage in splits
+        ]
+    return found or [Topology()]
+
+
+def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> LoraConfig:
+    """An adapter on parameters with all of its targets by their full names, which PEFT takes as they are."""
+    if not lora.target_parameters:
+        return lora
+    found = copy.copy(with_whole_projections(lora, plan))
+    ends = list(found.target_parameters or ())
+    weights = [
+        name for name in targets if any(f"{name}.weight" == end or f"{name}.weight".endswith(f".{end}") for end in ends)
+    ]
+    experts = [name for name in targets if name in plan.projections]
+    found.target_parameters = experts + [f"{name}.weight" for name in weights]
+    found.target_modules = [name for name in targets if name not in {*experts, *weights}]
+    return found
