@@ -13,6 +13,7 @@ SOURCE = Path(meshlora.__file__).parent
 ALLOWED = {
     "errors": set(),
     "lift": set(),
+    "routing": set(),
     "plan": set(),
     "data": set(),
     "config": {"plan"},
@@ -21,10 +22,10 @@ ALLOWED = {
     "adapter": {"plan", "parallel", "state"},
     "guards": {"plan", "adapter"},
     "api": {"plan", "parallel", "state", "adapter", "guards"},
-    "train": {"plan", "parallel", "state", "adapter", "guards", "api", "data", "config"},
+    "train": {"plan", "parallel", "state", "adapter", "guards", "api", "data", "config", "routing"},
     "generate": {"api", "train"},
-    "oracle": {"plan", "data", "config"},
-    "verify": {"plan", "parallel", "state", "adapter", "guards", "api", "train", "data", "config", "oracle"},
+    "oracle": {"plan", "data", "config", "routing"},
+    "verify": {"plan", "parallel", "state", "adapter", "guards", "api", "train", "data", "config", "oracle", "routing"},
     "cli": {"plan", "parallel", "adapter", "api", "config", "data", "train", "generate", "verify"},
     "__main__": {"cli"},
 }

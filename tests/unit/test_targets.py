@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.adapter.targets import check_supported, resolve_targets, trained_parameters
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.plan.rules import plan_model
+from meshlora.plan.derive import plan_model
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 
@@ -63,7 +63,6 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
     ("option", "value"),
     [
         ("lora_dropout", 0.1),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("init_lora_weights", "eva"),
         ("init_lora_weights", "corda"),
         ("use_qalora", True),

@@ -90,7 +90,13 @@ MISTAKES: dict[str, Case] = {
         several(setting("topology", "dp=2,sp"), lambda s: setattr(s, "nproc", 2)), "sp with tp=1", "raise tp"
     ),
     "topology_is_a_number": case(setting("topology", 2), "topology: 2", "text"),
-    "expert_parallelism": case(setting("topology", "dp=2,ep=2"), "ep=2", "not supported yet", "leave out ep"),
+    "expert_parallelism_of_a_dense_model": case(
+        setting("topology", "dp=2,ep=2"), "dp=2,ep=2", "'llama' has no routed experts", "leave out ep"
+    ),
+    "topology_whose_experts_do_not_fit_the_ranks": case(
+        setting("topology", "dp=2,ep=3"), "ep*etp=3", "must divide dp*tp", "use ep*etp in {1, 2}"
+    ),
+    "two_stage_without_etp": case(setting("topology", "dp=2,ep=2,two-stage"), "two-stage with etp=1", "raise etp"),
     "tp_that_does_not_divide_the_heads": case(
         several(setting("topology", "tp=16"), lambda s: setattr(s, "nproc", 16)),
         "tp=16",

@@ -77,7 +77,9 @@ MISTAKES: dict[str, Case] = {
         lora(pieces={"q_proj": ["q"]}), "pieces: 'q' of model.layers.0.self_attn.q_proj", "not a fused matrix"
     ),
     "lora_pieces_of_no_target": case(lora(pieces={"c_attn": ["q"]}), "pieces: c_attn", "add it to target_modules"),
-    "lora_target_parameters": case(lora(target_parameters=["x"]), "target_parameters", "not supported yet"),
+    "lora_target_parameters": case(
+        lora(target_parameters=["x"]), "target_parameters=['x']", "matches no parameter of the model"
+    ),
     "lora_init_from_the_data": case(lora(init_lora_weights="corda"), "'corda'", "supported", "gaussian"),
     "lora_task_type": case(lora(task_type="SEQ_CLS"), "SEQ_CLS", "CAUSAL_LM"),
     "lora_rank_of_zero": case(lora(r=0), "r=0", "at least 1"),

@@ -50,7 +50,9 @@ MISTAKES: dict[str, Case] = {
     "config_without_model_type": case(text("model/config.json", "{}"), "config.json", "model_type"),
     "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "'lama'", "did you mean 'llama'?"),
     "encoder_decoder": case(lambda s: s.family("t5"), "t5"),
-    "mixture_of_experts": case(lambda s: s.family("mixtral"), "mixtral", "mixtures of experts", "not supported yet"),
+    "mixture_of_experts": case(
+        lambda s: s.family("dbrx"), "DbrxExperts", "do not have the form that most families share"
+    ),
     "family_without_a_tp_plan": case(
         lambda s: s.family("bert"), "bert", "neither transformers nor meshlora has a tensor-parallel plan", "use tp=1"
     ),

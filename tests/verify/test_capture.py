@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.oracle.capture import Capture, MicroBatchCapture
-from meshlora.oracle.judge import _relative
 from meshlora.oracle.ownership import fingerprints, places
 from meshlora.oracle.pieces import in_pieces, mask_of, rows_of
+from meshlora.oracle.results import relative
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (
     Layout,
@@ -133,7 +133,7 @@ def test_parts_of_tp_ranks_are_put_together_in_global_order(kind: str) -> None:
             micro.forward["m"] = value
         ranks.append(Trace(micro_batches=micros))
     pieces, whole = _pieces(ranks, "tp=2,sp") if kind != "flat tokens" else _flat_pieces(ranks)
-    assert _relative(pieces, whole) == 0
+    assert relative(pieces, whole) == 0
     assert len({piece.copy for piece in pieces}) == (2 if kind == "whole" else 1)
 
 
@@ -156,11 +156,11 @@ def test_sequences_of_dp_ranks_are_put_together_and_a_missing_one_is_seen() -> N
         for micro in trace.micro_batches:
             micro.forward["m"] = _output(micro)
     pieces, whole = _pieces(ranks, "dp=2")
-    assert _relative(pieces, whole) == 0
+    assert relative(pieces, whole) == 0
     assert not is_complete(pieces[:1], whole)
-    assert _relative(pieces[:1], whole) == math.inf
+    assert relative(pieces[:1], whole) == math.inf
     twice = Piece(1, pieces[0].copy, pieces[0].values * 1.5, pieces[0].rows)
-    assert _relative([*pieces, twice], whole) > 0.1  # what is there twice is compared twice
+    assert relative([*pieces, twice], whole) > 0.1  # what is there twice is compared twice
 
 
 def test_swapped_slices_are_different() -> None:
@@ -172,7 +172,7 @@ def test_swapped_slices_are_different() -> None:
         other.forward["m"] = _output(other).flatten(0, 1).chunk(2)[rank].unsqueeze(0)
         ranks.append(Trace(micro_batches=[micro, other]))
     pieces, whole = _pieces(ranks, "tp=2,sp")
-    assert _relative(pieces, whole) > 0.01
+    assert relative(pieces, whole) > 0.01
 
 
 def test_layouts_are_told_by_the_tokens() -> None:
@@ -196,19 +196,19 @@ def test_a_part_that_cannot_be_one_is_an_error() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_not_finite_is_never_within_a_limit(value: float) -> None:
     whole = torch.ones(4)
-    assert _relative([Piece(0, (), torch.tensor([1.0, 1.0, 1.0, value]))], whole) == math.inf
+    assert relative([Piece(0, (), torch.tensor([1.0, 1.0, 1.0, value]))], whole) == math.inf
 
 
 def test_zero_where_the_reference_is_not_is_never_within_a_limit() -> None:
-    assert _relative([Piece(0, (), torch.zeros(4))], torch.full((4,), 1e-30)) == math.inf
-    assert _relative([Piece(0, (), torch.zeros(4))], torch.zeros(4)) == 0
-    assert _relative([Piece(0, (), torch.full((4,), 1e-9))], torch.zeros(4)) > 1
+    assert relative([Piece(0, (), torch.zeros(4))], torch.full((4,), 1e-30)) == math.inf
+    assert relative([Piece(0, (), torch.zeros(4))], torch.zeros(4)) == 0
+    assert relative([Piece(0, (), torch.full((4,), 1e-9))], torch.zeros(4)) > 1
 
 
 def test_worst_copy_counts_not_the_mean_of_copies() -> None:
     whole = torch.ones(4)
     pieces = [Piece(0, (0,), whole), Piece(1, (1,), whole * 1.5)]
-    assert _relative(pieces, whole) == pytest.approx(0.5)
+    assert relative(pieces, whole) == pytest.approx(0.5)
 
 
 def _weight(rows: int, columns: int = 4) -> Tensor:
@@ -252,7 +252,7 @@ def test_rows_that_a_rank_holds_are_found_by_content(held: tuple[list[int], ...]
     pieces = factor_pieces(factors, ownership, "m.lora_B", whole)
     assert [piece.index.tolist() for piece in pieces] == [[i for i in index if i >= 0] for index in held]  # type: ignore[union-attr]
     assert is_complete(pieces, whole)
-    assert _relative(pieces, whole) == 0
+    assert relative(pieces, whole) == 0
 
 
 def test_shared_rows_that_differ_between_ranks_are_seen() -> None:
@@ -261,14 +261,14 @@ def test_shared_rows_that_differ_between_ranks_are_seen() -> None:
     factors = [{"m.lora_B": whole[index].clone()} for index in SHARED]
     factors[1]["m.lora_B"][1] *= 2
     pieces = factor_pieces(factors, ownership, "m.lora_B", whole)
-    assert _relative(pieces, whole) > 0.1
+    assert relative(pieces, whole) > 0.1
 
 
 def test_factor_rows_that_do_not_go_with_the_base_are_different() -> None:
     ownership, _ = _held(_weight(8), *FUSED)
     whole = _weight(8, 2)
     pieces = factor_pieces([{"m.lora_B": part} for part in whole.chunk(2)], ownership, "m.lora_B", whole)
-    assert _relative(pieces, whole) > 0.1
+    assert relative(pieces, whole) > 0.1
 
 
 def test_outputs_follow_the_rows_of_the_weight() -> None:
@@ -283,7 +283,7 @@ def test_outputs_follow_the_rows_of_the_weight() -> None:
     assert found is not None
     rows = [tokens.rows(trace.micro_batches) for trace in ranks]
     pieces = token_pieces(ranks, rows, ownership, "forward", "m", *found)
-    assert _relative(pieces, found[0]) == 0
+    assert relative(pieces, found[0]) == 0
 
 
 def test_columns_of_a_transposed_weight_are_its_inputs() -> None:

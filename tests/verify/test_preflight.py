@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from meshlora.config import read_run
 from meshlora.errors import MeshloraError, UnsupportedError
+from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
 from meshlora.verify.preflight import preflight, preflight_state, provable
@@ -193,6 +197,9 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
         ("dp=64,tp=4,sp", "dp=2,tp=4,sp"),
         ("dp=64,tp=8", "tp=8"),
         ("dp=64", "dp=2"),
+        ("dp=64,tp=2,ep=16", "dp=2,tp=2,ep=2"),
+        ("dp=32,ep=8,etp=2", "dp=8,ep=2,etp=2"),
+        ("dp=4,tp=4,sp,ep=4,etp=4,two-stage", "dp=2,tp=4,sp,ep=2,etp=2,two-stage"),
     ],
 )
 def test_large_topologies_are_proved_with_fewer_dp_ranks(given: str, expected: str) -> None:
@@ -203,6 +210,35 @@ def test_adapter_on_chosen_layers_is_proved_on_the_same_kinds_of_linears(tmp_pat
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "layers_to_transform": [4]}
     proof, _ = module._proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
     assert proof.case.lora["target_modules"] == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+
+
+def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> None:
+    """The same projections, in pieces and shared as in the run, on a topology that splits experts as the run does."""
+    vocab = json.loads((TINY / "config.json").read_text())["vocab_size"]
+    config = twin_config("mixtral", vocab_size=vocab, num_hidden_layers=3, num_local_experts=16)
+    write_twin(config, tmp_path / "model", dtype=torch.float32, seed=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path / "model")
+    run = _prepared(
+        tmp_path,
+        model={"path": str(tmp_path / "model"), "dtype": "float32"},
+        topology="dp=64,tp=2,sp,ep=16",
+        train={"output": str(tmp_path / "out"), "steps": 1, "batch_size": 64, "micro_batch_size": 1},
+        lora={
+            "r": 4,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["layers.2.mlp.experts.up_proj", "experts.down_proj"],
+            "share_experts": True,
+        },
+    )
+    proof, _ = module._proof_of(run, tmp_path / "cache")
+    assert str(proof.topologies[0]) == "dp=2,tp=2,sp,ep=2"
+    assert proof.case.share_experts
+    assert set(proof.case.lora["target_parameters"]) == {
+        f"model.layers.{layer}.mlp.experts.{leaf}" for layer in (0, 1) for leaf in ("gate_up_proj", "down_proj")
+    }
+    assert proof.case.pieces == {f"model.layers.{layer}.mlp.experts.gate_up_proj": ["up"] for layer in (0, 1)}
+    assert proof.case.lora["target_modules"] == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
 
 
 def test_train_proves_before_it_trains_and_only_the_first_time(tmp_path: Path) -> None:

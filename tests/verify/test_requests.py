@@ -35,7 +35,8 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--family", "lama", *TP2], "did you mean 'llama'?"),
         ([*FAMILY, "--topology", "tq=2"], "'tq' is not an axis"),
         (["--model", TINY, "--topology", "tp=3"], "tp must divide"),
-        ([*FAMILY, "--topology", "tp=2,ep=2"], "expert parallelism is not supported yet"),
+        ([*FAMILY, "--topology", "tp=2,ep=2"], "has no routed experts"),
+        (["--family", "mixtral", "--topology", "tp=2,ep=3,dp=3"], "ep must divide"),
         ([*FAMILY, "--topology", "tp=4", "--nproc", "2"], "tp must divide the number of processes"),
         ([*FAMILY, "--topology", "dp=2,tp=2", "--nproc", "2"], "it needs 4 processes, --nproc is 2"),
         ([*FAMILY, *TP2, "--nproc", "0"], "at least 1 process"),
@@ -49,7 +50,6 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*FAMILY, *TP2, "--html", "/tmp"], "it is a folder"),
         ([*FAMILY, *TP2, "--device", "cuda"], "no CUDA device"),
         (["--model", "nowhere", *TP2], "there is no such folder"),
-        (["--family", "mixtral", *TP2], "mixtures of experts are not supported yet"),
         (["--family", "youtu", "--topology", "dp=2"], "zeroes the padding token's embedding"),
         (["--family", "bert", *TP2], "neither transformers nor meshlora has a tensor-parallel plan"),
         ([*FAMILY, *TP2, "--set", "num_key_value_head=2"], "did you mean 'num_key_value_heads'?"),
@@ -107,6 +107,22 @@ def test_auto_is_every_topology_that_family_and_processes_allow() -> None:
     ]  # fmt: skip
     # No tensor-parallel plan: dp alone.
     assert prepare_proof(Request(("auto",), family="bert", nproc=4)).topologies == [Topology(dp=2), Topology(dp=4)]
+
+
+def test_auto_splits_experts_too_and_trains_them() -> None:
+    proof = prepare_proof(Request(("auto",), family="mixtral", nproc=2))
+    assert list(map(str, proof.topologies)) == [
+        "dp=2", "dp=2,ep=2", "dp=2,etp=2", "tp=2", "tp=2,ep=2", "tp=2,etp=2",
+        "tp=2,sp", "tp=2,sp,ep=2", "tp=2,sp,etp=2",
+    ]  # fmt: skip
+    assert sum(name.endswith("experts.down_proj") for name in proof.case.lora["target_parameters"]) == 2
+    assert {name.rpartition(".")[2] for name in proof.case.lora["target_modules"]} == {
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    }  # fmt: skip
+    four = prepare_proof(Request(("auto",), family="mixtral", nproc=4)).topologies
+    assert len(four) < 40
+    for axis in ("dp", "tp", "sp", "edp", "ep", "etp", "two_stage"):
+        assert any(int(getattr(topology, axis)) > int(axis not in ("sp", "two_stage")) for topology in four), axis
 
 
 def test_missing_dp_is_what_nproc_leaves() -> None:

@@ -1,0 +1,460 @@
+"""LoRA on mixture-of-experts layers: step times and memory of meshlora, its frozen base, and PEFT, in one run.
+
+    python benchmarks/moe_vs_peft.py [--turns N] [--threads N] [--shape I] [--ep]
+
+Qwen3-MoE with random weights, fp32, LoRA on `gate_up_proj` and `down_proj` of all experts. PEFT (`target_parameters`)
+runs on each experts implementation of transformers, and the fastest counts. All load the same checkpoint and adapter;
+before anything is timed, the loss and every LoRA gradient of the first step are compared with PEFT's on its eager one,
+and a system that disagrees ends the benchmark. Each system has a process of its own for each shape.
+
+A step is forward, loss, backward, gradient sync where there are two ranks, AdamW. The frozen base is meshlora's model
+without an adapter, with no optimizer. In all systems the embedded tokens require a gradient, so that the backward runs
+through all layers of the base too. The systems take turns, so that what else the machine does hits all alike; ratios
+are taken within a turn, and their median is printed.
+
+Memory is the high-water mark of resident memory above the level before. `first steps`: from before the first step, so
+that gradients of the factors and moments of AdamW, of which the base has none, count. `later steps`: the moments are
+there already. `less gradients`: the same, less the size of the gradients of the factors.
+
+`--ep` adds meshlora with ep=2, two processes with half of the sequences each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import meshlora
+from meshlora.adapter.manage import active_factors
+from meshlora.train.losses import language_model_loss
+
+TOLERANCE = 1e-4  # fp32, relative L2 of each gradient; a factor of another expert is 1.4 off
+MEMORY_STEPS = 2
+TIMED_STEPS = 2  # a turn, after one that warms the caches up again
+PHASES = ("first steps", "later steps", "less gradients")  # of memory
+LEARNING_RATE = 1e-4
+RANK = 8
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MODEL = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "num_experts_per_tok": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "norm_topk_prob": True,
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """One competitor. kind: "meshlora", "base" or, of PEFT, the experts implementation of transformers."""
+
+    name: str
+    kind: str
+    topology: str = ""
+    num_ranks: int = 1
+
+    @property
+    def is_peft(self) -> bool:
+        return self.kind not in ("meshlora", "base")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Experts of each layer, and tokens of one step."""
+
+    num_experts: int
+    batch_size: int
+    seq_len: int
+
+    def __str__(self) -> str:
+        return f"{self.num_experts} experts × {self.batch_size * self.seq_len:,} tokens"
+
+
+OURS = System("meshlora", "meshlora")
+BASE = System("frozen base", "base")
+REFERENCE = System("PEFT, eager", "eager")
+SYSTEMS = (OURS, BASE, REFERENCE, System("PEFT, batched_mm", "batched_mm"), System("PEFT, grouped_mm", "grouped_mm"))
+WITH_EP = System("meshlora ep=2", "meshlora", "ep=2", 2)
+SHAPES = (Shape(128, 2, 128), Shape(128, 4, 256), Shape(32, 4, 256))
+
+
+# --- the systems: all of this runs on the ranks ---------------------------------------------------------------------
+
+
+class Candidate:
+    """A loaded model with its optimizer, if it trains anything."""
+
+    def __init__(self, system: System, folder: Path, rank: int) -> None:
+        self.system, self.rank = system, rank
+        self.model: Any = load_peft(system, folder) if system.is_peft else load_ours(system, folder)
+        self.model.train()
+        self.model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.requires_grad_())
+        factors = list(self.factors().values())
+        self.optimizer = torch.optim.AdamW(factors, lr=LEARNING_RATE, weight_decay=0.0) if factors else None
+
+    def factors(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name."""
+        if self.system.is_peft:
+            return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {f.name: f.parameter for f in active_factors(self.model)} if self.system.kind == "meshlora" else {}
+
+    def gradients(self, ids: Tensor, labels: Tensor) -> float:
+        """Leave the gradient of the mean loss on the factors; returns that loss."""
+        ids, labels = (t.chunk(self.system.num_ranks)[self.rank] for t in (ids, labels))
+        mask = torch.ones_like(ids)
+        if self.system.is_peft:
+            logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            loss.backward()
+            return float(loss.detach())
+        loss = language_model_loss(self.model, ids, mask, labels)
+        loss.backward()
+        if self.system.kind == "base":
+            return float(loss.detach()) / labels.numel()
+        return float(loss.detach()) / meshlora.finish_gradients(self.model, num_tokens=labels.numel())
+
+    def step(self, ids: Tensor, labels: Tensor) -> tuple[float, float]:
+        """One step; returns its seconds, and those of them until the gradients were there."""
+        started = time.perf_counter()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.gradients(ids, labels)
+        there = time.perf_counter()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return time.perf_counter() - started, there - started
+
+
+def load_ours(system: System, folder: Path) -> Any:
+    """meshlora's model, by its public API."""
+    adapter = folder / "adapter" if system.kind == "meshlora" else None
+    return meshlora.load(folder / "model", adapter=adapter, topology=system.topology, device="cpu")
+
+
+def load_peft(system: System, folder: Path) -> Any:
+    """PEFT's model, on the experts implementation that `system` names."""
+    base = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32, experts_implementation=system.kind
+    )
+    return PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True)
+
+
+# What a rank holds between two calls from the parent.
+_held: dict[str, Candidate] = {}
+
+
+def batch_of(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Token ids and labels (shifted already, all trained), each `[B, S]`: the same in every process."""
+    generator = torch.Generator().manual_seed(shape.seq_len)
+    size = (2, shape.batch_size, shape.seq_len)
+    ids, labels = torch.randint(0, MODEL["vocab_size"], size, generator=generator)
+    return ids, labels
+
+
+def open_system(system: System, folder: Path, rank: int) -> None:
+    _held["candidate"] = Candidate(system, folder, rank)
+
+
+def measure_memory(shape: Shape) -> dict[str, int]:
+    """Bytes that the first steps and later ones need above what was there."""
+    candidate, batch = _held["candidate"], batch_of(shape)
+    grown = {}
+    for phase in ("first steps", "later steps"):
+        for factor in candidate.factors().values():
+            factor.grad = None
+        level = begin_high_water_mark()
+        for _ in range(MEMORY_STEPS):
+            candidate.step(*batch)
+        grown[phase] = memory_bytes("VmHWM") - level
+    grown["less gradients"] = grown["later steps"] - sum(p.numel() * 4 for p in candidate.factors().values())
+    return grown
+
+
+def begin_high_water_mark() -> int:
+    """What is resident now, once the allocator has given back what nobody uses."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_bytes("VmRSS")
+
+
+def memory_bytes(field: str) -> int:
+    """`VmRSS`, resident memory now, or `VmHWM`, the most it was."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status: this benchmark needs Linux")
+
+
+def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
+    """The loss and every LoRA gradient, under our names and in our shapes, before any optimizer step."""
+    candidate = _held["candidate"]
+    loss = candidate.gradients(*batch_of(shape))
+    gradients = {}
+    for name, parameter in candidate.factors().items():
+        assert parameter.grad is not None, name
+        known = _by_expert(name, parameter.grad, shape) if candidate.system.is_peft else (name, parameter.grad)
+        gradients[known[0].removesuffix(".default")] = known[1].clone()
+        parameter.grad = None
+    return loss, gradients
+
+
+def _by_expert(name: str, gradient: Tensor, shape: Shape) -> tuple[str, Tensor]:
+    """PEFT's inner wrapper is that of the parameter named first; its A is expert-major, its B expert-minor."""
+    module, _, side = name.removeprefix("base_model.model.").removesuffix(".default.weight").rpartition(".")
+    inner = module.endswith(".base_layer")
+    ours = f"{module.removesuffix('.base_layer')}.{'gate_up_proj' if inner else 'down_proj'}.{side}"
+    if side == "lora_A":
+        return ours, gradient.view(shape.num_experts, RANK, -1)
+    return ours, gradient.view(len(gradient), RANK, shape.num_experts).permute(2, 0, 1)
+
+
+def time_steps(shape: Shape) -> tuple[float, float]:
+    """Median seconds of a step, and of its forward and backward."""
+    candidate, batch = _held["candidate"], batch_of(shape)
+    candidate.step(*batch)
+    steps = [candidate.step(*batch) for _ in range(TIMED_STEPS)]
+    whole, passes = (statistics.median(times) for times in zip(*steps, strict=True))
+    return whole, passes
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """The processes of one system, which wait on their pipes between calls."""
+
+    def __init__(self, system: System, folder: Path, num_threads: int) -> None:
+        self.system = system
+        context = multiprocessing.get_context("spawn")
+        store = str(folder / f"store-{time.monotonic_ns()}")
+        self.pipes, self.processes = [], []
+        for rank in range(system.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, system, store, num_threads, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            pipe.send((open_system, (system, folder, rank)))
+        self._answers()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results of `function(*args)` by rank."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = [pipe.recv() for pipe in self.pipes]
+        for ok, value in answers:
+            if not ok:
+                raise RuntimeError(f"{self.system.name}:\n{value}")
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, system: System, store: str, num_threads: int, pipe: Any) -> None:
+    """Body of one process: answer calls until the pipe closes."""
+    _be_quiet()
+    torch.set_num_threads(num_threads)
+    if system.num_ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(system.num_ranks))
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=system.num_ranks)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                answer = (True, function(*args))
+            except Exception:  # noqa: BLE001 - whatever it was, it travels to the parent as text
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
+
+
+def _be_quiet() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def open_groups(systems: list[System], folder: Path, num_threads: int) -> Iterator[dict[str, Group]]:
+    """All systems, loaded, by name."""
+    groups: dict[str, Group] = {}
+    try:
+        for system in systems:
+            groups[system.name] = Group(system, folder, num_threads)
+        yield groups
+    finally:
+        for group in groups.values():
+            group.close()
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(folder: Path, num_experts: int) -> Path:
+    """A random fp32 checkpoint and an adapter whose A and B are both non-zero, written by transformers and peft."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**MODEL, num_experts=num_experts)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder / "model")
+    lora = LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules=[], target_parameters=PARAMETERS, init_lora_weights=False
+    )
+    get_peft_model(model, lora).save_pretrained(folder / "adapter")
+    return folder
+
+
+def check_parity(groups: dict[str, Group], shape: Shape) -> dict[str, float]:
+    """Worst relative difference from PEFT on eager experts, of loss and gradients, by system on one process.
+
+    Raises:
+        RuntimeError: one is above `TOLERANCE`.
+    """
+    [(loss, reference)] = groups[REFERENCE.name].call(first_gradients, shape)
+    worst = {}
+    for name, group in groups.items():
+        if group.system.kind == "base" or group.system.num_ranks > 1:
+            continue
+        [(own_loss, own)] = group.call(first_gradients, shape)
+        if own.keys() != reference.keys():
+            raise RuntimeError(
+                f"{name}: its factors are not those of {REFERENCE.name}: {own.keys() ^ reference.keys()}"
+            )
+        differences = [float((own[key] - whole).norm() / whole.norm()) for key, whole in reference.items()]
+        worst[name] = max(abs(own_loss - loss) / abs(loss), *differences)
+        if not worst[name] <= TOLERANCE:
+            raise RuntimeError(f"{name}, {shape}: {worst[name]:.1e} off {REFERENCE.name}; no times are printed")
+    return worst
+
+
+def fits(system: System, shape: Shape) -> bool:
+    """Whether there is room: `batched_mm` keeps a copy of an expert's matrices for each choice of each token."""
+    if system.kind != "batched_mm":
+        return True
+    choices = shape.batch_size * shape.seq_len * MODEL["num_experts_per_tok"] * MODEL["num_hidden_layers"]
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return choices * 3 * MODEL["hidden_size"] * MODEL["moe_intermediate_size"] * 4 < physical / 2
+
+
+def measure(systems: list[System], shape: Shape, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All of one shape: parity, memory, times."""
+    with open_groups([system for system in systems if fits(system, shape)], folder, options.threads) as groups:
+        parity = check_parity(groups, shape)
+        memory = {}
+        for name, group in groups.items():
+            ranks = group.call(measure_memory, shape)
+            memory[name] = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
+        for _ in range(options.turns):
+            for name, group in groups.items():
+                whole, passes = zip(*group.call(time_steps, shape), strict=True)
+                times[name].append((max(whole), max(passes)))
+    return {"parity": parity, "memory_bytes": memory, "times_s": times}
+
+
+def in_turns(times: dict[str, list[tuple[float, float]]], name: str, other: str, part: int) -> float:
+    """Median over the turns of time of `name` / time of `other`; part 0: of a step, 1: of forward and backward."""
+    return statistics.median(a[part] / b[part] for a, b in zip(times[name], times[other], strict=True))
+
+
+def report(shape: Shape, results: dict[str, Any]) -> str:
+    """The Markdown section of one shape."""
+    times, memory, parity = results["times_s"], results["memory_bytes"], results["parity"]
+    lines = [
+        f"## {shape}",
+        "",
+        f"| system | step | forward and backward | {' | '.join(PHASES)} | off PEFT |",
+        f"|---|---|---|{len(PHASES) * '---|'}---|",
+    ]
+    for name, turns in times.items():
+        whole, passes = (1e3 * statistics.median(values) for values in zip(*turns, strict=True))
+        peaks = " | ".join(f"{memory[name][phase] / 2**20:,.0f} MiB" for phase in PHASES)
+        off = f"{parity[name]:.0e}" if name in parity else "–"
+        lines.append(f"| {name} | {whole:,.0f} ms | {passes:,.0f} ms | {peaks} | {off} |")
+    left_out = [system.name for system in SYSTEMS if not fits(system, shape)]
+    if left_out:
+        lines += ["", f"Left out, as this machine has not the memory: {', '.join(left_out)}."]
+    peers = [name for name in times if name.startswith("PEFT")]
+    fastest = min(peers, key=lambda name: statistics.median(whole for whole, _ in times[name]))
+    step, passes = (in_turns(times, fastest, OURS.name, part) for part in (0, 1))
+    frozen = [in_turns(times, OURS.name, BASE.name, part) for part in (0, 1)]
+    against_peft, against_base = (
+        ", ".join(f"{memory[OURS.name][phase] / memory[other][phase]:.3f} {phase}" for phase in PHASES)
+        for other in (fastest, BASE.name)
+    )
+    lines += [
+        "",
+        f"- against {fastest}, the fastest: {step:.2f}× as fast a step, {passes:.2f}× forward and backward; "
+        f"memory {against_peft}",
+        f"- against the frozen base: {frozen[0]:.3f} of the time with AdamW, {frozen[1]:.3f} without; "
+        f"memory {against_base}",
+    ]
+    if WITH_EP.name in times:
+        lines.append(f"- ep=2 on two processes: {in_turns(times, OURS.name, WITH_EP.name, 0):.2f}× as fast as one")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--turns", type=int, default=7, help=f"of each system and shape, {TIMED_STEPS} timed steps each"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--ep", action="store_true", help="measure ep=2 on two processes too")
+    parser.add_argument("--shape", type=int, action="append", help="measure only this of the shapes, from 0")
+    options = parser.parse_args()
+    _be_quiet()
+    versions = {"meshlora": meshlora.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    print("# LoRA on experts: meshlora against PEFT\n")
+    print(
+        f"- hardware: {len(os.sched_getaffinity(0))} cores, {platform.machine()}; {options.threads} threads a process"
+    )
+    print(f"- versions: {', '.join(f'{k} {v}' for k, v in (versions | {'peft': peft.__version__}).items())}")
+    print(f"- command: `python {' '.join(sys.argv)}`")
+    print(f"- model: {MODEL}, r={RANK}, fp32\n", flush=True)
+    systems = [*SYSTEMS, *([WITH_EP] if options.ep else [])]
+    with tempfile.TemporaryDirectory() as name:
+        folders: dict[int, Path] = {}
+        for shape in [SHAPES[number] for number in options.shape or range(len(SHAPES))]:
+            if shape.num_experts not in folders:
+                folders[shape.num_experts] = make_checkpoint(Path(name) / str(shape.num_experts), shape.num_experts)
+            print(report(shape, measure(systems, shape, folders[shape.num_experts], options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

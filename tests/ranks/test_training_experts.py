@@ -1,0 +1,160 @@
+"""A run with experts, from file to adapter, on several topologies: load balancing, routing recorded and replayed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from meshlora.config import read_run
+from meshlora.data import collate
+from meshlora.errors import UserError
+from meshlora.lift import lift
+from meshlora.oracle.compare import compare_adapters
+from meshlora.oracle.inputs import write_twin
+from meshlora.plan.twin import twin_config
+from meshlora.routing import RoutingRecord
+from meshlora.train.prepare import prepare
+from meshlora.train.routing import step_file
+from tests.pool import Pool, RankError
+from tests.ranks.test_trainer import EXAMPLES, _run_and_keep_groups
+
+STEPS = 3
+MESHES = ["dp=2,ep=2", "tp=2,sp,ep=2", "tp=2,etp=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with experts beside a tokenizer, and 9 sequences."""
+    path = tmp_path_factory.mktemp("experts")
+    tokenizer = json.loads((EXAMPLES / "tiny_base" / "config.json").read_text())
+    config = twin_config("qwen3_moe", vocab_size=tokenizer["vocab_size"], max_position_embeddings=256)
+    write_twin(config, path / "base", dtype=torch.float64, seed=0)
+    for file in (EXAMPLES / "tiny_base").glob("tokenizer*"):
+        (path / "base" / file.name).write_bytes(file.read_bytes())
+    text = (EXAMPLES / "docstrings" / "train.jsonl").read_text().splitlines()[:9]
+    (path / "train.jsonl").write_text("\n".join(text) + "\n")
+    return path
+
+
+def _run_file(folder: Path, name: str, topology: str, **train: Any) -> Path:
+    tree = {
+        "model": {"path": str(folder / "base"), "dtype": "float64"},
+        "lora": {
+            "r": 4,
+            "target_modules": ["q_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+        },
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 64, "cache_dir": str(folder / "cache")},
+        "train": {"output": str(folder / name), "steps": STEPS, "batch_size": 5, "micro_batch_size": 2, "lr": 5e-3},
+        "topology": topology,
+    }
+    tree["train"] |= train
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def _metrics(folder: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def _run(pools: Callable[[int], Pool], folder: Path, name: str, topology: str, **train: Any) -> None:
+    world = 1 if topology == "dp=1" else 2
+    pools(world).run(_run_and_keep_groups, _run_file(folder, name, topology, **train), world)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, pools: Callable[[int], Pool]) -> Path:
+    """A run on one process whose routing is recorded."""
+    _run(pools, folder, "plain", "dp=1", routing_record=str(folder / "routing"))
+    return folder / "plain" / "adapter"
+
+
+def test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology(
+    folder: Path, plain: Path, pools: Callable[[int], Pool]
+) -> None:
+    """With a weight so large that the loss of load balancing decides where training goes."""
+    _run(pools, folder, "balanced", "dp=1", router_aux_loss_coef=5.0)
+    expected = _metrics(folder, "balanced")
+    assert all(line["aux_loss"] > 1 for line in expected)
+    assert compare_adapters(plain, folder / "balanced" / "adapter").relative > 1e-2
+    for mesh in MESHES:
+        name = f"balanced-{mesh}"
+        _run(pools, folder, name, mesh, router_aux_loss_coef=5.0)
+        for ours, theirs in zip(_metrics(folder, name), expected, strict=True):
+            limit = 1e-11 if ours["step"] == 1 else 1e-6  # then AdamW has divided by tiny moments
+            assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=limit)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=limit)
+        assert compare_adapters(folder / name / "adapter", folder / "balanced" / "adapter").relative < 1e-6
+
+
+def test_load_balancing_loss_is_that_of_transformers_over_the_whole_step(folder: Path, plain: Path) -> None:
+    """The first step's, from the function of transformers on all of its sequences at once."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    run = prepare(read_run(folder / "balanced.yaml", ["train.overwrite=true"]))
+    batch = collate([run.train_data[int(i)] for i in run.batches.batch(0)], pad_token_id=0)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype="float64", experts_implementation="eager")
+    with lift(), torch.no_grad():
+        found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_router_logits=True)
+        loss = load_balancing_loss_func(
+            found.router_logits, model.num_experts, model.num_experts_per_tok, batch.attention_mask
+        )
+    assert _metrics(folder, "balanced")[0]["aux_loss"] == pytest.approx(float(loss), rel=1e-12)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_routing_that_is_recorded_on_a_mesh_is_that_of_one_process(
+    mesh: str, folder: Path, plain: Path, pools: Callable[[int], Pool]
+) -> None:
+    name = f"record-{mesh}"
+    _run(pools, folder, name, mesh, routing_record=str(folder / f"routing-{mesh}"))
+    assert compare_adapters(folder / name / "adapter", plain).relative < 1e-6
+    for step in range(STEPS):
+        ours, theirs = (RoutingRecord.load(step_file(folder / where, step)) for where in (f"routing-{mesh}", "routing"))
+        assert ours.choices.keys() == theirs.choices.keys()
+        for key, table in theirs.choices.items():
+            assert bool((table >= 0).all()), "every token of the step has a number"
+            assert torch.equal(ours.choices[key], table)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_replayed_routing_decides_on_every_mesh(
+    mesh: str, folder: Path, plain: Path, pools: Callable[[int], Pool]
+) -> None:
+    """Each token is sent to the experts next to those that it chose: another run, but everywhere the same."""
+    other = folder / "routing-of-others"
+    if not other.exists():
+        other.mkdir()
+        for step in range(STEPS):
+            record = RoutingRecord.load(step_file(folder / "routing", step))
+            for key, table in record.choices.items():
+                record.choices[key] = (table + 1) % record.num_experts[key[1]]
+            record.save(step_file(other, step))
+        _run(pools, folder, "others", "dp=1", routing_replay=str(other))
+        assert compare_adapters(folder / "others" / "adapter", plain).relative > 1e-2
+    name = f"others-{mesh}"
+    _run(pools, folder, name, mesh, routing_replay=str(other))
+    assert compare_adapters(folder / name / "adapter", folder / "others" / "adapter").relative < 1e-6
+    tensors = load_file(folder / name / "adapter" / "adapter_model.safetensors")
+    router = next(t for key, t in tensors.items() if key.endswith("mlp.gate.lora_B.weight"))
+    assert bool(router.any()), "scores of replayed choices have a gradient"
+
+
+def test_replay_without_the_file_of_a_step_is_refused_before_anything_is_loaded(folder: Path, plain: Path) -> None:
+    file = _run_file(folder, "short", "dp=1", routing_replay=str(folder / "routing"), steps=STEPS + 1)
+    with pytest.raises(UserError, match=r"step-000004.safetensors is not there \(1 of 4 steps"):
+        prepare(read_run(file))
+
+
+def test_record_of_another_batch_is_refused(folder: Path, plain: Path, pools: Callable[[int], Pool]) -> None:
+    with pytest.raises(RankError, match="this step has"):
+        _run(pools, folder, "larger", "dp=1", routing_replay=str(folder / "routing"), batch_size=6)

@@ -1,0 +1,444 @@
+"""LoRA on experts, grouped: against a loop over experts in plain autograd, float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshlora.parallel import grouped
+from meshlora.parallel.expert_mlp import GroupedMlpFunction
+from meshlora.parallel.grouped import (
+    Projection,
+    backward_rows,
+    bias_of_rows,
+    forward_rows,
+    inverse_of,
+    sort_by_expert,
+    sum_rows,
+)
+
+IN, OUT, RANK = 6, 10, 2
+COUNTS = {
+    "even": [3, 3, 3, 3],
+    "empty experts": [0, 5, 0, 7],
+    "all rows on one": [0, 0, 12, 0],
+    "no rows": [0, 0, 0, 0],
+    "one expert": [9],
+    "many rows": [40, 1, 90, 0],  # enough for the interleaved loop
+}
+
+
+def _exact(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class GroupedLoraFunction(Function):
+    """One projection by itself, as the MLP runs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, projection: Projection, counts: list[int], a: Tensor | None, b: Tensor | None
+    ) -> Tensor:
+        x = x.contiguous()
+        y, zt = forward_rows(x, projection, counts, a, b)
+        if projection.bias is not None:
+            y += bias_of_rows(projection.bias, counts, y.dtype)
+        _, _, _, needs_da, needs_db = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_da else None, zt if needs_db else None, a, b)
+        ctx.projection, ctx.counts = projection, counts
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, zt, a, b = ctx.saved_tensors
+        needs_dx = ctx.needs_input_grad[0]
+        dx, da, db = backward_rows(grads[0], x, zt, ctx.projection, ctx.counts, a, b, needs_dx=needs_dx)
+        return dx, None, None, da, db
+
+
+@dataclass
+class _Case:
+    """One projection with its rows; `leaves` are what gets gradients."""
+
+    projection: Projection
+    counts: list[int]
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    g: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.a, self.b
+
+    def run(self) -> Tensor:
+        return GroupedLoraFunction.apply(self.x, self.projection, self.counts, self.a, self.b)
+
+
+def _case(
+    counts: list[int],
+    *,
+    is_transposed: bool = False,
+    has_bias: bool = False,
+    shared: str = "",
+    dtype: torch.dtype = torch.float64,
+    factor_dtype: torch.dtype | None = None,
+    sizes: tuple[int, int, int] = (IN, OUT, RANK),
+) -> _Case:
+    (in_, out, rank), number, rows = sizes, len(counts), sum(counts)
+    factor = factor_dtype or dtype
+    weight = _random(number, out, in_, seed=0, dtype=dtype)
+    projection = Projection(
+        weight.mT.contiguous() if is_transposed else weight,
+        _random(number, out, seed=1, dtype=dtype) if has_bias else None,
+        scale=0.7,
+        is_transposed=is_transposed,
+    )
+    return _Case(
+        projection,
+        counts,
+        _random(rows, in_, seed=2, dtype=dtype).requires_grad_(),
+        _random(1 if "a" in shared else number, rank, in_, seed=3, dtype=factor).requires_grad_(),
+        _random(1 if "b" in shared else number, out, rank, seed=4, dtype=factor).requires_grad_(),
+        _random(rows, out, seed=5, dtype=dtype),
+    )
+
+
+def _plain(x: Tensor, projection: Projection, counts: list[int], a: Tensor | None, b: Tensor | None) -> Tensor:
+    """One expert after the other, by autograd."""
+    parts = []
+    for e, rows in enumerate(x.split(counts)):
+        weight = projection.weight[e].T if projection.is_transposed else projection.weight[e]
+        y = F.linear(rows, weight, None if projection.bias is None else projection.bias[e])
+        if a is not None and b is not None:
+            a_e, b_e = a[e if len(a) > 1 else 0].to(x.dtype), b[e if len(b) > 1 else 0].to(x.dtype)
+            y = y + projection.scale * (rows @ a_e.T) @ b_e.T
+        parts.append(y)
+    return torch.cat(parts)
+
+
+def _check(case: _Case) -> None:
+    y = case.run()
+    expected = _plain(case.x, case.projection, case.counts, case.a, case.b)
+    _exact(y, expected)
+    found = torch.autograd.grad(y, case.leaves, case.g)
+    for actual, wanted in zip(found, torch.autograd.grad(expected, case.leaves, case.g), strict=True):
+        _exact(actual, wanted)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
+@pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_one_projection_is_a_loop_over_experts(name: str, shared: str, is_transposed: bool) -> None:
+    _check(_case(COUNTS[name], shared=shared, is_transposed=is_transposed, has_bias=True))
+
+
+@pytest.mark.parametrize("rows", [0, 10**9], ids=["interleaved", "one after the other"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_when_products_run_changes_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "ROWS_TO_INTERLEAVE", rows)
+    _check(_case(COUNTS[name]))
+
+
+def test_factor_that_lies_transposed_gets_a_gradient_that_lies_so_too() -> None:
+    case = _case(COUNTS["empty experts"])
+    case.b = case.b.detach().mT.contiguous().mT.requires_grad_()
+    _check(case)
+    case.run().backward(case.g)
+    assert case.b.grad is not None
+    assert case.b.grad.stride() == case.b.stride()
+
+
+def test_gradients_pass_gradcheck() -> None:
+    case = _case([2, 0, 3])
+    assert torch.autograd.gradcheck(
+        lambda x, a, b: GroupedLoraFunction.apply(x, case.projection, case.counts, a, b), case.leaves
+    )
+
+
+def test_experts_without_rows_get_zeros_not_none() -> None:
+    # What is freed is filled with NaN first, so that memory which nobody wrote to shows.
+    case = _case([0, 3, 0])
+    for _ in range(8):
+        torch.full_like(case.a, torch.nan), torch.full_like(case.b, torch.nan)
+    da, db = torch.autograd.grad(case.run(), (case.a, case.b), case.g)
+    for gradient in (da, db):
+        assert not gradient[[0, 2]].any()
+        assert gradient[1].all()
+
+
+def test_use_in_two_places_adds_up() -> None:
+    case = _case(COUNTS["even"])
+    y = case.run()
+    other = case.x.detach() * 2
+    z = GroupedLoraFunction.apply(other, case.projection, case.counts, case.a, case.b)
+    (da,) = torch.autograd.grad(y.sum() + z.sum(), case.a)
+    plain = [_plain(x, case.projection, case.counts, case.a, case.b).sum() for x in (case.x, other)]
+    _exact(da, torch.autograd.grad(sum(plain), case.a)[0])
+
+
+def test_gradient_that_is_a_view_is_taken() -> None:
+    case = _case(COUNTS["even"])
+    da, expected = (
+        torch.autograd.grad(y.sum(), case.a)[0]
+        for y in (case.run(), _plain(case.x, case.projection, case.counts, case.a, case.b))
+    )
+    _exact(da, expected)
+
+
+@pytest.mark.parametrize("counts", [[8, 0, 24], [400, 0, 80]])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_half_precision_rounds_no_more_than_a_loop_and_gradients_stay_fp32(
+    counts: list[int], is_transposed: bool
+) -> None:
+    case = _case(
+        counts, is_transposed=is_transposed, dtype=torch.bfloat16, factor_dtype=torch.float32, sizes=(16, 24, 8)
+    )
+    y = case.run()
+    found = torch.autograd.grad(y, case.leaves, case.g)
+    assert y.dtype == torch.bfloat16
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
+    wide = replace(case.projection, weight=case.projection.weight.double())
+    leaves = [t.detach().bfloat16().double().requires_grad_() for t in case.leaves]
+    exact = _plain(leaves[0], wide, counts, leaves[1], leaves[2])
+    plain = _plain(case.x, case.projection, counts, case.a, case.b)
+    wanted = [exact, *torch.autograd.grad(exact, leaves, case.g.double())]
+    loop = [plain, *torch.autograd.grad(plain, case.leaves, case.g)]
+    for ours, theirs, truth in zip([y, *found], loop, wanted, strict=True):
+        noise = (theirs.double() - truth).abs().max()
+        assert (ours.double() - truth).abs().max() <= 2 * noise
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_frozen_base_is_a_loop_over_experts_too(dtype: torch.dtype) -> None:
+    case = _case([8, 0, 24], dtype=dtype, sizes=(16, 24, 8))
+    y = GroupedLoraFunction.apply(case.x, case.projection, case.counts, None, None)
+    expected = _plain(case.x, case.projection, case.counts, None, None)
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
+    (dx,), (wanted,) = (torch.autograd.grad(t, case.x, case.g) for t in (y, expected))
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(dx, wanted, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [8, 0, 24]])
+@pytest.mark.parametrize("has_factors", [False, True])
+def test_grouped_kernels_take_no_rows_and_gradients_that_are_views(counts: list[int], has_factors: bool) -> None:
+    case = _case(counts, dtype=torch.float32, sizes=(16, 24, 8))
+    factors = (case.a, case.b) if has_factors else (None, None)
+    y = GroupedLoraFunction.apply(case.x, case.projection, counts, *factors)
+    expected = _plain(case.x, case.projection, counts, *factors)
+    (dx,), (wanted,) = (torch.autograd.grad(t.sum(), case.x) for t in (y, expected))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, wanted, rtol=1e-5, atol=1e-4)
+
+
+# --- what is never made and never kept -------------------------------------------------------------------------------
+
+
+class _Made(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator makes, views not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not any(a.alias_info for a in func._schema.returns):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def _saved(function: Any) -> tuple[Tensor, list[Tensor]]:
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = function()
+    return y, kept
+
+
+def test_nothing_of_the_size_of_the_weight_is_made_and_it_gets_no_gradient() -> None:
+    case = _case([1, 0, 2, 1], sizes=(16, 24, 2))
+    case.projection.weight.requires_grad_()
+    with _Made() as made:
+        case.run().sum().backward()
+    assert case.projection.weight.grad is None
+    assert 0 < made.largest < case.projection.weight.numel() / 4
+
+
+def test_only_the_gradient_of_a_needs_x() -> None:
+    case = _case(COUNTS["even"])
+    holds_x = [
+        any(t.data_ptr() == case.x.data_ptr() for t in _saved(run)[1])
+        for run in (
+            case.run,
+            lambda: GroupedLoraFunction.apply(case.x, case.projection, case.counts, case.a.detach(), case.b),
+            lambda: GroupedLoraFunction.apply(case.x, case.projection, case.counts, None, None),
+        )
+    ]
+    assert holds_x == [True, False, False]
+
+
+# --- the whole MLP ---------------------------------------------------------------------------------------------------
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 7, 3, 5, 6, 4
+
+
+def _gate(up: Tensor) -> Tensor:
+    gate, value = up.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+@dataclass
+class _Mlp:
+    """Experts with their tokens. Expert 3 is never chosen."""
+
+    fc1: Projection
+    fc2: Projection
+    x: Tensor
+    weights: Tensor
+    factors: list[Tensor]
+    chosen: Tensor
+    g: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.weights, *self.factors]
+
+    def run(self, *, leaves: list[Tensor] | None = None, has_weights: bool = True) -> Tensor:
+        x, weights, *factors = leaves or self.leaves
+        order, counts = sort_by_expert(self.chosen, EXPERTS)
+        places = inverse_of(order).view(self.chosen.shape)
+        index = order // self.chosen.shape[1]
+        return GroupedMlpFunction.apply(
+            x, weights if has_weights else None, index, places, counts, _gate, self.fc1, self.fc2, *factors
+        )
+
+    def plain(self, *, has_weights: bool = True) -> Tensor:
+        """Token by token, choice by choice."""
+        a1, b1, a2, b2 = self.factors
+        out = []
+        for token, experts in enumerate(self.chosen.tolist()):
+            total = torch.zeros(HIDDEN, dtype=self.x.dtype)
+            for choice, e in enumerate(experts):
+                counts = [int(i == e) for i in range(EXPERTS)]
+                up = _plain(self.x[token : token + 1], self.fc1, counts, a1, b1)
+                y = _plain(_gate(up), self.fc2, counts, a2, b2)[0]
+                total = total + (self.weights[token, choice] * y if has_weights else y)
+            out.append(total)
+        return torch.stack(out) if out else self.x * 0
+
+
+def _mlp(*, has_bias: bool = False, is_transposed: bool = False, shared: bool = False, tokens: int = TOKENS) -> _Mlp:
+    counts = [1] * EXPERTS
+    first = _case(
+        counts, has_bias=has_bias, is_transposed=is_transposed, shared="a" * shared, sizes=(HIDDEN, 2 * WIDTH, 2)
+    )
+    second = _case(
+        counts, has_bias=has_bias, is_transposed=is_transposed, shared="b" * shared, sizes=(WIDTH, HIDDEN, 3)
+    )
+    scores = _random(tokens, EXPERTS, seed=7)
+    scores[:, 3] = -torch.inf
+    return _Mlp(
+        first.projection,
+        second.projection,
+        _random(tokens, HIDDEN, seed=8).requires_grad_(),
+        _random(tokens, TOP_K, seed=9).softmax(1).requires_grad_(),
+        [first.a, first.b, second.a, second.b],
+        scores.topk(TOP_K, dim=1).indices,
+        _random(tokens, HIDDEN, seed=10),
+    )
+
+
+@pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no weights"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_mlp_is_a_loop_over_tokens_and_choices(
+    has_bias: bool, is_transposed: bool, shared: bool, has_weights: bool
+) -> None:
+    mlp = _mlp(has_bias=has_bias, is_transposed=is_transposed, shared=shared)
+    out, expected = mlp.run(has_weights=has_weights), mlp.plain(has_weights=has_weights)
+    _exact(out, expected)
+    leaves = mlp.leaves if has_weights else [mlp.x, *mlp.factors]
+    found = torch.autograd.grad(out, leaves, mlp.g)
+    for actual, wanted in zip(found, torch.autograd.grad(expected, leaves, mlp.g), strict=True):
+        _exact(actual, wanted)
+
+
+def test_mlp_of_no_tokens() -> None:
+    mlp = _mlp(tokens=0)
+    out = mlp.run()
+    assert out.shape == (0, HIDDEN)
+    for leaf, gradient in zip(mlp.leaves, torch.autograd.grad(out, mlp.leaves, mlp.g), strict=True):
+        assert gradient.shape == leaf.shape
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("trained", ["x", "weights", "a1", "b1", "a2", "b2"])
+def test_mlp_gives_each_gradient_alone(trained: str) -> None:
+    mlp = _mlp(has_bias=True)
+    place = ["x", "weights", "a1", "b1", "a2", "b2"].index(trained)
+    (expected,) = torch.autograd.grad(mlp.plain(), mlp.leaves[place], mlp.g)
+    leaves = [leaf if i == place else leaf.detach() for i, leaf in enumerate(mlp.leaves)]
+    (found,) = torch.autograd.grad(mlp.run(leaves=leaves), leaves[place], mlp.g)
+    _exact(found, expected)
+
+
+def test_mlp_without_factors() -> None:
+    mlp = _mlp(has_bias=True)
+    order, counts = sort_by_expert(mlp.chosen, EXPERTS)
+    places = inverse_of(order).view(mlp.chosen.shape)
+    out = GroupedMlpFunction.apply(
+        mlp.x, mlp.weights, order // TOP_K, places, counts, _gate, mlp.fc1, mlp.fc2, None, None, None, None
+    )
+    with torch.no_grad():
+        for b in mlp.factors[1::2]:
+            b.zero_()
+    expected = mlp.plain()
+    _exact(out, expected)
+    leaves = (mlp.x, mlp.weights)
+    for actual, wanted in zip(
+        torch.autograd.grad(out, leaves, mlp.g), torch.autograd.grad(expected, leaves, mlp.g), strict=True
+    ):
+        _exact(actual, wanted)
+
+
+def test_mlp_keeps_one_tensor_with_a_row_for_each_choice() -> None:
+    mlp = _mlp()
+    _, kept = _saved(mlp.run)
+    wide = [t for t in kept if t.dim() == 2 and t.shape[0] == TOKENS * TOP_K]
+    assert [tuple(t.shape) for t in wide] == [(TOKENS * TOP_K, 2 * WIDTH)]  # fc1(x)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_sort_is_stable_and_counts_every_expert() -> None:
+    order, counts = sort_by_expert(torch.tensor([[2, 0], [0, 4], [2, 0]]), 5)
+    assert order.tolist() == [1, 2, 5, 0, 4, 3]
+    assert counts == [3, 0, 2, 0, 1]
+    assert order[inverse_of(order)].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_sum_over_rows_takes_them_in_the_order_of_choices(dtype: torch.dtype, has_weights: bool) -> None:
+    rows = _random(12, 5, seed=0, dtype=dtype)
+    places = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(4, 3)
+    weights = _random(4, 3, seed=1, dtype=dtype) if has_weights else None
+    terms = rows[places].double() * (1 if weights is None else weights.double().unsqueeze(2))
+    rtol = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(sum_rows(rows, places, weights).double(), terms.sum(1), rtol=rtol, atol=2 * rtol)
+    assert torch.equal(sum_rows(rows, places[:, :1]), rows[places[:, 0]])

@@ -1,0 +1,135 @@
+"""Routing recorded and replayed: every way in which routers of transformers choose, strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.routing import Routing, RoutingRecord
+
+T, H, E, K = 10, 4, 8, 2
+
+
+class Block(nn.Module):
+    """A router as families have them; returns (chosen experts, weights)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(E, H, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (x @ self.weight.T).softmax(-1)
+        if self.kind == "values":
+            weights, index = torch.topk(scores, K, dim=-1)
+            weights /= weights.sum(-1, keepdim=True)  # in place, as mixtral does
+            return index, weights
+        if self.kind == "method":
+            weights, index = scores.topk(K, dim=1)
+            return index, weights
+        if self.kind == "argmax":
+            return scores.argmax(-1, keepdim=True), scores
+        by_group = scores.view(-1, 4, 2).topk(2, dim=-1)[0].sum(-1)
+        groups = torch.topk(by_group, k=2, dim=-1, sorted=False)[1]
+        mask = torch.zeros_like(by_group).scatter(1, groups, 1).repeat_interleave(2, 1)
+        weights, index = torch.topk(scores * mask, k=K, dim=-1, sorted=False)
+        return index, weights
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.mlp = Block(kind)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(x)
+
+
+def _tokens(number: int = T) -> Tensor:
+    return torch.randn(number, H, generator=torch.Generator().manual_seed(1))
+
+
+def _recorded(model: Model, x: Tensor, tokens: Tensor) -> tuple[RoutingRecord, Any]:
+    record = RoutingRecord(T, {"mlp": E})
+    with Routing(model, record, replays=False) as routing:
+        routing.tokens = tokens
+        return record, model(x)
+
+
+@pytest.mark.parametrize("kind", ["values", "method", "groups"])
+def test_replay_takes_the_recorded_choices_in_any_order_of_tokens(kind: str) -> None:
+    model, x = Model(kind), _tokens()
+    record, (index, weights) = _recorded(model, x, torch.arange(T))
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(2))
+    with Routing(model, record, replays=True) as routing:
+        routing.tokens = order
+        again, same = model(x[order])
+        other, values = model(x)  # other tokens now have these choices
+        values.sum().backward()
+    assert torch.equal(again, index[order])
+    assert torch.equal(same, weights[order])
+    assert torch.equal(other, index[order])
+    assert bool((values > 0).all())
+    assert model.mlp.weight.grad is not None
+    assert not torch.equal(model(x)[0], other)
+    assert "forward" not in model.mlp.__dict__
+
+
+def test_padding_routes_itself_and_a_missing_token_is_an_error() -> None:
+    model, x = Model("values"), _tokens()
+    tokens = torch.arange(T)
+    tokens[[2, 7]] = -1
+    record, (index, _) = _recorded(model, x, tokens)
+    with Routing(model, record, replays=True) as routing:
+        routing.tokens = tokens
+        assert torch.equal(model(x)[0], index)
+        routing.tokens = torch.arange(T)
+        with pytest.raises(UserError, match=r"step 1, mlp, token 2.*1 more"):
+            model(x)
+        routing.step = 1
+        with pytest.raises(UserError, match="step 2, mlp: no choices"):
+            model(x)
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="does not choose by topk"):
+        _recorded(Model("argmax"), _tokens(), torch.arange(T))
+    with pytest.raises(UnsupportedError, match="it chooses for 9 rows, of a forward of 10 tokens"):
+        _recorded(Model("values"), _tokens(9), torch.arange(T))
+    record = RoutingRecord(T, {"mlp": E})
+    record.put(0, "mlp", torch.arange(T), torch.zeros(T, 3, dtype=torch.int64))
+    model = Model("values")
+    with Routing(model, record, replays=True) as routing:
+        routing.tokens = torch.arange(T)
+        with pytest.raises(UserError, match="3 choices"):
+            model(_tokens())
+
+
+def test_file_keeps_everything_and_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    record, _ = _recorded(Model("values"), _tokens(), torch.arange(T))
+    record.save(tmp_path / "routing.safetensors")
+    found = RoutingRecord.load(tmp_path / "routing.safetensors")
+    assert (found.num_tokens, found.num_experts) == (T, {"mlp": E})
+    assert torch.equal(found.choices[0, "mlp"], record.choices[0, "mlp"])
+    record.choices[0, "mlp"][3, 0] = E
+    record.save(tmp_path / "routing.safetensors")
+    with pytest.raises(UserError, match="no choices among its experts"):
+        RoutingRecord.load(tmp_path / "routing.safetensors")
+    (tmp_path / "routing.safetensors").write_bytes(b"{}")
+    with pytest.raises(UserError, match="no record of routing"):
+        RoutingRecord.load(tmp_path / "routing.safetensors")
+
+
+def test_parts_of_ranks_are_put_together_and_must_agree() -> None:
+    x, tokens = _tokens(), torch.arange(T)
+    whole, _ = _recorded(Model("values"), x, tokens)
+    parts = [_recorded(Model("values"), x[rows], tokens[rows])[0] for rows in (slice(0, 6), slice(4, 10))]
+    parts[0].merge(parts[1])
+    assert torch.equal(parts[0].choices[0, "mlp"], whole.choices[0, "mlp"])
+    parts[1].choices[0, "mlp"][5] = (parts[1].choices[0, "mlp"][5] + 1) % E
+    with pytest.raises(UserError, match="differ on a token"):
+        parts[0].merge(parts[1])
