@@ -38,8 +38,14 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- proved families: scripts/prove_families.py --record -->", "<!-- end of proved families -->"
 
 
-EVERYWHERE = ("llama", "qwen3", "gemma2", "qwen3_moe", "mixtral")
 DENSE, EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
+# These stand for all on every topology of up to four processes, and on those that experts make of them.
+EVERYWHERE = ("llama", "qwen3", "gemma2")
+EVERYWHERE_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "qwen2_moe", "llama4_text")
+WITH_EXPERTS = (
+    *("dp=2,ep=2", "tp=2,ep=2", "tp=2,etp=2", *EXPERTS),
+    *("dp=4,ep=2", "dp=2,tp=2,sp,ep=4", "dp=2,tp=2,sp,ep=2,etp=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage"),
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def main() -> int:
             line = f"{family:32} {finding.status:8} {finding.words}"
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         everywhere = [_prove(family, ("auto",), processes) for family in EVERYWHERE if options.record]
+        everywhere += [_prove(family, WITH_EXPERTS, processes) for family in EVERYWHERE_EXPERTS if options.record]
     counts = {s: sum(f.status == s for f in findings) for s in ("proved", "refused", "failed")}
     console.print(", ".join(f"{n} {status}" for status, n in counts.items()), highlight=False)
     if not options.family:
@@ -159,21 +166,30 @@ def _record(findings: list[Finding]) -> None:
 
 def matrix(errors: dict[str, dict[str, float]]) -> str:
     """README's support matrix: the worst relative error of each family and topology, from proofs alone."""
+    sparse = sorted(family for family, found in errors.items() if EXPERTS[0] in found)
+    dense = sorted(errors.keys() - set(sparse))
     topologies = list(dict.fromkeys(t for family in EVERYWHERE for t in errors[family]))
-    rows = {family: errors[family] for family in EVERYWHERE}
-    sparse = [family for family, found in errors.items() if EXPERTS[0] in found]
-    for words, families in ((f"all {len(errors)} families", list(errors)), (f"the {len(sparse)} with experts", sparse)):
-        common = set.intersection(*(set(errors[family]) for family in families)) if families else set()
-        rows[f"the worst of {words}"] = {t: max(errors[family][t] for family in families) for t in common}
+    text = [_table(errors, EVERYWHERE, topologies, dense, DENSE), "With experts, and adapters on them:"]
+    text += [_table(errors, EVERYWHERE_EXPERTS, list(WITH_EXPERTS), sparse, EXPERTS)]
+    for words, families in (("dense families", dense), ("families with experts", sparse)):
+        text.append(textwrap.fill(f"The {len(families)} {words}: {', '.join(families)}.", width=120))
+    return "\n\n".join(text) + "\n"
+
+
+def _table(
+    errors: dict[str, dict[str, float]],
+    shown: tuple[str, ...],
+    topologies: list[str],
+    families: list[str],
+    common: tuple[str, ...],
+) -> str:
+    """Rows for the families `shown`, and one for the worst of all `families` on the topologies `common`."""
+    rows = {family: errors[family] for family in shown}
+    rows[f"the worst of all {len(families)} families"] = {t: max(errors[f][t] for f in families) for t in common}
     lines = ["| | " + " | ".join(topologies) + " |", "|---" * (len(topologies) + 1) + "|"]
     for name, found in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{found[t]:.1e}" if t in found else "" for t in topologies) + " |")
-    dense = sorted(errors.keys() - set(sparse))
-    names = [
-        textwrap.fill(f"{len(dense)} dense families: {', '.join(dense)}.", width=120),
-        textwrap.fill(f"{len(sparse)} with experts: {', '.join(sorted(sparse))}.", width=120),
-    ]
-    return "\n".join(lines) + "\n\n" + "\n\n".join(names) + "\n"
+    return "\n".join(lines)
 
 
 def _options() -> argparse.Namespace:

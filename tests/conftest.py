@@ -71,10 +71,10 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests run where there is a GPU, and are not collected elsewhere."""
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """GPU tests run where there is a GPU; those of eight ranks where they are asked for: `-m eight_ranks`."""
+    left_out = [] if torch.cuda.is_available() else ["gpu"]
+    left_out += [] if "eight_ranks" in config.option.markexpr else ["eight_ranks"]
+    others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]

@@ -204,9 +204,6 @@ def build_meta(
         for parameter in model.parameters():  # the routers of some families are float32 whatever is asked for
             parameter.data = parameter.data.to(dtype)
     check_no_dropout(model)
-    if dtype == torch.float64:
-        for parameter in model.parameters():  # some routers are made in float32, whatever was asked for
-            parameter.data = parameter.data.double()
     return model, plan_model(model, topology)
 
 

@@ -134,7 +134,7 @@ def _add_verify(commands: Any) -> None:
         dest="overrides",
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
-    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all-linear")
+    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
@@ -264,6 +264,7 @@ def _check(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from meshlora.adapter.describe import describe_targets
     from meshlora.config import read_run
     from meshlora.train.prepare import prepare
     from meshlora.verify.preflight import preflight_state
@@ -273,7 +274,7 @@ def _check(options: argparse.Namespace) -> None:
     rows = {
         "model": f"{run.config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)",
         "topology": f"{run.topology} ({run.topology.world} processes)",
-        "adapter": f"{len(run.targets)} linears, {run.num_trainable:,} trainable parameters",
+        "adapter": "\n".join([f"{run.num_trainable:,} trainable parameters", *describe_targets(run.targets)]),
         "train data": _size(run.train_data),
         "eval data": _size(run.eval_data),
         "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",

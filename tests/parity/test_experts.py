@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from meshlora.verify.proof import Outcome
 from tests.conftest import Prove
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "granitemoe", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe")
-# Between them: each axis of experts alone and with others, copies of experts, sp and not, both routes.
-TOPOLOGIES = ("dp=2,ep=2", "tp=2,sp,ep=2", "tp=2,etp=2", "dp=2,tp=2,ep=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage")
+TOPOLOGIES = (
+    *("dp=2,ep=2", "tp=2,ep=2", "tp=2,etp=2", "tp=2,sp,ep=2", "tp=2,sp,etp=2", "dp=4,ep=2", "dp=2,tp=2,sp,ep=4"),
+    *("dp=2,tp=2,sp,ep=2,etp=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage"),
+)
+EIGHT_RANKS = ("dp=4,tp=2,sp,ep=2,etp=2", "dp=2,tp=4,sp,ep=4,etp=2,two-stage", "dp=4,tp=2,ep=2,etp=2")
 _ON_EXPERTS: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapter_on_experts_is_the_one_a_single_process_produces(family: str, prove: Prove) -> None:
-    outcomes = prove(family=family, topologies=TOPOLOGIES, steps=2)
+def test_adapter_on_experts_is_the_one_a_single_process_produces(
+    family: str, prove_and_note: Callable[..., list[Outcome]]
+) -> None:
+    outcomes = prove_and_note(family=family, topologies=TOPOLOGIES, steps=5)
     assert [str(outcome.topology) for outcome in outcomes] == list(TOPOLOGIES)
     for outcome in outcomes:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
@@ -24,6 +31,14 @@ def test_adapter_on_experts_is_the_one_a_single_process_produces(family: str, pr
         assert {f"experts.{e}.down_proj.lora_A" for e in (0, 7)} <= {
             ".".join(r.name.split(".")[-4:]) for r in gradients.results
         }
+
+
+@pytest.mark.eight_ranks
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_every_axis_at_once_on_eight_ranks(family: str, prove: Prove) -> None:
+    """edp, ep and etp are all above 1, which four ranks do not allow."""
+    for outcome in prove(family=family, topologies=EIGHT_RANKS):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "mixtral"])
@@ -40,6 +55,12 @@ def test_adapter_on_experts_is_the_one_a_single_process_produces(family: str, pr
 def test_adapters_on_parts_and_for_all_experts(family: str, lora: dict[str, Any], prove: Prove) -> None:
     for outcome in prove(family=family, topologies=("dp=2,tp=2,ep=2,etp=2",), steps=2, lora=_ON_EXPERTS | lora):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+def test_rates_of_lora_plus_go_by_the_letters_of_peft(prove: Prove) -> None:
+    """On llama4's experts PEFT's A is on the output side."""
+    for outcome in prove(family="llama4_text", topologies=("tp=2,sp,ep=2",), steps=2, lora_plus_ratio=4.0):
+        assert outcome.passed, (outcome.divergence, outcome.error)
 
 
 def test_adapter_on_a_router_beside_experts(prove: Prove) -> None:

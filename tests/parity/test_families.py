@@ -1,4 +1,4 @@
-"""Every family that is listed as proved, on tp=2 and tp=2,sp: each tensor against one-process transformers + peft."""
+"""Every family that is listed as proved: each tensor against one-process transformers + peft."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from collections.abc import Callable
 
 import pytest
 
-from meshlora.plan.families import PROVED
+from meshlora.plan.families import PROVED, PROVED_EXPERTS
 from meshlora.verify.proof import Outcome
 
 
-@pytest.mark.parametrize("family", sorted(PROVED))
-def test_family_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
-    outcomes = prove_and_note(family=family, topologies=("tp=2", "tp=2,sp"), steps=1)
+def _check(outcomes: list[Outcome]) -> None:
     assert len(outcomes) == 2
     for outcome in outcomes:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize("family", sorted(PROVED - PROVED_EXPERTS))
+def test_family_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
+    _check(prove_and_note(family=family, topologies=("tp=2", "tp=2,sp"), steps=1))
+
+
+@pytest.mark.parametrize("family", sorted(PROVED_EXPERTS))
+def test_family_with_experts_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
+    """With the adapter on its experts too."""
+    _check(prove_and_note(family=family, topologies=("tp=2,sp,ep=2", "tp=2,sp,etp=2"), steps=1))

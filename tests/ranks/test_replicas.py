@@ -19,8 +19,9 @@ import meshlora
 import meshlora.train.run
 from meshlora.adapter.manage import active_factors, runtime
 from meshlora.config import read_run
-from meshlora.plan.grads import FactorRule
-from meshlora.plan.layout import Layout
+from meshlora.plan.experts import ExpertRule
+from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
+from meshlora.plan.layout import Layout, Split
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.train.prepare import prepare
@@ -203,7 +204,7 @@ def test_kv_heads_of_different_ranks_may_differ(pools: Callable[[int], Pool]) ->
 
 
 def test_axes_come_from_the_rule_and_the_topology() -> None:
-    rules = FactorRule(None, frozenset({"dp", "tp"})), FactorRule(0, frozenset({"dp"}), layout=Layout.plain(6))
+    rules = FactorRule((), frozenset({"dp", "tp"})), split_rule(0, Layout.plain(6))
     # No two ranks hold equal copies, and the second sum alone tells it.
     everyone = torch.stack([torch.zeros(6, 2, dtype=torch.int64), torch.arange(6).view(6, 1).expand(6, 2)], dim=2)
     found = {
@@ -219,9 +220,23 @@ def _replicas(rules: Iterable[FactorRule], topology: Topology) -> list[frozenset
     return [replicated_over(segment, topology) for segment in segments]
 
 
+def test_copies_of_experts_lie_along_the_axes_of_experts() -> None:
+    first, second = (ExpertRule("", split, 4, 6, 6, False, Layout.plain(6)) for split in (Split.COLUMN, Split.ROW))
+    a, b = expert_rule(first, Side.INPUT), expert_rule(second, Side.INPUT)
+    shared = expert_rule(first, Side.INPUT, is_shared=True)
+    topology = Topology(dp=8, ep=2, etp=2)
+    assert _replicas([a, b, shared], topology) == [{"edp", "etp"}, {"edp"}, {"edp", "ep", "etp"}]
+    everyone = torch.zeros(8, 1, 2, dtype=torch.int64)
+    everyone[5] = 1  # edp 1, ep 0, etp 1
+    assert [drift.axes for drift in find_drifts(everyone, [frozenset({"edp", "etp"})], topology)] == [{"edp", "etp"}]
+    everyone[1] = 1  # its copy along edp
+    assert [drift.axes for drift in find_drifts(everyone, [frozenset({"edp"})], topology)] == []
+    assert [drift.axes for drift in find_drifts(everyone, [frozenset({"edp", "etp"})], topology)] == [{"etp"}]
+
+
 def test_axes_of_rows_that_several_tp_ranks_hold_are_their_own() -> None:
     """Six tp ranks and two heads: ranks 0 to 2 hold one, 3 to 5 the other."""
-    rule = FactorRule(0, frozenset({"dp"}), layout=Layout.plain(2, 4, can_replicate=True))
+    rule = split_rule(0, Layout.plain(2, 4, can_replicate=True))
     topology = Topology(tp=6)
     (axes,) = _replicas([rule], topology)
     assert axes == {"kv/3"}

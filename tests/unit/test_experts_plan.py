@@ -376,6 +376,13 @@ def test_sides_that_peft_swaps_are_marked() -> None:
         ("gpt_oss", {"target_modules": ["down_proj"]}, "'down_proj' matches no linear layer"),
         ("gpt_oss", {"target_modules": ["experts"]}, "LoRA on GptOssExperts is not supported"),
         ("qwen3_moe", {"target_modules": ["gate_up_proj"]}, "'gate_up_proj' matches no linear layer"),
+        ("qwen3_moe", {"target_parameters": ["mlp.gate.weight"], "use_dora": True}, "use_dora on .*mlp.gate: PEFT has"),
+        (
+            "qwen3_moe",
+            {"target_parameters": ["mlp.gate.weight"], "init_lora_weights": "pissa"},
+            "'pissa' on .*mlp.gate",
+        ),
+        ("qwen3_moe", {"target_modules": ["up_proj"], "use_dora": True}, "use_dora on model.layers.0.mlp.up_proj"),
     ],
 )
 def test_target_that_cannot_be_followed_is_refused(family: str, options: dict[str, Any], words: str) -> None:

@@ -140,17 +140,27 @@ def _short(name: str) -> str:
 
 
 def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
-    """What an adapter on experts cannot have.
+    """What an adapter on experts, on routers, and on linears beside experts cannot have.
 
     Raises:
         UnsupportedError: DoRA, or a start from the whole matrix. UserError: `share_experts` without experts.
     """
+    matched = list(matched)
     experts = [name for name in matched if name in plan.projections]
     if getattr(config, "share_experts", False) and not experts:
         raise UserError("share_experts", "no experts are among the targets", "name them in target_parameters")
-    if experts and (config.use_dora or config.init_lora_weights in ("pissa", "olora")):
+    parameters = [*experts, *(name for name in matched if name in plan.matrices)]
+    if parameters and (config.use_dora or config.init_lora_weights in ("pissa", "olora")):
         what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
-        raise UnsupportedError(f"{what} on {experts[0]}", "PEFT has none for experts", "leave it out")
+        raise UnsupportedError(f"{what} on {parameters[0]}", "PEFT has none for a parameter", "leave it out")
+    linears = [name for name in matched if name in plan.linears]
+    renamed = [name for name in linears if _is_rewritten(name.rpartition(".")[2], plan.model_type)]
+    if renamed and config.use_dora:
+        raise UnsupportedError(
+            f"use_dora on {renamed[0]}",
+            "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
+            "leave out use_dora, or this target",
+        )
 
 
 def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:

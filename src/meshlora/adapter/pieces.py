@@ -71,7 +71,11 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
     for key, names in (getattr(config, "pieces", None) or {}).items():
         about = [name for name in targets if name == key or name.endswith(f".{key}")]
         if not about:
-            raise UserError(f"pieces: {key}", f"{key!r} is none of the targets", "add it to target_modules")
+            raise UserError(
+                f"pieces: {key}",
+                f"{key!r} is none of the targets",
+                "add it to target_modules, or of experts to target_parameters",
+            )
         if len(set(names)) != len(names) or not names:
             raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
         for name in about:

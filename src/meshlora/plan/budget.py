@@ -61,12 +61,13 @@ def _of_experts(plan: ModelPlan) -> Counter[tuple[str, str]]:
     is_apart = topology.ep * topology.etp > 1
     shares = topology.tp > 1 and not topology.sp
     two = topology.two_stage
+    sends = is_apart and (topology.ep > 1 or not two)
     found = Counter(
         {
-            ("forward", "alltoall"): 2 * layers * is_apart,
+            ("forward", "alltoall"): 2 * layers * sends,
             ("forward", "allgather"): layers * (is_apart + two + shares),
             ("forward", "reducescatter"): layers * two,
-            ("backward", "alltoall"): 2 * layers * is_apart,
+            ("backward", "alltoall"): 2 * layers * sends,
             ("backward", "allgather"): layers * (two + shares),
             ("backward", "reducescatter"): layers * two,
         }

@@ -110,10 +110,14 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         raise UserError(
             f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
         )
-    if config.train.routing_replay is not None:
-        check_routing(Path(config.train.routing_replay), steps=steps, plan=plan)
-    if config.train.routing_record is not None and not plan.experts:
-        raise UserError("train.routing_record", f"{plan.model_type} has no routed experts", "leave it out")
+    if (folder := config.train.routing_replay or config.train.routing_record) is not None:
+        check_routing(
+            Path(folder),
+            replays=config.train.routing_replay is not None,
+            steps=steps,
+            plan=plan,
+            may_overwrite=config.train.overwrite,
+        )
     return Prepared(
         config,
         topology,

@@ -71,8 +71,10 @@ class RunRouting:
                 )
         with Routing(self.model, record, replays=self.replays) as routing:
             self._routing, routing.step = routing, step
-            yield
-        self._routing = None
+            try:
+                yield
+            finally:
+                self._routing = None
         if not self.replays:
             self._save(record, step)
 
@@ -102,18 +104,23 @@ def step_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step + 1:06d}.safetensors"
 
 
-def check_routing(folder: Path, *, steps: int, plan: ModelPlan) -> None:
-    """Refuse a replay that cannot go through, before anything is loaded.
+def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, may_overwrite: bool) -> None:
+    """Refuse a record or a replay that cannot go through, before anything is loaded.
 
     Raises:
-        UserError: the model has no experts, or files of steps are missing.
+        UserError: the model has no experts; files of steps are missing; a record would be written over another.
     """
+    option = f"train.{'routing_replay' if replays else 'routing_record'}={folder}"
     if not plan.experts:
-        raise UserError(f"train.routing_replay={folder}", f"{plan.model_type} has no routed experts", "leave it out")
+        raise UserError(option, f"{plan.model_type} has no routed experts", "leave it out")
+    if not replays:
+        if step_file(folder, 0).exists() and not may_overwrite:
+            raise UserError(option, "it holds a record already", "choose another, or --set train.overwrite=true")
+        return
     missing = [step for step in range(steps) if not step_file(folder, step).is_file()]
     if missing:
         raise UserError(
-            f"train.routing_replay={folder}",
+            option,
             f"{step_file(folder, missing[0]).name} is not there ({len(missing)} of {steps} steps have no file)",
             "record them with train.routing_record on the same data, batch size and seed",
         )

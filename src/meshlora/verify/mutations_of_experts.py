@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter import file_tensors, initialization
-from meshlora.parallel import dispatch, inject
+from meshlora.parallel import inject
 from meshlora.parallel.collectives import reduce_each_to_one
-from meshlora.parallel.dispatch import Places, Slots
+from meshlora.parallel.dispatch import Journey, Places, Slots
 from meshlora.parallel.experts import ParallelExperts
 from meshlora.plan.grads import Segment
 from meshlora.state import weights
 from meshlora.train import balance, gradsync, trainer
-from meshlora.verify.mutation import Mutation, in_call, instead, mutation, then
+from meshlora.verify.mutation import Mutation, in_call, mutation, then
 
 # --- the wrong code
 
@@ -84,8 +84,10 @@ def _without_last_token(original: Any) -> Any:
     return weighted_sum
 
 
-def _in_order_of_arrival(self: Places, rows: Tensor) -> Tensor:
-    return rows if self.places.shape[1] == 1 else dispatch._Moved.apply(rows, self, False)
+def _left_in_order(_: None, self: Journey, *args: Any) -> None:
+    """Rows go home in the order in which experts took them."""
+    index = self.by_expert.index
+    self.by_expert = Places(index, torch.arange(len(index), device=index.device).unsqueeze(1))
 
 
 def _cut_again(original: Any) -> Any:
@@ -196,7 +198,7 @@ OF_EXPERTS: dict[str, Mutation] = dict(
             "rows_combined_in_order_of_arrival",
             "a row goes back to the token that it came from, whatever the order in which experts take rows",
             "experts expert_axes",
-            (Places, "collect", instead(_in_order_of_arrival)),
+            (Journey, "__init__", then(_left_in_order)),
         ),
         mutation(
             "token_dropped",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Collection
 
 import torch
@@ -20,6 +21,10 @@ from meshlora.api import build_meta
 from meshlora.errors import UserError
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
+
+# Linears of families with experts that the default adapter is not on: one process gives them no gradient, as what they
+# compute only chooses; and those of state-space mixers that PEFT refuses.
+_LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^nemotron_h\..*\.out_proj$")
 
 
 def plans_and_adapter(
@@ -51,7 +56,10 @@ def plans_and_adapter(
         )
         wanted = lora
         if is_default and plan.projections:
-            wanted = dataclasses.replace(lora, target_parameters=list(plan.projections))
+            left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
+            wanted = dataclasses.replace(
+                lora, target_parameters=list(plan.projections), exclude_modules=left_out or None
+            )
         final = _in_full(wanted, resolve_targets(model, plan, wanted), plan)
         return plan
 
