@@ -213,7 +213,7 @@ OF_EXPERTS: dict[str, Mutation] = dict(
             (file_tensors, "to_peft", _expert_major),
         ),
         mutation(
-            "gate_and_up_swapped",
+            "experts_gate_and_up_swapped",
             "the first half of an expert's first projection goes through the activation, the second does not",
             "gated_experts",
             (ParallelExperts, "_gated", _gate_and_up_swapped),
