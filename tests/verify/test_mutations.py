@@ -192,6 +192,65 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             )
         },
     ),
+    "experts that are split": (
+        {"family": "qwen3_moe", "topologies": ("tp=2,sp,etp=2",)},
+        {
+            "experts_first_a_not_summed_over_etp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_A",
+                "A of the experts' first projections is not summed over etp",
+            ),
+            "experts_second_b_not_summed_over_etp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.down_proj.lora_B",
+                "B of the experts' second projections is not summed over etp",
+            ),
+            "experts_reduced_twice": ("forward", f"{LAST_MLP}.experts", "output is summed over etp twice"),
+        },
+    ),
+    "experts on ranks of their own, and copies of them": (
+        {"family": "qwen3_moe", "topologies": ("dp=2,tp=2,sp,ep=2",)},
+        {
+            "experts_not_summed_over_edp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_A",
+                "is not summed over edp",
+            ),
+            "experts_permuted_over_ep": (
+                "loaded_adapter",
+                f"{LAST_MLP}.experts.0.down_proj.lora_A",
+                "not those of the experts",
+            ),
+            "routing_weight_applied_twice": ("forward", f"{LAST_MLP}.experts", "routing weights that do not go"),
+            "tokens_cut_twice": ("forward", f"{LAST_MLP}.experts", "goes to other tokens"),
+            "rows_combined_in_order_of_arrival": ("forward", f"{LAST_MLP}.experts", "do not go together"),
+            "token_dropped": ("forward", f"{LAST_MLP}.experts", "goes to other tokens"),
+            "experts_b_stored_expert_major": (
+                "saved_file",
+                f"{LAST_MLP}.experts.0.down_proj.lora_B",
+                "what is stored is not what the ranks hold",
+            ),
+            "experts_gate_and_up_swapped": ("forward", f"{LAST_MLP}.experts", "what experts make of their tokens"),
+            "aux_loss_of_local_tokens": ("loss", "load-balancing loss of step 1", "all micro-batches and all ranks"),
+            "aux_loss_left_out": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
+            "experts_drawn_alike": (
+                "fresh_adapter",
+                f"{LAST_MLP}.experts.0.down_proj.lora_A",
+                "not those that seed and name determine",
+            ),
+            "experts_norm_counted_per_rank": ("grad_norm", "norm of step 1", "their norm is not"),
+        },
+    ),
+    "experts whose copies are not those of attention": (
+        {"family": "qwen3_moe", "topologies": ("tp=2,sp",)},
+        {
+            "experts_summed_over_dense_dp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_A",
+                "is not summed over edp",
+            )
+        },
+    ),
     "an adapter on the embedding, norms that are trained": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ON_EMBEDDING},
         {

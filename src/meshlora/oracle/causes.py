@@ -145,6 +145,8 @@ def _logits(case: Failure) -> str:
 def _loss(case: Failure) -> str:
     if case.result.name.startswith("loss of evaluation"):
         return "the training losses are right and the evaluated one is not: what is evaluated, or how it is averaged"
+    if case.result.name.startswith("load-balancing loss"):
+        return "the load-balancing loss does not count the tokens of all micro-batches and all ranks"
     if case.result.note:
         return f"{case.result.note}: optimizer steps are left out, or not reported"
     if len({trace.losses[0] for trace in case.evidence.ranks}) > 1:
@@ -158,6 +160,8 @@ def _loss(case: Failure) -> str:
 
 def _backward(case: Failure) -> str:
     name, order = case.result.name, case.evidence.reference.order
+    if words := causes_of_experts.of_backward(case):
+        return words
     if name == "logits":
         return "the gradient of the loss itself: tokens are weighed differently"
     following = order[order.index(name) + 1 :]

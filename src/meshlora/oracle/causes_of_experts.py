@@ -17,6 +17,16 @@ from meshlora.oracle.unshard import Ownership, ShapeError, Tokens, canonical, to
 from meshlora.plan.topology import EXPERT_AXES
 
 
+def of_backward(case: Failure) -> str:
+    """What is wrong with a gradient that goes back into a router."""
+    scores = {name.partition("#")[0] for micro in case.evidence.reference.micro_batches for name in micro.forward}
+    blocks = {stack.rpartition(".")[0].rpartition(".")[0] for stack in case.evidence.reference.stacks}
+    name = case.result.name
+    if case.evidence.reference.aux_losses and name.rpartition(".")[0] in blocks and name in scores:
+        return "the gradient of a router's scores: that of the load-balancing loss, or of the routing weights"
+    return ""
+
+
 def of_forward(case: Failure) -> str:
     """What is wrong with the output of a module of experts."""
     name, topology = case.result.name, case.evidence.topology
