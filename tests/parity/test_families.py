@@ -21,7 +21,21 @@ def test_family_matches_one_process(family: str, prove_and_note: Callable[..., l
     _check(prove_and_note(family=family, topologies=("tp=2", "tp=2,sp"), steps=1))
 
 
-@pytest.mark.parametrize("family", sorted(PROVED_EXPERTS))
+# Between them: shared experts, dense layers, latent attention, mixers, biases, experts of every form.
+OFTEN = (
+    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "jamba", "llama4_text"),
+    *("minimax", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*OFTEN, *(pytest.param(name, marks=pytest.mark.every_family) for name in sorted(PROVED_EXPERTS - set(OFTEN)))],
+)
 def test_family_with_experts_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
     """With the adapter on its experts too."""
     _check(prove_and_note(family=family, topologies=("tp=2,sp,ep=2", "tp=2,sp,etp=2"), steps=1))
+
+
+def test_families_that_are_always_run_are_proved() -> None:
+    assert set(OFTEN) <= PROVED_EXPERTS

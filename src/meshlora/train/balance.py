@@ -88,7 +88,9 @@ class LoadBalancing:
     def _add_up(self, counts: Tensor) -> None:
         total = all_reduce_sum(counts, self.axis)
         self._rows, self._tokens = float(total[-2]), float(total[-1])
-        self._shares = (total[:-2].float() / self._rows).double()  # rounded where transformers rounds it
+        # Rounded where transformers rounds it, inside the lift too: there it divides what was never float64.
+        shares = torch.tensor(total[:-2].tolist(), dtype=torch.float32, device=total.device) / self._rows
+        self._shares = shares.double()
         self._probabilities.zero_()
 
     def _counted(self, batch: Batch) -> Tensor:
