@@ -213,7 +213,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {
             "experts_not_summed_over_edp": (
                 "gradients",
-                f"{LAST_MLP}.experts.7.gate_up_proj.lora_A",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_B",
                 "is not summed over edp",
             ),
             "experts_permuted_over_ep": (
