@@ -125,8 +125,8 @@ class Trainer:
 
     def _backward(self, number: int, batch: Batch, *, is_only: bool) -> Tensor:
         """Forward and backward of one micro-batch; its summed loss, without that of load balancing."""
-        # What is computed once more on the way back is lifted as it was on the way there. Not by the method of a tensor:
-        # a mode does not see what runs inside a call that it was asked about.
+        # What is computed once more on the way back is lifted as it was on the way there. Not by a tensor's method: a
+        # mode does not see what runs inside a call that it was asked about.
         with lift(self.model.dtype == torch.float64):
             if self.balance is None:
                 loss = self._forward(number, batch)
