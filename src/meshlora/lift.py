@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Lift(TorchFunctionMode):
+    depth = 0  # how many blocks we are in
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -35,5 +37,14 @@ def lift(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    with _Lift():
-        yield
+    _Lift.depth += 1
+    try:
+        with _Lift():
+            yield
+    finally:
+        _Lift.depth -= 1
+
+
+def is_lifted() -> bool:
+    """Whether we are inside such a block: for what is computed once more in a backward, which no mode reaches."""
+    return _Lift.depth > 0

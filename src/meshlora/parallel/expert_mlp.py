@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from meshlora.lift import is_lifted, lift
 from meshlora.parallel.grouped import Projection, backward_rows, bias_of_rows, forward_rows, sum_rows
 
 
@@ -71,6 +72,7 @@ class GroupedMlpFunction(Function):
             b2,
         )
         ctx.gate, ctx.fc1, ctx.fc2, ctx.counts = gate, fc1, fc2, counts
+        ctx.is_lifted = is_lifted()
         return sum_rows(y, places)
 
     @staticmethod
@@ -84,7 +86,7 @@ class GroupedMlpFunction(Function):
         dx = dw = da1 = db1 = None
         h: Any = None
         row_weights: Any = None
-        with torch.enable_grad():
+        with torch.enable_grad(), lift(ctx.is_lifted):
             if up is not None:
                 up = up.detach().requires_grad_(needs_up)
                 row_weights = None if weights is None else _by_row(weights.detach(), places).requires_grad_(needs_w)

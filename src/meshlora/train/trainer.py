@@ -125,18 +125,17 @@ class Trainer:
 
     def _backward(self, number: int, batch: Batch, *, is_only: bool) -> Tensor:
         """Forward and backward of one micro-batch; its summed loss, without that of load balancing."""
-        # What is computed once more on the way back is lifted as it was on the way there. Not by a tensor's method: a
-        # mode does not see what runs inside a call that it was asked about.
+        if self.balance is None:
+            loss = self._forward(number, batch)
+            loss.backward()
+            return loss.detach()
+        with self.balance.watching():
+            loss = self._forward(number, batch)
+        if is_only:
+            self.balance.count_here(batch)
         with lift(self.model.dtype == torch.float64):
-            if self.balance is None:
-                loss = self._forward(number, batch)
-                torch.autograd.backward([loss])
-                return loss.detach()
-            with self.balance.watching():
-                loss = self._forward(number, batch)
-            if is_only:
-                self.balance.count_here(batch)
-            torch.autograd.backward([loss + self.balance.term(batch)])
+            term = self.balance.term(batch)
+        (loss + term).backward()
         return loss.detach()
 
     @torch.no_grad()
