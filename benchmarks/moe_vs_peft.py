@@ -119,7 +119,7 @@ class Candidate:
         self.model.train()
         self.model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.requires_grad_())
         factors = list(self.factors().values())
-        self.optimizer = torch.optim.AdamW(factors, lr=LEARNING_RATE, weight_decay=0.0) if factors else None
+        self.optimizer = torch.optim.AdamW(factors, lr=LEARNING_RATE, weight_decay=0.0, fused=True) if factors else None
 
     def factors(self) -> dict[str, nn.Parameter]:
         """What is trained, by name."""
