@@ -368,7 +368,7 @@ def fits(system: System, shape: Shape) -> bool:
         return True
     choices = shape.batch_size * shape.seq_len * MODEL["num_experts_per_tok"] * MODEL["num_hidden_layers"]
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return choices * 3 * MODEL["hidden_size"] * MODEL["moe_intermediate_size"] * 4 < physical / 2
+    return choices * 3 * MODEL["hidden_size"] * MODEL["moe_intermediate_size"] * 4 < physical / 5
 
 
 def measure(systems: list[System], shape: Shape, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

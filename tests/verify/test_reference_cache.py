@@ -23,6 +23,8 @@ CHANGED: dict[str, Any] = {
     "dtype": "float32",
     "lora": {"r": 4},
     "pieces": {"c_attn": ["q"]},
+    "router_aux_loss_coef": 0.5,
+    "share_experts": True,
     "label_smoothing": 0.1,
     "lora_plus_ratio": 4.0,
     "lora_plus_embedding_lr": 1e-5,

@@ -222,9 +222,12 @@ def other_b(factors: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]
 def local_fan_in(original: Any) -> Any:
     def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
         plan = runtime(model).plan
-        rows = {n for n in full if n in plan.linears and plan.linears[n].split is Split.ROW}
-        width = math.sqrt(plan.topology.tp)
-        wider = {n: {p: t * width if n in rows and p[0] == "A" else t for p, t in f.items()} for n, f in full.items()}
+
+        def wider(target: Any) -> dict[str, Tensor]:
+            is_row = target.name in plan.linears and plan.linears[target.name].split is Split.ROW
+            width = math.sqrt(plan.topology.tp) if is_row else 1.0
+            return {part: t * width if part[0] == "A" else t for part, t in full(target).items()}
+
         original(model, name, config, targets, wider, *rest)
 
     return attach
@@ -232,9 +235,10 @@ def local_fan_in(original: Any) -> Any:
 
 def on_rank_0_only(original: Any) -> Any:
     def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
-        if rank() > 0:
-            full = {module: {part: torch.zeros_like(t) for part, t in f.items()} for module, f in full.items()}
-        original(model, name, config, targets, full, *rest)
+        def zeros(target: Any) -> dict[str, Tensor]:
+            return {part: torch.zeros_like(t) for part, t in full(target).items()}
+
+        original(model, name, config, targets, full if rank() == 0 else zeros, *rest)
 
     return attach
 
