@@ -16,7 +16,7 @@ from meshlora.adapter.manage import gather_adapter
 from meshlora.api import load_without_proof
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
-from tests.unit.test_engine_export import KINDS, WEIGHTS, meta, twin
+from tests.unit.engine_adapters import KINDS, WEIGHTS, meta, twin
 from tests.unit.test_expert_format import IDS
 
 

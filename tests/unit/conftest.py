@@ -1,9 +1,12 @@
-"""The good run that `test_user_mistakes*.py` break, and the proof that nothing has happened when they are found."""
+"""The good run that `test_user_mistakes*.py` break, and the proof that nothing has happened when they are found; the
+folders of models that tests of the export for serving engines read.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from transformers import AutoModelForCausalLM
 import meshlora.state.weights
 import meshlora.train.launch
 import meshlora.train.run
+from meshlora.adapter.engine_export import export_per_expert
 from meshlora.plan.twin import twin_config
+from tests.unit.engine_adapters import KINDS, meta, twin
 from tests.unit.mistakes import Setup
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
@@ -68,3 +73,24 @@ def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshlora.train.launch, "launch", too_late)
     monkeypatch.setattr(meshlora.train.run, "train", too_late)
     monkeypatch.setattr(meshlora.state.weights, "_read_slice", too_late)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family -> folder that holds its config.json, and no weights."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(family: str) -> Path:
+        if not (root / family).is_dir():
+            twin(family).config.save_pretrained(root / family)
+        return root / family
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of qwen3_moe with one pair of factors for each expert."""
+    folder = tmp_path_factory.mktemp("engine")
+    export_per_expert(KINDS["qwen3_moe"][1](folder / "adapter"), folder / "engine", **meta(models("qwen3_moe")))
+    return folder / "engine"
