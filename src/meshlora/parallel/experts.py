@@ -24,27 +24,27 @@ from meshlora.parallel.dispatch import Journey, Places, Slots
 from meshlora.parallel.expert_mlp import GroupedMlpFunction
 from meshlora.parallel.grouped import Projection
 from meshlora.parallel.groups import Axis, Mesh
+from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.plan.experts import ExpertRule, ExpertsRule
 from meshlora.plan.layout import Split
 
 
-class ParallelExpertLinear(nn.Module):
+class ParallelExpertLinear(AdaptedLeaf):
     """One frozen projection of this rank's experts with its adapters.
 
-    Attributes:
+    Attributes, besides those of `AdaptedLeaf`:
         rule: of all experts. num_experts: of this rank.
         weight: `[E_local, out_local, in_local]`, or as it is stored, `[E_local, in_local, out_local]`.
         bias: `[E_local, out_local]` or None.
-        lora_A, lora_B: adapter name -> local factor `[E_local, r, in_local]`, `[E_local, out_local, r]`; of an adapter
-            that all experts share `[1, ...]`; of an adapter on pieces `name/piece` -> that piece's.
-        pieces, scaling, active: as those of `ParallelLinear`.
+        lora_A, lora_B: `[E_local, r, in_local]`, `[E_local, out_local, r]`; of an adapter that all experts share
+            `[1, ...]`.
     """
 
     def __init__(self, rule: ExpertRule, mesh: Mesh, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.rule, self.etp = rule, mesh.over({"etp"})
+        etp = mesh.over({"etp"})
+        super().__init__(*rule.local_features(etp.size))
+        self.rule, self.etp = rule, etp
         self.num_experts = rule.num_experts // mesh.over({"ep"}).size
-        self.in_features, self.out_features = rule.local_features(self.etp.size)
         shape = [self.out_features, self.in_features]
         shape = shape[::-1] if rule.is_transposed else shape
         empty = torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
@@ -53,57 +53,22 @@ class ParallelExpertLinear(nn.Module):
         if rule.has_bias:
             empty = torch.empty(self.num_experts, self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
-        self.lora_A = nn.ParameterDict()
-        self.lora_B = nn.ParameterDict()
-        self.pieces: dict[str, tuple[str, ...]] = {}
-        self.scaling: dict[str, float] = {}
-        self.active: str | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """Attach local factors as adapter `name`; frozen until set. factors: `A`, `B`; on pieces `A.gate`, `B.gate`."""
-        for part, value in factors.items():
-            side, _, piece = part.partition(".")
-            width = len(self._piece_rows(piece)) if piece else self.out_features
-            assert value.shape[0] in (1, self.num_experts), (part, value.shape)
-            assert value.shape[2 if side == "A" else 1] == (self.in_features if side == "A" else width), (part, value)
-            key = f"{name}/{piece}" if piece else name
-            if side == "B":
-                value = value.mT.contiguous().mT  # as the grouped products read it
-            (self.lora_A if side == "A" else self.lora_B)[key] = nn.Parameter(value, requires_grad=False)
-        self.pieces[name] = tuple(part.partition(".")[2] for part in factors if part.startswith("A."))
-        self.scaling[name] = scaling
-
-    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """What of `adapter` sits here, under the names of `add_adapter`."""
-        if adapter not in self.scaling:
-            return {}
-        found: dict[str, nn.Parameter] = {}
-        for piece in self.pieces[adapter] or ("",):
-            key, end = (f"{adapter}/{piece}", f".{piece}") if piece else (adapter, "")
-            found |= {f"A{end}": self.lora_A[key], f"B{end}": self.lora_B[key]}
-        return found
+        """As `AdaptedLeaf`; B is kept as the grouped products read it."""
+        assert all(len(value) in (1, self.num_experts) for value in factors.values()), name
+        held = {p: v.mT.contiguous().mT if p.startswith("B") else v for p, v in factors.items()}
+        super().add_adapter(name, held, scaling=scaling)
 
     def projection(self) -> Projection:
         """The frozen part; of a row projection one term of a sum over etp, with the bias in that of the first rank."""
         bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
-        scale = self.scaling.get(self.active, 1.0) if self.active else 1.0
+        scale = self.scaling[self.in_use] if self.in_use is not None else 1.0
         return Projection(self.weight, bias, scale, self.rule.is_transposed)
 
     def active_factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Those of the adapter in use, None where there is none."""
-        return self.factors(self.active) if self.active is not None and self.active in self.scaling else (None, None)
-
-    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """(A `[E, r, in_local]`, B `[E, out_local, r]`); of pieces A is their stack, B zero outside their blocks."""
-        pieces = self.pieces[adapter]
-        if not pieces:
-            return self.lora_A[adapter], self.lora_B[adapter]
-        blocks = []
-        for piece in pieces:
-            b = self.lora_B[f"{adapter}/{piece}"]
-            rows = self._piece_rows(piece).to(b.device)
-            blocks.append(b.new_zeros(len(b), self.out_features, b.shape[2]).index_copy(1, rows, b))
-        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces], 1), torch.cat(blocks, 2)
+        return self.factors(self.in_use) if self.in_use is not None else (None, None)
 
     def _piece_rows(self, piece: str) -> Tensor:
         assert self.rule.fused is not None, self.rule

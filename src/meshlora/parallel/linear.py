@@ -25,6 +25,7 @@ from meshlora.parallel.collectives import (
     reduce_scatter_each_to_each,
 )
 from meshlora.parallel.groups import Axis
+from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.vocabulary import LogitsRecipe
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -70,73 +71,45 @@ class LoraLinearFunction(Function):
         return dx, None, None, da, db, None
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(AdaptedLeaf):
     """A frozen linear of the base model with its adapters, as this rank holds it.
 
-    Attributes:
+    Attributes, besides those of `AdaptedLeaf`:
         rule: the whole matrix and how it is split.
         weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
         bias: `[out_local]` (column) or `[out]` (row, whole), or None.
-        lora_A, lora_B: adapter name -> local factor; of an adapter on pieces `name/piece` -> that piece's.
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
-        pieces: adapter name -> the pieces of a fused matrix that it is on, in order.
-        scaling: adapter name -> s.
-        active: the adapter in use, None for the base alone.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
     """
 
     def __init__(
         self, rule: LinearRule, tp: Axis, *, scatters_tokens: bool, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__()
+        super().__init__(*rule.local_features(tp.size))
         self.rule, self.tp, self.scatters_tokens = rule, tp, scatters_tokens
-        self.in_features, self.out_features = rule.local_features(tp.size)
         empty = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.register_parameter("bias", None)
         if rule.has_bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
-        self.lora_A = nn.ParameterDict()
-        self.lora_B = nn.ParameterDict()
         self.lora_magnitude_vector = nn.ParameterDict()
-        self.pieces: dict[str, tuple[str, ...]] = {}
-        self.scaling: dict[str, float] = {}
-        self.active: str | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """Attach local factors as adapter `name`; frozen until set.
-
-        factors: `{"A": [r, in_local], "B": [out_local, r]}`; on pieces `A.q`, `B.q` and so on; with DoRA also
-        `magnitude` `[out_local]`.
-        """
-        for part, value in factors.items():
-            side, _, piece = part.partition(".")
-            if side == "magnitude":
-                self.lora_magnitude_vector[name] = nn.Parameter(value, requires_grad=False)
-                continue
-            width = len(self._piece_rows(piece)) if piece else self.out_features
-            assert value.shape[1 if side == "A" else 0] == (self.in_features if side == "A" else width), (part, value)
-            key = f"{name}/{piece}" if piece else name
-            (self.lora_A if side == "A" else self.lora_B)[key] = nn.Parameter(value, requires_grad=False)
-        if any(part.startswith("A") for part in factors):
-            self.pieces[name] = tuple(part.partition(".")[2] for part in factors if part.startswith("A."))
-        self.scaling[name] = scaling
+        """As `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in a call of its own or not."""
+        if "magnitude" in factors:
+            self.lora_magnitude_vector[name] = nn.Parameter(factors["magnitude"], requires_grad=False)
+        super().add_adapter(name, {p: v for p, v in factors.items() if p != "magnitude"}, scaling=scaling)
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
         """What of `adapter` sits here, under the names of `add_adapter`."""
-        if adapter not in self.scaling:
-            return {}
-        found: dict[str, nn.Parameter] = {}
-        for piece in self.pieces[adapter] or ("",):
-            key, end = (f"{adapter}/{piece}", f".{piece}") if piece else (adapter, "")
-            found |= {f"A{end}": self.lora_A[key], f"B{end}": self.lora_B[key]}
-        if adapter in self.lora_magnitude_vector:
+        found = super().trained(adapter)
+        if found and adapter in self.lora_magnitude_vector:
             found["magnitude"] = self.lora_magnitude_vector[adapter]
         return found
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_local]` -> y `[..., out_local]`; a row layer returns the sum over tp."""
-        name = self.active if self.active in self.scaling else None
+        name = self.in_use
         is_row = self.rule.split is Split.ROW
         has_magnitude = name is not None and name in self.lora_magnitude_vector
         # What comes after the sum over tp, and what needs a gradient, is added by itself.
@@ -153,20 +126,7 @@ class ParallelLinear(nn.Module):
             y = y * (magnitude / self.weight_norm(name).to(magnitude.dtype)).to(y.dtype)
         return self._add_bias(y) if adds_bias else y
 
-    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """(A `[r, in_local]`, B `[out_local, r]`); of k pieces A is their stack, and B zero outside their blocks."""
-        pieces = self.pieces[adapter]
-        if not pieces:
-            return self.lora_A[adapter], self.lora_B[adapter]
-        blocks = []
-        for piece in pieces:
-            b = self.lora_B[f"{adapter}/{piece}"]
-            rows = self._piece_rows(piece).to(b.device)
-            blocks.append(b.new_zeros(self.out_features, b.shape[1]).index_copy(0, rows, b))
-        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces]), torch.cat(blocks, 1)
-
     def _piece_rows(self, piece: str) -> Tensor:
-        """Where the rows of `piece` lie in what this rank holds."""
         assert self.rule.fused is not None, self.rule
         is_split = self.rule.split is Split.COLUMN
         return self.rule.fused.piece_rows(

@@ -8,43 +8,26 @@ whenever it is read: as a parametrization of torch, which the router's own code 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.plan.rules import LinearRule
 
 
-class RouterAdapter(nn.Module):
-    """W `[E, H]` -> W + s B A with the adapter in use; the words are those of `ParallelLinear`."""
+class RouterAdapter(AdaptedLeaf):
+    """W `[E, H]` -> W + s B A with the adapter in use."""
 
     def __init__(self, rule: LinearRule) -> None:
-        super().__init__()
+        super().__init__(rule.in_features, rule.out_features)
         self.rule = rule
-        self.lora_A = nn.ParameterDict()
-        self.lora_B = nn.ParameterDict()
-        self.scaling: dict[str, float] = {}
-        self.active: str | None = None
-
-    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """Attach factors `{"A": [r, H], "B": [E, r]}` as adapter `name`; frozen until set."""
-        assert set(factors) == {"A", "B"}, list(factors)
-        self.lora_A[name] = nn.Parameter(factors["A"], requires_grad=False)
-        self.lora_B[name] = nn.Parameter(factors["B"], requires_grad=False)
-        self.scaling[name] = scaling
-
-    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """What of `adapter` sits here, under the names of `add_adapter`."""
-        return {"A": self.lora_A[adapter], "B": self.lora_B[adapter]} if adapter in self.scaling else {}
 
     def forward(self, weight: Tensor) -> Tensor:
-        name = self.active
-        if name is None or name not in self.scaling:
+        if self.in_use is None:
             return weight
-        a, b = self.lora_A[name].to(weight.dtype), self.lora_B[name].to(weight.dtype)
-        return torch.addmm(weight, b, a, alpha=self.scaling[name])
+        a, b = (factor.to(weight.dtype) for factor in self.factors(self.in_use))
+        return torch.addmm(weight, b, a, alpha=self.scaling[self.in_use])
 
 
 def adapt_router(module: nn.Module, rule: LinearRule) -> RouterAdapter:
