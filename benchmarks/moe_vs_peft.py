@@ -22,18 +22,13 @@ there already. `less gradients`: the same, less the size of the gradients of the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +45,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import meshlora
 from meshlora.adapter.manage import active_factors
 from meshlora.train.losses import language_model_loss
+from processes import Group, batch_of, be_quiet, open_groups
 
 TOLERANCE = 1e-4  # fp32, relative L2 of each gradient; a factor of another expert is 1.4 off
 MEMORY_STEPS = 2
@@ -172,21 +168,17 @@ def load_peft(system: System, folder: Path) -> Any:
 _held: dict[str, Candidate] = {}
 
 
-def batch_of(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Token ids and labels (shifted already, all trained), each `[B, S]`: the same in every process."""
-    generator = torch.Generator().manual_seed(shape.seq_len)
-    size = (2, shape.batch_size, shape.seq_len)
-    ids, labels = torch.randint(0, MODEL["vocab_size"], size, generator=generator)
-    return ids, labels
+def open_system(system: System, folder: Path) -> None:
+    _held["candidate"] = Candidate(system, folder, dist.get_rank() if dist.is_initialized() else 0)
 
 
-def open_system(system: System, folder: Path, rank: int) -> None:
-    _held["candidate"] = Candidate(system, folder, rank)
+def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
+    return batch_of(shape.batch_size, shape.seq_len, MODEL["vocab_size"])
 
 
 def measure_memory(shape: Shape) -> dict[str, int]:
     """Bytes that the first steps and later ones need above what was there."""
-    candidate, batch = _held["candidate"], batch_of(shape)
+    candidate, batch = _held["candidate"], _batch(shape)
     grown = {}
     for phase in ("first steps", "later steps"):
         for factor in candidate.factors().values():
@@ -217,7 +209,7 @@ def memory_bytes(field: str) -> int:
 def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
     """The loss and every LoRA gradient, under our names and in our shapes, before any optimizer step."""
     candidate = _held["candidate"]
-    loss = candidate.gradients(*batch_of(shape))
+    loss = candidate.gradients(*_batch(shape))
     gradients = {}
     for name, parameter in candidate.factors().items():
         assert parameter.grad is not None, name
@@ -239,88 +231,11 @@ def _by_expert(name: str, gradient: Tensor, shape: Shape) -> tuple[str, Tensor]:
 
 def time_steps(shape: Shape) -> tuple[float, float]:
     """Median seconds of a step, and of its forward and backward."""
-    candidate, batch = _held["candidate"], batch_of(shape)
+    candidate, batch = _held["candidate"], _batch(shape)
     candidate.step(*batch)
     steps = [candidate.step(*batch) for _ in range(TIMED_STEPS)]
     whole, passes = (statistics.median(times) for times in zip(*steps, strict=True))
     return whole, passes
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """The processes of one system, which wait on their pipes between calls."""
-
-    def __init__(self, system: System, folder: Path, num_threads: int) -> None:
-        self.system = system
-        context = multiprocessing.get_context("spawn")
-        store = str(folder / f"store-{time.monotonic_ns()}")
-        self.pipes, self.processes = [], []
-        for rank in range(system.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, system, store, num_threads, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        for rank, pipe in enumerate(self.pipes):
-            pipe.send((open_system, (system, folder, rank)))
-        self._answers()
-
-    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results of `function(*args)` by rank."""
-        for pipe in self.pipes:
-            pipe.send((function, args))
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        answers = [pipe.recv() for pipe in self.pipes]
-        for ok, value in answers:
-            if not ok:
-                raise RuntimeError(f"{self.system.name}:\n{value}")
-        return [value for _, value in answers]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def _serve(rank: int, system: System, store: str, num_threads: int, pipe: Any) -> None:
-    """Body of one process: answer calls until the pipe closes."""
-    _be_quiet()
-    torch.set_num_threads(num_threads)
-    if system.num_ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(system.num_ranks))
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=system.num_ranks)
-    with contextlib.suppress(EOFError):
-        while True:
-            function, args = pipe.recv()
-            try:
-                answer = (True, function(*args))
-            except Exception:  # noqa: BLE001 - whatever it was, it travels to the parent as text
-                answer = (False, traceback.format_exc())
-            pipe.send(answer)
-
-
-def _be_quiet() -> None:
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-@contextlib.contextmanager
-def open_groups(systems: list[System], folder: Path, num_threads: int) -> Iterator[dict[str, Group]]:
-    """All systems, loaded, by name."""
-    groups: dict[str, Group] = {}
-    try:
-        for system in systems:
-            groups[system.name] = Group(system, folder, num_threads)
-        yield groups
-    finally:
-        for group in groups.values():
-            group.close()
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -373,7 +288,8 @@ def fits(system: System, shape: Shape) -> bool:
 
 def measure(systems: list[System], shape: Shape, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All of one shape: parity, memory, times."""
-    with open_groups([system for system in systems if fits(system, shape)], folder, options.threads) as groups:
+    threads = {system: options.threads for system in systems if fits(system, shape)}
+    with tempfile.TemporaryDirectory() as stores, open_groups(threads, Path(stores), open_system, folder) as groups:
         parity = check_parity(groups, shape)
         memory = {}
         for name, group in groups.items():
@@ -438,7 +354,7 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="measure ep=2 on two processes too")
     parser.add_argument("--shape", type=int, action="append", help="measure only this of the shapes, from 0")
     options = parser.parse_args()
-    _be_quiet()
+    be_quiet()
     versions = {"meshlora": meshlora.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     print("# LoRA on experts: meshlora against PEFT\n")
     print(

@@ -11,26 +11,20 @@ forward, loss, backward, gradient sync where the system needs one, AdamW. The sy
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -42,6 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import meshlora
 from meshlora.adapter.manage import active_factors
 from meshlora.train.losses import language_model_loss
+from processes import Group, batch_of, be_quiet, open_groups
 
 TOLERANCE = 1e-4  # fp32, relative; meshlora without its gradient sums over tp is 1.0 off
 BLOCK = 3  # timed steps a turn
@@ -179,30 +174,26 @@ class CollectiveCounter(TorchDispatchMode):
 _held: dict[str, Candidate] = {}
 
 
-def batch_of(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Token ids and labels (shifted already, all trained), each `[B, S]`: the same in every process."""
-    generator = torch.Generator().manual_seed(shape.seq_len)
-    size = (2, shape.batch_size, shape.seq_len)
-    ids, labels = torch.randint(0, MODEL["vocab_size"], size, generator=generator)
-    return ids, labels
-
-
 def open_system(system: System, folder: Path) -> None:
     _held["candidate"] = load(system, folder)
+
+
+def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
+    return batch_of(shape.batch_size, shape.seq_len, MODEL["vocab_size"])
 
 
 def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
     """The loss and this rank's part of every LoRA gradient, before any optimizer step."""
     candidate = _held["candidate"]
     candidate.optimizer.zero_grad(set_to_none=True)
-    loss = candidate.gradients(*batch_of(shape))
+    loss = candidate.gradients(*_batch(shape))
     gradients = {name: p.grad for name, p in candidate.factors().items() if p.grad is not None}
     return loss, {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
 def time_steps(shape: Shape, steps: int) -> list[tuple[float, float]]:
     """Seconds and CPU seconds of each of `steps` steps, after one that warms the caches up again."""
-    candidate, batch = _held["candidate"], batch_of(shape)
+    candidate, batch = _held["candidate"], _batch(shape)
     candidate.step(*batch)
     times = []
     for _ in range(steps):
@@ -223,81 +214,10 @@ def count_collectives(system: System, folder: Path, shape: Shape) -> Counter[str
             last.register_hook(lambda _gradient: setattr(counter, "phase", "backward"))
 
         candidate.model.register_forward_hook(watch)  # the gradient of the logits opens the backward
-        candidate.gradients(*batch_of(shape))
+        candidate.gradients(*_batch(shape))
     if counter.num_operators["backward"] < counter.num_operators["forward"] / 4:
         raise RuntimeError(f"the counter does not see the backward: {dict(counter.num_operators)}")
     return counter.collectives
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """The processes of one system. They live as long as the benchmark and wait on their pipes between calls."""
-
-    def __init__(self, system: System, folder: Path) -> None:
-        self.system = system
-        context = multiprocessing.get_context("spawn")
-        store = str(folder / f"store-{SYSTEMS.index(system)}")
-        self.pipes, self.processes = [], []
-        for rank in range(system.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, system, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results of `function(*args)` by rank."""
-        for pipe in self.pipes:
-            pipe.send((function, args))
-        answers = [pipe.recv() for pipe in self.pipes]
-        for ok, value in answers:
-            if not ok:
-                raise RuntimeError(f"{self.system.name}:\n{value}")
-        return [value for _, value in answers]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def _serve(rank: int, system: System, store: str, pipe: Any) -> None:
-    """Body of one process: answer calls until the pipe closes."""
-    _be_quiet()
-    torch.set_num_threads(system.num_threads)
-    if system.num_ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(system.num_ranks))
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=system.num_ranks)
-    with contextlib.suppress(EOFError):
-        while True:
-            function, args = pipe.recv()
-            try:
-                answer = (True, function(*args))
-            except Exception:  # noqa: BLE001 - whatever it was, it travels to the parent as text
-                answer = (False, traceback.format_exc())
-            pipe.send(answer)
-
-
-def _be_quiet() -> None:
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-@contextlib.contextmanager
-def open_groups(folder: Path) -> Iterator[dict[str, Group]]:
-    """All systems, loaded, by name."""
-    groups = {system.name: Group(system, folder) for system in SYSTEMS}
-    try:
-        for group in groups.values():
-            group.call(open_system, group.system, folder)
-        yield groups
-    finally:
-        for group in groups.values():
-            group.close()
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -435,11 +355,12 @@ def main() -> None:
     default = Path(__file__).parent / "results" / f"tp_vs_peft_{hardware()}_{time.strftime('%Y%m')}"
     parser.add_argument("--out", type=Path, default=default, help="results are written to OUT.md and OUT.json")
     options = parser.parse_args()
-    _be_quiet()
+    be_quiet()
     with tempfile.TemporaryDirectory() as name:
         folder = make_checkpoint(Path(name) / "four")
         shallow = make_checkpoint(Path(name) / "two", num_hidden_layers=2)
-        with open_groups(folder) as groups:
+        threads = {system: system.num_threads for system in SYSTEMS}
+        with open_groups(threads, Path(name), open_system, folder) as groups:
             parity = check_parity(groups)
             collectives = measure_collectives(groups, folder, shallow)
             times = measure_times(groups, options.steps)

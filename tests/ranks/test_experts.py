@@ -187,17 +187,19 @@ COSTS: dict[str, dict[str, int]] = {  # each way, but for the counts
 }
 
 
-def _count(case: Case) -> dict[tuple[str, str], int]:
+def _count(case: Case, is_first_layer: bool) -> tuple[dict[tuple[str, str], int], dict[str, Tensor | None]]:
+    """(collectives, gradients of the factors); of a first layer, whose input needs no gradient, or of a later one."""
     mesh = mesh_of(case.topology)
-    _, experts, _ = load(case, mesh.rank, mesh)
+    _, experts, trained = load(case, mesh.rank, mesh)
     batch = own_batch(case, mesh.rank, mesh.topology)
     counter = CollectiveCounter()
     with counter:
         counter.phase = "forward"
-        out = experts(batch.hidden.requires_grad_(), batch.index, batch.weights.requires_grad_())
+        hidden, weights = (t.requires_grad_(not is_first_layer) for t in (batch.hidden, batch.weights))
+        out = experts(hidden, batch.index, weights)
         counter.phase = "backward"
         out.backward(batch.g)
-    return dict(counter.counts)
+    return dict(counter.counts), {key: parameter.grad for key, parameter in trained.items()}
 
 
 @pytest.mark.parametrize("adapter", ["both", "gate", "none"])
@@ -211,22 +213,8 @@ def test_a_layer_of_experts_costs_the_same_collectives_with_and_without_lora(
     forward = backward | ({"allgather": backward.get("allgather", 0) + 1} if travels else {})
     expected = {("forward", kind): n for kind, n in forward.items()}
     expected |= {("backward", kind): n for kind, n in backward.items()}
-    for found in pools(4).run(_count, Case("qwen3_moe", topology, tokens, adapter), timeout_s=60):
+    for found, _ in pools(4).run(_count, Case("qwen3_moe", topology, tokens, adapter), False, timeout_s=60):
         assert found == expected
-
-
-def _below_frozen(case: Case) -> tuple[dict[tuple[str, str], int], dict[str, Tensor | None]]:
-    """(collectives, gradients of the factors) of a first layer, whose input needs no gradient."""
-    mesh = mesh_of(case.topology)
-    _, experts, trained = load(case, mesh.rank, mesh)
-    batch = own_batch(case, mesh.rank, mesh.topology)
-    counter = CollectiveCounter()
-    with counter:
-        counter.phase = "forward"
-        out = experts(batch.hidden, batch.index, batch.weights)
-        counter.phase = "backward"
-        out.backward(batch.g)
-    return dict(counter.counts), {key: parameter.grad for key, parameter in trained.items()}
 
 
 @pytest.mark.parametrize("tokens", ["ranks differ", "one rank has none", "one token"])
@@ -235,7 +223,7 @@ def test_input_that_needs_no_gradient_saves_its_way_back_on_every_rank(
     topology: str, tokens: str, pools: Callable[[int], Pool]
 ) -> None:
     case = Case("qwen3_moe", topology, tokens)
-    results = pools(4).run(_below_frozen, case, timeout_s=60)
+    results = pools(4).run(_count, case, True, timeout_s=60)
     backward = {kind: n for (phase, kind), n in results[0][0].items() if phase == "backward"}
     assert backward == ({"alltoall": 1, "allgather": 1} if "two-stage" in topology else {"alltoall": 1})
     assert all(counts == results[0][0] for counts, _ in results)

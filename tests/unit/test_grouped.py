@@ -145,11 +145,19 @@ def test_one_projection_is_a_loop_over_experts(name: str, shared: str, is_transp
     _check(_case(COUNTS[name], shared=shared, is_transposed=is_transposed, has_bias=True))
 
 
-@pytest.mark.parametrize("rows", [0, 10**9], ids=["interleaved", "one after the other"])
-@pytest.mark.parametrize("name", COUNTS)
-def test_when_products_run_changes_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "ROWS_TO_INTERLEAVE", rows)
-    _check(_case(COUNTS[name]))
+@pytest.mark.parametrize("rows", [0, 10**9], ids=["one after the other", "all in one call"])
+@pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("counts", [[8, 0, 24], [0, 3, 0]])
+def test_one_call_for_all_experts_is_a_loop_over_them_too(
+    counts: list[int], shared: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "ROWS_TO_LOOP", rows)
+    case = _case(counts, shared=shared, dtype=torch.float32, sizes=(16, 24, 8))
+    y = case.run()
+    expected = _plain(case.x, case.projection, counts, case.a, case.b)
+    found, wanted = (torch.autograd.grad(t, case.leaves, case.g) for t in (y, expected))
+    for ours, theirs in zip([y, *found], [expected, *wanted], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_factor_that_lies_transposed_gets_a_gradient_that_lies_so_too() -> None:

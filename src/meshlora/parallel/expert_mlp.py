@@ -48,7 +48,7 @@ class GroupedMlpFunction(Function):
         a2: Tensor | None,
         b2: Tensor | None,
     ) -> Tensor:
-        up, zt1 = forward_rows(x.index_select(0, index), fc1, counts, a1, b1)
+        up, zt1 = forward_rows(x, fc1, counts, a1, b1, index=index)
         if fc1.bias is not None:
             up += bias_of_rows(fc1.bias, counts, up.dtype)
         row_weights = None if weights is None else _by_row(weights, places)
@@ -104,8 +104,7 @@ class GroupedMlpFunction(Function):
             dw = dw_rows[places]
         del g
         if needs_up:
-            rows = x.index_select(0, index) if needs_a1 else None
-            dx, da1, db1 = backward_rows(found[0], rows, zt1, ctx.fc1, ctx.counts, a1, b1, needs_dx=needs_x)
+            dx, da1, db1 = backward_rows(found[0], x, zt1, ctx.fc1, ctx.counts, a1, b1, index=index, needs_dx=needs_x)
             dx = None if dx is None else sum_rows(dx, places)
         return dx, dw, None, None, None, None, None, None, da1, db1, da2, db2
 

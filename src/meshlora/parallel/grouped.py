@@ -14,16 +14,16 @@ lies so in memory (`empty(E, r, out).mT`) is used as it is, any other is transpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# From so many rows per expert on, the low-rank products of an expert run right after its base product, while its rows
-# are in the cache; with fewer, W streams through the cache anyway and one call for all base products is cheaper.
-ROWS_TO_INTERLEAVE = 16
+# From so many rows per expert on, a CPU takes one expert after the other, so that all products of an expert find its
+# rows in the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
+ROWS_TO_LOOP = 16
 
 
 @dataclass(frozen=True)
@@ -108,43 +108,52 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def forward_rows(
-    x: Tensor, projection: Projection, counts: Sequence[int], a: Tensor | None, b: Tensor | None
+    x: Tensor,
+    projection: Projection,
+    counts: Sequence[int],
+    a: Tensor | None,
+    b: Tensor | None,
+    *,
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`(y [N, out], z^T [r, N])` of `y = x W^T + s z B^T`, `z = x A^T`, without the bias; z is None without factors."""
+    """`(y [N, out], z^T [r, N])` of `y = x W^T + s z B^T`, `z = x A^T`, without the bias; z is None without factors.
+
+    x: `[N, in]`; with index int64 `[N]` the rows are `x[index]`.
+    """
     weight = projection.forward_weight
     if a is None or b is None:
-        return grouped_product(x, weight, counts), None
+        return grouped_product(_gathered(x, index), weight, counts), None
     a, bt = a.to(x.dtype), _transposed(b, x.dtype)
-    if _groups_factors(x, a):
+    if _groups_factors(x, a, counts):
+        x = _gathered(x, index)
         y = grouped_product(x, weight, counts)
         z = _factor_product(x, a.mT, counts)
         return y.add_(_factor_product(z, bt, counts), alpha=projection.scale), z.T
-    is_interleaved = len(x) >= ROWS_TO_INTERLEAVE * len(weight)
-    y = x.new_empty(len(x), weight.shape[2]) if is_interleaved else grouped_product(x, weight, counts)
-    # z^T: a product with the few rows of A on its left is up to three times as fast as one with them on its right.
     shares_a, shares_b = (len(factor) < len(weight) for factor in (a, b))
-    zt = a[0] @ x.T if shares_a else x.new_empty(a.shape[1], len(x))
+    if shares_a:
+        x, index = _gathered(x, index), None
+    y, zt = x.new_empty(sum(counts), weight.shape[2]), x.new_empty(a.shape[1], sum(counts))
+    if shares_a:
+        torch.mm(a[0], x.T, out=zt)
     pieces = zip(
         counts,
-        x.split(counts),
-        x.T.split(counts, 1),
+        _by_expert(x, index, counts),
         y.split(counts),
         zt.split(counts, 1),
-        zt.T.split(counts),
         weight.unbind(),
         a.expand(len(weight), -1, -1).unbind(),
         bt.expand(len(weight), -1, -1).unbind(),
         strict=True,
     )
-    for count, x_e, xt_e, y_e, zt_e, z_e, weight_e, a_e, bt_e in pieces:
+    for count, x_e, y_e, zt_e, weight_e, a_e, bt_e in pieces:
         if not count:
             continue
-        if is_interleaved:
-            torch.mm(x_e, weight_e, out=y_e)
+        torch.mm(x_e, weight_e, out=y_e)
         if not shares_a:
-            torch.mm(a_e, xt_e, out=zt_e)
+            # z^T: a product with the few rows of A on its left is up to three times as fast as with them on its right.
+            torch.mm(a_e, x_e.T, out=zt_e)
         if not shares_b:
-            y_e.addmm_(z_e, bt_e, alpha=projection.scale)
+            y_e.addmm_(zt_e.T, bt_e, alpha=projection.scale)
     if shares_b:
         y.addmm_(zt.T, bt[0], alpha=projection.scale)
     return y, zt
@@ -159,25 +168,26 @@ def backward_rows(
     a: Tensor | None,
     b: Tensor | None,
     *,
+    index: Tensor | None = None,
     needs_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`(dx, dA, dB)` of `forward_rows`, with g = dL/dy `[N, out]`; dA only if x is given, dB only if z^T is.
 
-    dz_e = s g_e B_e;  dx_e = g_e W_e + dz_e A_e;  dA_e = dz_e^T x_e;  dB_e = s g_e^T z_e
+    dz_e = s g_e B_e;  dx_e = g_e W_e + dz_e A_e, `[N, in]`;  dA_e = dz_e^T x_e;  dB_e = s g_e^T z_e
     """
     g = g.contiguous()
     weight = projection.forward_weight.mT
     if a is None or b is None:
         return (grouped_product(g, weight, counts) if needs_dx else None), None, None
-    if _groups_factors(g, a):
-        return _backward_on_device(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
+    if _groups_factors(g, a, counts):
+        x = None if x is None else _gathered(x, index)
+        return _backward_grouped(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
     a_dtype, b_dtype = a.dtype, b.dtype
     a, bt = a.to(g.dtype), _transposed(b, g.dtype)
-    is_interleaved = needs_dx and len(g) >= ROWS_TO_INTERLEAVE * len(weight)
-    dx = None
-    if needs_dx:
-        dx = g.new_empty(len(g), weight.shape[2]) if is_interleaved else grouped_product(g, weight, counts)
     shares_a, shares_b = (len(factor) < len(weight) for factor in (a, b))
+    if shares_a and x is not None:
+        x, index = _gathered(x, index), None
+    dx = g.new_empty(len(g), weight.shape[2]) if needs_dx else None
     dzt = g.new_empty(a.shape[1], len(g))
     if shares_b:
         torch.mm(bt[0], g.T, out=dzt).mul_(projection.scale)
@@ -188,27 +198,25 @@ def backward_rows(
     pieces = zip(
         counts,
         g.split(counts),
-        g.T.split(counts, 1),
         dzt.split(counts, 1),
-        dzt.T.split(counts),
         weight.unbind(),
         a.expand(len(weight), -1, -1).unbind(),
         bt.expand(len(weight), -1, -1).unbind(),
         none if dx is None else dx.split(counts),
-        none if x is None else x.split(counts),
-        none if zt is None else zt.split(counts, 1),
+        none if x is None or shares_a else _by_expert(x, index, counts),
+        none if zt is None or shares_b else zt.split(counts, 1),
         none if da is None or shares_a else da.unbind(),
         none if dbt is None or shares_b else dbt.unbind(),
         strict=True,
     )
-    for count, g_e, gt_e, dzt_e, dz_e, weight_e, a_e, bt_e, dx_e, x_e, zt_e, da_e, dbt_e in pieces:
+    for count, g_e, dzt_e, weight_e, a_e, bt_e, dx_e, x_e, zt_e, da_e, dbt_e in pieces:
         if count:
-            if is_interleaved:
-                torch.mm(g_e, weight_e, out=dx_e)
             if not shares_b:
-                torch.addmm(dzt_e, bt_e, gt_e, beta=0, alpha=projection.scale, out=dzt_e)
-            if dx_e is not None and not shares_a:
-                dx_e.addmm_(dz_e, a_e)
+                torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=projection.scale, out=dzt_e)
+            if dx_e is not None:
+                torch.mm(g_e, weight_e, out=dx_e)
+                if not shares_a:
+                    dx_e.addmm_(dzt_e.T, a_e)
             if dbt_e is not None:
                 torch.mm(zt_e, g_e, out=dbt_e)
             if da_e is not None:
@@ -227,15 +235,25 @@ def backward_rows(
     return dx, None if da is None else da.to(a_dtype), None if dbt is None else dbt.to(b_dtype).mT
 
 
+def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
+def _by_expert(x: Tensor, index: Tensor | None, counts: Sequence[int]) -> Iterable[Tensor]:
+    """The rows of each expert; of an index they are gathered when asked for, and never there all at once."""
+    return x.split(counts) if index is None else (x.index_select(0, part) for part in index.split(counts))
+
+
 def _transposed(b: Tensor, dtype: torch.dtype) -> Tensor:
     """B `[E, out, r]` -> `[E, r, out]`, dense, in `dtype`; B itself if it lies so."""
     return b.mT.to(dtype).contiguous()
 
 
-def _groups_factors(x: Tensor, a: Tensor) -> bool:
-    """Whether the low-rank products too go to `grouped_mm`: not on a CPU, where its overhead is that of a loop."""
-    aligned = a.shape[1] * x.element_size() % 16 == 0
-    return x.device.type != "cpu" and aligned and len(x) > 0 and can_group(x, a.to(x.dtype).mT)
+def _groups_factors(x: Tensor, a: Tensor, counts: Sequence[int]) -> bool:
+    """Whether the low-rank products too are one call for all experts."""
+    is_aligned = a.shape[1] * x.element_size() % 16 == 0
+    pays = x.device.type != "cpu" or sum(counts) < ROWS_TO_LOOP * len(counts)
+    return is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
 
 
 def _factor_product(x: Tensor, factor: Tensor, counts: Sequence[int]) -> Tensor:
@@ -254,7 +272,7 @@ def _factor_gradient(left: Tensor, right: Tensor, counts: Sequence[int], is_shar
     return gradient
 
 
-def _backward_on_device(
+def _backward_grouped(
     g: Tensor,
     x: Tensor | None,
     zt: Tensor | None,
@@ -265,7 +283,7 @@ def _backward_on_device(
     *,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`backward_rows` where each product is one kernel for all experts."""
+    """`backward_rows` where each product is one call for all experts."""
     dz = _factor_product(g, _transposed(b, g.dtype).mT, counts).mul_(projection.scale)
     dx = da = db = None
     if needs_dx:

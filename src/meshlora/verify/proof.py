@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -107,7 +108,10 @@ def run_proof(
             progress(f"{topology}" + (f" with {mutation}" if mutation else ""))
             pool = processes.ranks(topology.world, case.device)
             timeout_s = _timeout_s(proof)
-            yield _run(case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s)
+            compare = functools.partial(
+                evidence_of, case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s
+            )
+            yield _run(topology, mutation, compare)
 
 
 def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
@@ -167,20 +171,10 @@ def _timeout_s(proof: Proof) -> float:
     return _TIMEOUT_OF_TWINS_S if proof.is_twin else _TIMEOUT_S
 
 
-def _run(
-    case: Case,
-    reference: Trace,
-    rounded: list[Trace],
-    topology: Topology,
-    mutation: str | None,
-    pool: Pool,
-    worker: Pool,
-    *,
-    timeout_s: float,
-) -> Outcome:
+def _run(topology: Topology, mutation: str | None, compare: Callable[[], Evidence]) -> Outcome:
     started = time.perf_counter()
     try:
-        evidence = evidence_of(case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s)
+        evidence = compare()
     except RankEndedError as error:
         run = f"{topology}" + (f" with {mutation}" if mutation else "")
         raise RankEndedError(f"{run}: no verdict: {error}") from None
