@@ -10,7 +10,8 @@ and a system that disagrees ends the benchmark. Each system has a process of its
 A step is forward, loss, backward, gradient sync where there are two ranks, AdamW. The frozen base is meshlora's model
 without an adapter, with no optimizer. In all systems the embedded tokens require a gradient, so that the backward runs
 through all layers of the base too. The systems take turns, so that what else the machine does hits all alike; ratios
-are taken within a turn, and their median is printed.
+are taken within a turn, and their median is printed. One of PEFT whose first forward and
+backward take three times as long as those of the fastest is not measured further.
 
 Memory is the high-water mark of resident memory above the level before. `first steps`: from before the first step, so
 that gradients of the factors and moments of AdamW, of which the base has none, count. `later steps`: the moments are
@@ -254,18 +255,22 @@ def make_checkpoint(folder: Path, num_experts: int) -> Path:
     return folder
 
 
-def check_parity(groups: dict[str, Group], shape: Shape) -> dict[str, float]:
-    """Worst relative difference from PEFT on eager experts, of loss and gradients, by system on one process.
+def check_parity(groups: dict[str, Group], shape: Shape) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the first forward and backward, by system on one process: the worst relative difference from PEFT on eager
+    experts, of loss and gradients; the seconds.
 
     Raises:
-        RuntimeError: one is above `TOLERANCE`.
+        RuntimeError: a difference is above `TOLERANCE`.
     """
+    started = time.perf_counter()
     [(loss, reference)] = groups[REFERENCE.name].call(first_gradients, shape)
-    worst = {}
+    worst, seconds = {REFERENCE.name: 0.0}, {REFERENCE.name: time.perf_counter() - started}
     for name, group in groups.items():
-        if group.system.kind == "base" or group.system.num_ranks > 1:
+        if group.system in (BASE, REFERENCE) or group.system.num_ranks > 1:
             continue
+        started = time.perf_counter()
         [(own_loss, own)] = group.call(first_gradients, shape)
+        seconds[name] = time.perf_counter() - started
         if own.keys() != reference.keys():
             raise RuntimeError(
                 f"{name}: its factors are not those of {REFERENCE.name}: {own.keys() ^ reference.keys()}"
@@ -274,7 +279,7 @@ def check_parity(groups: dict[str, Group], shape: Shape) -> dict[str, float]:
         worst[name] = max(abs(own_loss - loss) / abs(loss), *differences)
         if not worst[name] <= TOLERANCE:
             raise RuntimeError(f"{name}, {shape}: {worst[name]:.1e} off {REFERENCE.name}; no times are printed")
-    return worst
+    return worst, seconds
 
 
 def fits(system: System, shape: Shape) -> bool:
@@ -290,17 +295,21 @@ def measure(systems: list[System], shape: Shape, folder: Path, options: argparse
     """All of one shape: parity, memory, times."""
     threads = {system: options.threads for system in systems if fits(system, shape)}
     with tempfile.TemporaryDirectory() as stores, open_groups(threads, Path(stores), open_system, folder) as groups:
-        parity = check_parity(groups, shape)
+        parity, seconds = check_parity(groups, shape)
+        fastest = min(seconds[name] for name, group in groups.items() if group.system.is_peft)
+        slow = {name: seconds[name] for name in seconds if seconds[name] > 3 * fastest}
+        groups = {name: group for name, group in groups.items() if name not in slow}
         memory = {}
         for name, group in groups.items():
             ranks = group.call(measure_memory, shape)
             memory[name] = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
-        for _ in range(options.turns):
+        for turn in range(options.turns):
             for name, group in groups.items():
                 whole, passes = zip(*group.call(time_steps, shape), strict=True)
                 times[name].append((max(whole), max(passes)))
-    return {"parity": parity, "memory_bytes": memory, "times_s": times}
+                print(f"{shape}, turn {turn + 1}, {name}: {max(whole):.2f} s a step", file=sys.stderr, flush=True)
+    return {"parity": parity, "slow_s": slow, "memory_bytes": memory, "times_s": times}
 
 
 def in_turns(times: dict[str, list[tuple[float, float]]], name: str, other: str, part: int) -> float:
@@ -325,6 +334,9 @@ def report(shape: Shape, results: dict[str, Any]) -> str:
     left_out = [system.name for system in SYSTEMS if not fits(system, shape)]
     if left_out:
         lines += ["", f"Left out, as this machine has not the memory: {', '.join(left_out)}."]
+    if results["slow_s"]:
+        slow = ", ".join(f"{name}, {seconds:.1f} s" for name, seconds in results["slow_s"].items())
+        lines += ["", f"Not measured further after their first forward and backward: {slow}."]
     peers = [name for name in times if name.startswith("PEFT")]
     fastest = min(peers, key=lambda name: statistics.median(whole for whole, _ in times[name]))
     step, passes = (in_turns(times, fastest, OURS.name, part) for part in (0, 1))
