@@ -7,10 +7,10 @@ runs on each experts implementation of transformers, and the fastest counts. All
 before anything is timed, the loss and every LoRA gradient of the first step are compared with PEFT's on its eager one,
 and a system that disagrees ends the benchmark. Each system has a process of its own for each shape.
 
-A step is forward, loss, backward, gradient sync where there are two ranks, AdamW. The frozen base is meshlora's model
-without an adapter, with no optimizer. In all systems the embedded tokens require a gradient, so that the backward runs
-through all layers of the base too. The systems take turns, so that what else the machine does hits all alike; ratios
-are taken within a turn, and their median is printed. One of PEFT whose first forward and
+A step is forward, loss, backward, gradient sync where there are two ranks, AdamW. The frozen bases are meshlora's model
+and that of transformers without an adapter, with no optimizer. In all systems the embedded tokens require a gradient,
+so that the backward runs through all layers of the bases too. The systems take turns, so that what else the machine
+does hits all alike; ratios are taken within a turn, and their median is printed. One of PEFT whose first forward and
 backward take three times as long as those of the fastest is not measured further.
 
 Memory is the high-water mark of resident memory above the level before. `first steps`: from before the first step, so
@@ -72,7 +72,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class System:
-    """One competitor. kind: "meshlora", "base" or, of PEFT, the experts implementation of transformers."""
+    """One competitor. kind: "meshlora", "base", "transformers" or, of PEFT, the experts implementation."""
 
     name: str
     kind: str
@@ -81,7 +81,11 @@ class System:
 
     @property
     def is_peft(self) -> bool:
-        return self.kind not in ("meshlora", "base")
+        return self.kind not in ("meshlora", "base", "transformers")
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.kind in ("base", "transformers")
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,18 @@ class Shape:
 
 
 OURS = System("meshlora", "meshlora")
-BASE = System("frozen base", "base")
+BASE = System("our frozen base", "base")
+THEIR_BASE = System("transformers' frozen base", "transformers")
+BASES = (BASE, THEIR_BASE)
 REFERENCE = System("PEFT, eager", "eager")
-SYSTEMS = (OURS, BASE, REFERENCE, System("PEFT, batched_mm", "batched_mm"), System("PEFT, grouped_mm", "grouped_mm"))
+SYSTEMS = (
+    OURS,
+    BASE,
+    THEIR_BASE,
+    REFERENCE,
+    System("PEFT, batched_mm", "batched_mm"),
+    System("PEFT, grouped_mm", "grouped_mm"),
+)
 WITH_EP = System("meshlora ep=2", "meshlora", "ep=2", 2)
 SHAPES = (Shape(128, 2, 128), Shape(128, 4, 256), Shape(32, 4, 256))
 
@@ -112,7 +125,7 @@ class Candidate:
 
     def __init__(self, system: System, folder: Path, rank: int) -> None:
         self.system, self.rank = system, rank
-        self.model: Any = load_peft(system, folder) if system.is_peft else load_ours(system, folder)
+        self.model: Any = (load_ours if system.kind in ("meshlora", "base") else load_theirs)(system, folder)
         self.model.train()
         self.model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.requires_grad_())
         factors = list(self.factors().values())
@@ -128,7 +141,7 @@ class Candidate:
         """Leave the gradient of the mean loss on the factors; returns that loss."""
         ids, labels = (t.chunk(self.system.num_ranks)[self.rank] for t in (ids, labels))
         mask = torch.ones_like(ids)
-        if self.system.is_peft:
+        if self.system.kind not in ("meshlora", "base"):
             logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
             loss.backward()
@@ -157,12 +170,17 @@ def load_ours(system: System, folder: Path) -> Any:
     return meshlora.load(folder / "model", adapter=adapter, topology=system.topology, device="cpu")
 
 
-def load_peft(system: System, folder: Path) -> Any:
-    """PEFT's model, on the experts implementation that `system` names."""
+def load_theirs(system: System, folder: Path) -> Any:
+    """PEFT's model on the experts implementation that `system` names, or the frozen base on the fastest one."""
+    implementation = system.kind if system.is_peft else "grouped_mm"
     base = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.float32, experts_implementation=system.kind
+        folder / "model", dtype=torch.float32, experts_implementation=implementation
     )
-    return PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True)
+    return (
+        PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True)
+        if system.is_peft
+        else (base.requires_grad_(False))
+    )
 
 
 # What a rank holds between two calls from the parent.
@@ -266,7 +284,7 @@ def check_parity(groups: dict[str, Group], shape: Shape) -> tuple[dict[str, floa
     [(loss, reference)] = groups[REFERENCE.name].call(first_gradients, shape)
     worst, seconds = {REFERENCE.name: 0.0}, {REFERENCE.name: time.perf_counter() - started}
     for name, group in groups.items():
-        if group.system in (BASE, REFERENCE) or group.system.num_ranks > 1:
+        if group.system.is_frozen or group.system == REFERENCE or group.system.num_ranks > 1:
             continue
         started = time.perf_counter()
         [(own_loss, own)] = group.call(first_gradients, shape)
@@ -340,17 +358,19 @@ def report(shape: Shape, results: dict[str, Any]) -> str:
     peers = [name for name in times if name.startswith("PEFT")]
     fastest = min(peers, key=lambda name: statistics.median(whole for whole, _ in times[name]))
     step, passes = (in_turns(times, fastest, OURS.name, part) for part in (0, 1))
-    frozen = [in_turns(times, OURS.name, BASE.name, part) for part in (0, 1)]
-    against_peft, against_base = (
-        ", ".join(f"{memory[OURS.name][phase] / memory[other][phase]:.3f} {phase}" for phase in PHASES)
-        for other in (fastest, BASE.name)
-    )
+    frozen = {base.name: [in_turns(times, OURS.name, base.name, part) for part in (0, 1)] for base in BASES}
+    against = {
+        other: ", ".join(f"{memory[OURS.name][phase] / memory[other][phase]:.3f} {phase}" for phase in PHASES)
+        for other in (fastest, *frozen)
+    }
     lines += [
         "",
         f"- against {fastest}, the fastest: {step:.2f}× as fast a step, {passes:.2f}× forward and backward; "
-        f"memory {against_peft}",
-        f"- against the frozen base: {frozen[0]:.3f} of the time with AdamW, {frozen[1]:.3f} without; "
-        f"memory {against_base}",
+        f"memory {against[fastest]}",
+        *(
+            f"- against {name}: {step:.3f} of the time with AdamW, {passes:.3f} without; memory {against[name]}"
+            for name, (step, passes) in frozen.items()
+        ),
     ]
     if WITH_EP.name in times:
         lines.append(f"- ep=2 on two processes: {in_turns(times, OURS.name, WITH_EP.name, 0):.2f}× as fast as one")

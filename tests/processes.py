@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -37,6 +38,8 @@ class Started:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # Where the tests themselves run in the background, a shell has them ignore it, and so would this process.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     def __enter__(self) -> Self:
