@@ -11,7 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +59,10 @@ class TrainConfig:
         output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: it may hold a run already.
         steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
         batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank.
-        lr: peak learning rate: linear warm-up over warmup_steps, then linear to zero.
+        lr: peak learning rate. schedule: how it goes on after a linear warm-up over warmup_steps, by optimizer step
+            (`train.schedule`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
+            linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
+            cycle, without lr and warm-up.
         max_grad_norm: of the global gradient; 0 turns clipping off.
         label_smoothing: share of the loss that goes to all tokens of the vocabulary alike; not in evaluations.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
@@ -78,7 +81,11 @@ class TrainConfig:
     batch_size: int = 16
     micro_batch_size: int = 4
     lr: float = 2e-4
+    schedule: Literal["linear", "cosine", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"] = "linear"
     warmup_steps: int = 0
+    min_lr: float = 0.0
+    decay_steps: int = 0
+    cycle: dict[int, float] = field(default_factory=dict)
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -103,12 +110,13 @@ class TrainConfig:
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         for name in ("batch_size", "micro_batch_size", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        counts = ("warmup_steps", "seed", "eval_every", "save_every", "replica_check_every")
+        counts = ("warmup_steps", "min_lr", "decay_steps", "seed", "eval_every", "save_every", "replica_check_every")
         for name in (*counts, "weight_decay", "max_grad_norm", "router_aux_loss_coef"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
         _require(self.eps > 0, "train.eps", self.eps, "above 0")
+        self._check_schedule()
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
         _require(
             self.lora_plus_embedding_lr > 0, "train.lora_plus_embedding_lr", self.lora_plus_embedding_lr, "above 0"
@@ -128,6 +136,26 @@ class TrainConfig:
             _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
         if self.epochs is not None:
             _require(self.epochs > 0, "train.epochs", self.epochs, "above 0")
+
+    def _check_schedule(self) -> None:
+        """What only one schedule reads is given where that is the schedule."""
+        ends = ("linear", "cosine", "warmup_stable_decay")
+        readers = {"min_lr": ends, "decay_steps": ends[2:], "cycle": ("cycle",)}
+        for name, schedules in readers.items():
+            if getattr(self, name) and self.schedule not in schedules:
+                raise UserError(
+                    f"train.{name}",
+                    f"it has no effect with train.schedule={self.schedule}",
+                    f"it goes with {' or '.join(schedules)}",
+                )
+        _require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
+        if self.schedule == "warmup_stable_decay":
+            _require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
+        if self.schedule == "cycle":
+            _require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
+            _require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
+            _require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
+            _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 
 @dataclass(frozen=True)
@@ -255,6 +283,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
     if hint is float and not abs(value) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats
         raise UserError(f"{where}: {value!r}", "it must be a finite number")
+    if origin is dict and arguments[1] is not Any:
+        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
     return float(value) if hint is float else value
 
 

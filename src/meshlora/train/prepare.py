@@ -110,6 +110,11 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         raise UserError(
             f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
         )
+    if config.train.warmup_steps + config.train.decay_steps > steps:
+        raise UserError(
+            f"train.warmup_steps={config.train.warmup_steps} and train.decay_steps={config.train.decay_steps}",
+            f"together they are more than the {steps} steps of the run",
+        )
     if (folder := config.train.routing_replay or config.train.routing_record) is not None:
         check_routing(
             Path(folder),

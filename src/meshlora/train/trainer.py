@@ -32,7 +32,7 @@ from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
-from meshlora.train.schedule import linear
+from meshlora.train.schedule import learning_rate
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Trainer:
             raise MeshloraError(
                 f"step {step + 1}: the gradient norm is {grad_norm}; lower train.lr, or look at the data"
             )
-        rate = linear(step, peak=options.lr, warmup_steps=options.warmup_steps, steps=self.run.steps)
+        rate = learning_rate(step, options=options, steps=self.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["times_lr"]
         self.optimizer.step()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
@@ -263,7 +264,13 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "warmup_skipped",
             "the learning rate falls from the end of the warm-up, not from the start",
             "steps",
-            (trainer, "linear", lambda f: lambda step, **options: f(step, **{**options, "warmup_steps": 0})),
+            (
+                trainer,
+                "learning_rate",
+                lambda f: (
+                    lambda step, *, options, steps: f(step, options=replace(options, warmup_steps=0), steps=steps)
+                ),
+            ),
         ),
         mutation(
             "weight_decay_skipped", "weights decay as configured", "digits", faults.optimizer_with(weight_decay=0.0)

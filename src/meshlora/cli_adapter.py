@@ -1,0 +1,107 @@
+"""The commands that read and write adapters and checkpoints without training: `meshlora merge | export`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from meshlora.errors import UserError
+
+
+def add_merge_and_export(commands: Any) -> None:
+    """Add both to the commands of the parser."""
+    merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
+    merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
+    merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
+    merge.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
+    merge.add_argument("--dtype", default="auto", help="of the written weights; default: as they are stored")
+    merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
+    merge.add_argument("--trust-remote-code", action="store_true")
+    merge.set_defaults(run=_merge)
+
+    export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
+    export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
+    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
+    export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
+    export.add_argument("--model", metavar="FOLDER", help="for per-expert, and back; only config.json is read")
+    export.add_argument("--trust-remote-code", action="store_true")
+    export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
+    export.add_argument(
+        "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
+    )
+    export.set_defaults(run=_export)
+
+
+def read_meta(options: argparse.Namespace, topology: str) -> Any:
+    """The model of `--model`, on the meta device, and its plan."""
+    from meshlora.api import build_meta, read_model_config, resolve_dtype
+    from meshlora.plan.topology import Topology
+
+    trust = options.trust_remote_code
+    config = read_model_config(options.model, trust_remote_code=trust)
+    parsed, dtype = Topology.parse(topology), resolve_dtype("auto", config)
+    return build_meta(config, parsed, dtype=dtype, disable_dropout=True, trust_remote_code=trust)
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from meshlora.adapter.merge import merge
+    from meshlora.api import read_model_config, resolve_dtype
+
+    config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
+    done = merge(
+        options.model,
+        options.adapter,
+        options.out,
+        config=config,
+        dtype=None if options.dtype == "auto" else resolve_dtype(options.dtype, config),
+        check_logits=not options.no_logits,
+        trust_remote_code=options.trust_remote_code,
+    )
+    if done.is_untied:
+        print("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
+    print(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
+    print(f"checked: {done.check}")
+    print(f"merged: {options.out}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from meshlora.adapter.export import export, import_loralib
+
+    given, layout = Path(options.adapter), options.layout
+    is_file = given.exists() and not given.is_dir()
+    for option in () if is_file else ("lora_alpha", "enable_lora"):
+        if getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
+    if is_file and layout != "peft":
+        raise UserError(f"{given} and --layout {layout}", "it is one file already", "use --layout peft")
+    if options.model and (is_file or layout == "loralib"):
+        raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
+    if not options.model and layout == "per-expert":
+        raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
+    if options.model:
+        done = _export_experts(options)
+    elif is_file:
+        enabled = _enabled(options.enable_lora)
+        done = import_loralib(given, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled)
+    else:
+        done = export(given, options.out, layout=layout)
+    print(f"exported and read back: {options.out} ({done} tensors)")
+
+
+def _export_experts(options: argparse.Namespace) -> Any:
+    from meshlora.adapter.engine_export import export_per_expert, import_per_expert
+
+    convert = import_per_expert if options.layout == "peft" else export_per_expert
+    model, plan = read_meta(options, "")
+    return convert(options.adapter, options.out, model=model, plan=plan)
+
+
+def _enabled(text: str | None) -> list[bool] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if not set(words) <= {"0", "1"}:
+        raise UserError(f"--enable-lora {text}", "it is a list of 0 and 1, one for each piece", "1,0,1 for q and v")
+    return [word == "1" for word in words]

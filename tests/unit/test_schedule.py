@@ -1,0 +1,99 @@
+"""Schedules against those of transformers, and of a run's beginning and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import get_scheduler
+
+from meshlora.config import TrainConfig
+from meshlora.errors import UserError
+from meshlora.train.schedule import learning_rate
+
+STEPS, PEAK = 20, 3e-4
+# Ours -> (settings, theirs, its settings).
+PEERS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "linear": ({}, "linear", {}),
+    "linear to a floor": ({"schedule": "linear", "min_lr": PEAK / 10}, "warmup_stable_decay", {"decays": "linear"}),
+    "cosine": ({}, "cosine", {}),
+    "cosine to a floor": ({"schedule": "cosine", "min_lr": PEAK / 10}, "cosine_with_min_lr", {"min_lr": PEAK / 10}),
+    "constant": ({}, "constant_with_warmup", {}),
+    "inverse_sqrt": ({}, "inverse_sqrt", {}),
+    "warmup_stable_decay": (
+        {"decay_steps": 6, "min_lr": PEAK / 10},
+        "warmup_stable_decay",
+        {"num_decay_steps": 6, "decay_type": "linear", "min_lr_ratio": 0.1},
+    ),
+}
+
+
+def options(**settings: Any) -> TrainConfig:
+    return TrainConfig(output="out", steps=STEPS, lr=PEAK, **settings)
+
+
+def rates(config: TrainConfig) -> list[float]:
+    return [learning_rate(step, options=config, steps=STEPS) for step in range(STEPS)]
+
+
+def theirs(name: str, *, warmup_steps: int, settings: dict[str, Any]) -> list[float]:
+    """The rates of transformers, whose warm-up begins at zero."""
+    if settings.pop("decays", None):
+        settings = {"num_decay_steps": STEPS - warmup_steps, "decay_type": "linear", "min_lr_ratio": 0.1}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+    scheduler = get_scheduler(name, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=settings)
+    found = []
+    for _ in range(STEPS):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 5])
+@pytest.mark.parametrize("name", PEERS)
+def test_after_the_warm_up_rates_are_those_of_transformers(name: str, warmup_steps: int) -> None:
+    own, their_name, settings = PEERS[name]
+    found = rates(options(**{"schedule": name, **own}, warmup_steps=warmup_steps))
+    expected = theirs(their_name, warmup_steps=warmup_steps, settings=dict(settings))
+    assert found[warmup_steps:] == pytest.approx(expected[warmup_steps:], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_neither_end_wastes_a_step(name: str) -> None:
+    found = rates(options(**{"schedule": name, **PEERS[name][0]}, warmup_steps=4))
+    assert found[:5] == pytest.approx([PEAK / 4, PEAK / 2, 3 * PEAK / 4, PEAK, PEAK])
+    assert found[-1] > PEERS[name][0].get("min_lr", 0.0)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_run_without_a_warm_up_begins_at_the_peak(name: str) -> None:
+    assert rates(options(**{"schedule": name, **PEERS[name][0]}))[0] == pytest.approx(PEAK)
+
+
+def test_cycle_is_straight_lines_through_its_points() -> None:
+    points = {2: 1e-4, 6: 5e-4, 15: 0.0}
+    found = rates(options(schedule="cycle", cycle=points))
+    assert found == pytest.approx(np.interp(range(STEPS), list(points), list(points.values())), abs=1e-18)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schedule": "constant", "min_lr": 1e-5}, "train.min_lr: it has no effect with train.schedule=constant"),
+        ({"decay_steps": 3}, "train.decay_steps: it has no effect with train.schedule=linear"),
+        ({"cycle": {0: 1e-4, 9: 0.0}}, "train.cycle: it has no effect with train.schedule=linear"),
+        ({"min_lr": 1.0}, "train.min_lr=1.0: it must be at most train.lr"),
+        ({"schedule": "warmup_stable_decay"}, "train.decay_steps=0: it must be at least 1 with this schedule"),
+        ({"schedule": "cycle", "cycle": {3: 1e-4}}, "it must be two points or more"),
+        ({"schedule": "cycle", "cycle": {-1: 1e-4, 3: 0.0}}, "of steps from 0"),
+        ({"schedule": "cycle", "cycle": {0: 1e-4, 3: -1.0}}, "of rates that are not negative"),
+        ({"schedule": "cycle", "cycle": {0: 1e-4, 3: 0.0}, "warmup_steps": 2}, "train.warmup_steps=2: it must be 0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        options(**settings)
+    assert words in str(caught.value)
