@@ -1,7 +1,7 @@
-"""The command line: `meshlora train | verify | check | plan | generate | merge | export`.
+"""The command line: `meshlora train | verify | check | plan | generate | merge | export | plot`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
-wrong. Does not own: anything that happens in between.
+wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`), pictures (`cli_pictures`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A hub is never asked: a model is a local folder.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from meshlora.cli_adapter import add_merge_and_export, read_meta
+from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.errors import MeshloraError, UserError
 
 
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
     _add_run_arguments(check)
+    check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.set_defaults(run=_check)
 
     plan = commands.add_parser("plan", help="show how a model is split on a topology")
@@ -107,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--trust-remote-code", action="store_true")
     generate.set_defaults(run=_generate)
 
-    _add_merge_and_export(commands)
+    add_merge_and_export(commands)
+    add_pictures(commands)
     return parser
 
 
@@ -148,29 +152,6 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     verify.add_argument("--trust-remote-code", action="store_true")
     verify.set_defaults(run=_verify)
-
-
-def _add_merge_and_export(commands: Any) -> None:
-    merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
-    merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
-    merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
-    merge.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
-    merge.add_argument("--dtype", default="auto", help="of the written weights; default: as they are stored")
-    merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
-    merge.add_argument("--trust-remote-code", action="store_true")
-    merge.set_defaults(run=_merge)
-
-    export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
-    export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
-    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
-    export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
-    export.add_argument("--model", metavar="FOLDER", help="for per-expert, and back; only config.json is read")
-    export.add_argument("--trust-remote-code", action="store_true")
-    export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
-    export.add_argument(
-        "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
-    )
-    export.set_defaults(run=_export)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,6 +265,9 @@ def _check(options: argparse.Namespace) -> None:
         table.add_row(name, value)
     console = Console()
     console.print(table)
+    if options.plot:
+        plot_schedule_of(run, options.plot)
+        console.print(f"learning rate: {options.plot}", highlight=False, soft_wrap=True, markup=False)
     overrides = [word for override in options.overrides for word in ("--set", override)]
     command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
     console.print(preflight_state(run), highlight=False, soft_wrap=True, markup=False)
@@ -303,22 +287,11 @@ def _plan(options: argparse.Namespace) -> None:
 
     from meshlora.plan.table import gradient_table, plan_table
 
-    _, plan = _meta(options, options.topology)
+    _, plan = read_meta(options, options.topology)
     console = Console()
     console.print(plan_table(plan))
     if options.gradients:
         console.print(gradient_table(plan))
-
-
-def _meta(options: argparse.Namespace, topology: str) -> Any:
-    """The model of `--model`, on the meta device, and its plan."""
-    from meshlora.api import build_meta, read_model_config, resolve_dtype
-    from meshlora.plan.topology import Topology
-
-    trust = options.trust_remote_code
-    config = read_model_config(options.model, trust_remote_code=trust)
-    parsed, dtype = Topology.parse(topology), resolve_dtype("auto", config)
-    return build_meta(config, parsed, dtype=dtype, disable_dropout=True, trust_remote_code=trust)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -335,66 +308,3 @@ def _generate(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
     ):
         print(text)
-
-
-def _merge(options: argparse.Namespace) -> None:
-    from meshlora.adapter.merge import merge
-    from meshlora.api import read_model_config, resolve_dtype
-
-    config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
-    done = merge(
-        options.model,
-        options.adapter,
-        options.out,
-        config=config,
-        dtype=None if options.dtype == "auto" else resolve_dtype(options.dtype, config),
-        check_logits=not options.no_logits,
-        trust_remote_code=options.trust_remote_code,
-    )
-    if done.is_untied:
-        print("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
-    print(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
-    print(f"checked: {done.check}")
-    print(f"merged: {options.out}")
-
-
-def _export(options: argparse.Namespace) -> None:
-    from meshlora.adapter.export import export, import_loralib
-
-    given, layout = Path(options.adapter), options.layout
-    is_file = given.exists() and not given.is_dir()
-    for option in () if is_file else ("lora_alpha", "enable_lora"):
-        if getattr(options, option) is not None:
-            name = option.replace("_", "-")
-            raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
-    if is_file and layout != "peft":
-        raise UserError(f"{given} and --layout {layout}", "it is one file already", "use --layout peft")
-    if options.model and (is_file or layout == "loralib"):
-        raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
-    if not options.model and layout == "per-expert":
-        raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
-    if options.model:
-        done = _export_experts(options)
-    elif is_file:
-        enabled = _enabled(options.enable_lora)
-        done = import_loralib(given, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled)
-    else:
-        done = export(given, options.out, layout=layout)
-    print(f"exported and read back: {options.out} ({done} tensors)")
-
-
-def _export_experts(options: argparse.Namespace) -> Any:
-    from meshlora.adapter.engine_export import export_per_expert, import_per_expert
-
-    convert = import_per_expert if options.layout == "peft" else export_per_expert
-    model, plan = _meta(options, "")
-    return convert(options.adapter, options.out, model=model, plan=plan)
-
-
-def _enabled(text: str | None) -> list[bool] | None:
-    if text is None:
-        return None
-    words = text.split(",")
-    if not set(words) <= {"0", "1"}:
-        raise UserError(f"--enable-lora {text}", "it is a list of 0 and 1, one for each piece", "1,0,1 for q and v")
-    return [word == "1" for word in words]

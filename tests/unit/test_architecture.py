@@ -26,7 +26,21 @@ ALLOWED = {
     "generate": {"api", "train"},
     "oracle": {"plan", "data", "config", "routing"},
     "verify": {"plan", "parallel", "state", "adapter", "guards", "api", "train", "data", "config", "oracle", "routing"},
-    "cli": {"plan", "parallel", "adapter", "api", "config", "data", "train", "generate", "verify"},
+    "cli": {
+        "plan",
+        "parallel",
+        "adapter",
+        "api",
+        "config",
+        "data",
+        "train",
+        "generate",
+        "verify",
+        "cli_adapter",
+        "cli_pictures",
+    },
+    "cli_adapter": {"plan", "adapter", "api"},
+    "cli_pictures": {"train"},
     "__main__": {"cli"},
 }
 QUIET = {
