@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from meshlora.adapter.changes import read_changes
 from meshlora.adapter.engine_export import export_per_expert, import_per_expert
 from meshlora.cli import main
 from meshlora.errors import MeshloraError, UnsupportedError, UserError
@@ -257,3 +258,8 @@ def test_the_command_and_its_mistakes(
         message = one_error(*capfd.readouterr())
         assert not [word for word in words if word not in message], message
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_merge_says_the_way_from_single_experts(engine: Path, models: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match="single experts.*export it with --layout peft --model FOLDER"):
+        read_changes(meta(models("qwen3_moe"))["model"], engine)

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
+from meshlora.adapter.per_expert import refuse_per_expert
 from meshlora.adapter.targets import DESCRIPTIVE
 from meshlora.adapter.values import check_values
 from meshlora.errors import UnsupportedError, UserError, reason
@@ -124,6 +125,8 @@ def read_changes(model: Any, folder: Path) -> Changes:
     except ImportError as error:  # some options need packages of their own
         raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
     check_mergeable(config, where)
+    with open_safetensors(folder / WEIGHTS_FILE) as file:
+        refuse_per_expert(folder, file.keys())
     base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrapped = _attach(model, config, where)
     expected = {

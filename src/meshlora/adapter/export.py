@@ -43,7 +43,7 @@ from meshlora.adapter.peft_format import (
     read_pieces,
     write_adapter,
 )
-from meshlora.adapter.per_expert import is_per_expert
+from meshlora.adapter.per_expert import refuse_per_expert
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.state.files import open_safetensors, read_json, write_atomically
 
@@ -78,12 +78,7 @@ def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: Pie
     if layout == "loralib":
         check_for_loralib(config, f"{folder / CONFIG_FILE}")
     tensors = read_tensors(folder / WEIGHTS_FILE)
-    if is_per_expert(tensors):
-        raise UserError(
-            f"{folder}",
-            "it has adapters on single experts, as serving engines keep them, and PEFT has one on their stack",
-            "use --layout peft --model FOLDER" if layout == "peft" else "export it with --layout peft --model FOLDER",
-        )
+    refuse_per_expert(folder, tensors, *(["use --layout peft"] if layout == "peft" else []))
     rows = piece_rows or equal_blocks()
     # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
     pieces = read_pieces(folder) if layout == "loralib" else {}

@@ -46,6 +46,20 @@ def is_per_expert(keys: Iterable[str]) -> bool:
     return any(_OF_ONE_EXPERT.search(key) for key in keys)
 
 
+def refuse_per_expert(folder: Path, keys: Iterable[str], way_out: str = "first export it with --layout peft") -> None:
+    """Of a folder with these `keys`, only one in PEFT's form is taken.
+
+    Raises:
+        UserError: it has factors of single experts.
+    """
+    if is_per_expert(keys):
+        raise UserError(
+            f"{folder}",
+            "it has adapters on single experts, as serving engines keep them, and PEFT has one on their stack",
+            f"{way_out} --model FOLDER",
+        )
+
+
 def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     """`config`, which stands beside `file`, in PEFT's words for stacks of experts: `target_parameters`, and `pieces`
     and `share_experts` where the factors are such. As it is, where the file has no factors of single experts.
