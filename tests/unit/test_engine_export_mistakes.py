@@ -261,5 +261,5 @@ def test_the_command_and_its_mistakes(
 
 
 def test_merge_says_the_way_from_single_experts(engine: Path, models: Callable[[str], Path]) -> None:
-    with pytest.raises(UserError, match="single experts.*export it with --layout peft --model FOLDER"):
+    with pytest.raises(UserError, match=r"single experts.*export it with --layout peft --model FOLDER"):
         read_changes(meta(models("qwen3_moe"))["model"], engine)
