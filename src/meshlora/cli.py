@@ -81,6 +81,16 @@ def _parser() -> argparse.ArgumentParser:
         help="train without a proof that this model, adapter and topology train as one process would; only families "
         "that are proved for everyone are then accepted",
     )
+    train.add_argument(
+        "--resume", metavar="auto|FOLDER", help="go on from this checkpoint; auto: from the last whole one, if any"
+    )
+    train.add_argument(
+        "--resume-despite",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what may differ from it, as in data",
+    )
     train.set_defaults(run=_train)
 
     _add_verify(commands)
@@ -174,15 +184,29 @@ def _train(options: argparse.Namespace) -> None:
         raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    resume, despite = options.resume, options.resume_despite
+    if despite and resume is None:
+        raise UserError(f"--resume-despite {despite[0]}", "it has no effect without --resume", "give both")
     if options.nproc is not None:
         config = read_run(options.file, options.overrides)
         on_gpus(config.device, num_ranks=options.nproc)
-        preflight(prepare(config, world=options.nproc), skip=options.no_preflight)
-        overrides = [word for override in options.overrides for word in ("--set", override)]
-        launch(["train", options.file, *overrides], nproc=options.nproc)
+        run = prepare(config, world=options.nproc, resume=resume, despite=despite)
+        if run.is_finished:
+            print(f"all {run.steps:,} steps are done: {config.train.output}/adapter")
+            return
+        preflight(run, skip=options.no_preflight)
+        words = [word for override in options.overrides for word in ("--set", override)]
+        words += ["--resume", resume] if resume is not None else []
+        words += [word for name in despite for word in ("--resume-despite", name)]
+        launch(["train", options.file, *words], nproc=options.nproc)
         return
     with rank_edge():
-        run = prepare(read_run(options.file, options.overrides), world=place.world if place else 1)
+        config = read_run(options.file, options.overrides)
+        run = prepare(config, world=place.world if place else 1, resume=resume, despite=despite)
+        if run.is_finished:
+            if place is None or place.rank == 0:
+                print(f"all {run.steps:,} steps are done: {config.train.output}/adapter")
+            return
         if not launched_by_us() and (place is None or place.rank == 0):
             # Joined first, so that the ranks that wait for this one notice when it ends here.
             join(run.config.device)

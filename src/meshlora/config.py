@@ -137,6 +137,11 @@ class TrainConfig:
         if self.epochs is not None:
             _require(self.epochs > 0, "train.epochs", self.epochs, "above 0")
 
+    @property
+    def peak_lr(self) -> float:
+        """The highest rate of the schedule."""
+        return max(self.cycle.values()) if self.schedule == "cycle" else self.lr
+
     def _check_schedule(self) -> None:
         """What only one schedule reads is given where that is the schedule."""
         ends = ("linear", "cosine", "warmup_stable_decay")
@@ -155,6 +160,7 @@ class TrainConfig:
             _require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
             _require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
             _require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
+            _require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
             _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 

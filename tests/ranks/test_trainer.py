@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4
 
 
-def _run_file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
+def run_file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
     tree: dict[str, Any] = {
         "model": {"path": str(EXAMPLES / "tiny_base"), "dtype": "float64"},
         "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -68,8 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _train(file: Path, world: int) -> None:
-    run = prepare(read_run(file), world=world)
+def _train(file: Path, world: int, resume: str | None = None) -> None:
+    run = prepare(read_run(file), world=world, resume=resume)
     if world > 1:  # elsewhere ranks meet in `join`, before the output folder is made; in a pool they have met already
         dist.barrier()
     train(run)
@@ -78,8 +78,8 @@ def _train(file: Path, world: int) -> None:
 @pytest.fixture(scope="module")
 def reference(folder: Path, pools: Callable[[int], Pool]) -> tuple[Path, list[float]]:
     """(adapter, losses) of the one-process run; it starts from what a tp=2 run saved as its initial adapter."""
-    file = _run_file(folder, "for-reference", "tp=2")
-    pools(2).run(_run_and_keep_groups, file, 2)
+    file = run_file(folder, "for-reference", "tp=2")
+    pools(2).run(run_and_keep_groups, file, 2)
     run = prepare(read_run(file, ["train.overwrite=true"]))
     losses = train_run(
         run.config,
@@ -92,12 +92,12 @@ def reference(folder: Path, pools: Callable[[int], Pool]) -> tuple[Path, list[fl
     return folder / "reference", losses
 
 
-def _run_and_keep_groups(file: Path, world: int) -> None:
+def run_and_keep_groups(file: Path, world: int, resume: str | None = None) -> None:
     """`train` closes the process group at its end; the pool needs it for the next test."""
     import meshlora.train.run as module
 
     module.leave = lambda: None
-    _train(file, world)
+    _train(file, world, resume)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_run_gives_the_adapter_of_one_process(
     topology: str, world: int, folder: Path, reference: tuple[Path, list[float]], pools: Callable[[int], Pool]
 ) -> None:
     name = f"run-{topology or 'alone'}"
-    file = _run_file(folder, name, topology)
+    file = run_file(folder, name, topology)
     if world == 1:
         _train(file, 1)
     else:
-        pools(world).run(_run_and_keep_groups, file, world)
+        pools(world).run(run_and_keep_groups, file, world)
     adapter, losses = reference
     assert compare_adapters(folder / name / "adapter", adapter).relative < 1e-6
     assert largest_loss_gap(read_losses(folder / name / "metrics.jsonl"), losses) < 1e-11
@@ -161,11 +161,11 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(folder: Path, reference
 def test_going_on_from_an_adapter_starts_where_it_ended(
     folder: Path, reference: tuple[Path, list[float]], pools: Callable[[int], Pool]
 ) -> None:
-    file = _run_file(folder, "more", "tp=2,sp")
+    file = run_file(folder, "more", "tp=2,sp")
     tree = yaml.safe_load(file.read_text())
     del tree["lora"]
     file.write_text(yaml.safe_dump({**tree, "adapter": str(folder / "for-reference" / "adapter")}))
-    pools(2).run(_run_and_keep_groups, file, 2)
+    pools(2).run(run_and_keep_groups, file, 2)
     assert (folder / "more" / "initial" / "adapter_model.safetensors").read_bytes() == (
         folder / "for-reference" / "adapter" / "adapter_model.safetensors"
     ).read_bytes()

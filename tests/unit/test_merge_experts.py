@@ -19,7 +19,7 @@ from meshlora.adapter.changes import as_configured
 from meshlora.adapter.merge import merge
 from meshlora.adapter.merge_arithmetic import merged_expert
 from meshlora.api import read_model_config
-from meshlora.errors import MeshloraError
+from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.plan.twin import twin_config
 from tests.unit.test_expert_weights import FAMILIES, FILE, fuse, make_checkpoint
 
@@ -254,3 +254,24 @@ def test_mistake_is_one_message_and_no_file(
         merge(tmp_path / "model", adapter, tmp_path / "out", config=config)
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_peft_takes_out_of_a_matrix_that_is_a_target_parameter_is_taken_out(init: str, tmp_path: Path) -> None:
+    """The linears of dense layers of such models are stored so."""
+    config = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    parameters = ["q_proj.weight", "mlp.gate.weight"]
+    adapter = make_adapter(tmp_path / "model", tmp_path / "adapter", ["v_proj"], parameters, init_lora_weights=init)
+    merge(tmp_path / "model", adapter, tmp_path / "out", config=config, check_logits=False)
+    ours, theirs = load_file(tmp_path / "out" / FILE), merged_by_peft(tmp_path / "model", adapter, tmp_path / "peft")
+    for key in ours:
+        assert torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-5), key
+
+
+def test_what_peft_would_take_out_of_a_stack_is_refused(tmp_path: Path) -> None:
+    config = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    adapter = make_adapter(tmp_path / "model", tmp_path / "adapter", [], BOTH)
+    file = adapter / "adapter_config.json"
+    file.write_text(file.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    with pytest.raises(UnsupportedError, match="pissa"):
+        merge(tmp_path / "model", adapter, tmp_path / "out", config=config, check_logits=False)

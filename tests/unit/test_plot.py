@@ -107,9 +107,12 @@ def test_command_refuses_what_cannot_be_drawn_before_it_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(make_run(tmp_path / "run"))
+    (tmp_path / "folder.png").mkdir()
     for out, words in (
         (tmp_path / "out.gif", "ends in one of .png, .svg, .pdf, .html"),
         (tmp_path / "nowhere" / "out.png", "there is no folder"),
+        (tmp_path / "folder.png", "it is a folder"),
+        (Path("/proc/out.png"), "it cannot be written"),
     ):
         assert main(["plot", run, "--out", str(out)]) == 2
         assert words in capsys.readouterr().err

@@ -79,6 +79,11 @@ def test_cycle_is_straight_lines_through_its_points() -> None:
     assert found == pytest.approx(np.interp(range(STEPS), list(points), list(points.values())), abs=1e-18)
 
 
+def test_peak_of_a_cycle_is_its_highest_point() -> None:
+    assert options(schedule="cycle", cycle={0: 0.0, 5: 1e-3, 10: 0.0}).peak_lr == 1e-3
+    assert options(schedule="cosine").peak_lr == PEAK
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -90,6 +95,7 @@ def test_cycle_is_straight_lines_through_its_points() -> None:
         ({"schedule": "cycle", "cycle": {3: 1e-4}}, "it must be two points or more"),
         ({"schedule": "cycle", "cycle": {-1: 1e-4, 3: 0.0}}, "of steps from 0"),
         ({"schedule": "cycle", "cycle": {0: 1e-4, 3: -1.0}}, "of rates that are not negative"),
+        ({"schedule": "cycle", "cycle": {0: 0.0, 3: 0.0}}, "of rates of which one is above 0"),
         ({"schedule": "cycle", "cycle": {0: 1e-4, 3: 0.0}, "warmup_steps": 2}, "train.warmup_steps=2: it must be 0"),
     ],
 )

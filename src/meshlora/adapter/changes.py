@@ -235,7 +235,8 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
         name = path.removeprefix(PREFIX).replace(".base_layer", "")
         base = module.get_base_layer()
         if isinstance(module, peft_lora.ParamWrapper):
-            found[f"{name}.{module.parameter_name}"] = Change(lora=_product_of_parameter(path, module))
+            residual = _residual(wrapped, name, base, config, is_embedding=module.get_param().ndim != 2)
+            found[f"{name}.{module.parameter_name}"] = Change(lora=_product_of_parameter(path, module, residual))
             continue
         is_embedding = isinstance(module, peft_lora.Embedding)
         if not is_embedding and not (isinstance(module, peft_lora.Linear) and hasattr(base, "weight")):
@@ -264,7 +265,7 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
     return found
 
 
-def _product_of_parameter(path: str, module: Any) -> Lora:
+def _product_of_parameter(path: str, module: Any, residual: str) -> Lora:
     """What is added to a parameter: a matrix, or a stack of the matrices of experts."""
     is_stack = module.get_param().ndim == 3
     return Lora(
@@ -274,7 +275,7 @@ def _product_of_parameter(path: str, module: Any) -> Lora:
         scaling=module.scaling["default"],
         magnitude=None,
         is_transposed=is_stack and not module._did_swap_in_out_features,
-        residual="",
+        residual=residual,
         num_experts=module.num_experts if is_stack else 0,
     )
 
@@ -284,7 +285,8 @@ def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_embe
     init = config.init_lora_weights
     if not isinstance(init, str) or init.lower() not in _RESIDUAL_INITS:
         return ""
-    num_users = sum(p is base.weight for _, p in wrapped.named_parameters(remove_duplicate=False))
+    weight = getattr(base, "weight", None)  # a stack of experts has none
+    num_users = sum(p is weight for _, p in wrapped.named_parameters(remove_duplicate=False))
     refused = is_embedding or num_users > 1 or (init.lower() == "olora" and isinstance(base, Conv1D))
     if refused or config.use_dora:
         what = "together with DoRA" if config.use_dora else f"on {name}, a {type(base).__name__}"

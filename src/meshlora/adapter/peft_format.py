@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,13 @@ CONFIG_FILE = "adapter_config.json"
 PIECES_FILE = "meshlora.json"
 
 
-def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) -> None:
+def save_adapter(
+    model: Any, path: str | Path, *, adapter: str | None = None, also: Callable[[Path], None] | None = None
+) -> None:
     """Write `adapter` (the active one by default) as a PEFT adapter folder. Collective: all ranks must call it.
 
-    The folder appears whole or not at all; it is there on every rank's return.
+    The folder appears whole or not at all; it is there on every rank's return. also: called on rank 0 with the folder
+    once the adapter is in it, to add files.
 
     Raises:
         UserError: no such adapter. MeshloraError: the folder could not be written (on all ranks).
@@ -66,7 +69,7 @@ def save_adapter(model: Any, path: str | Path, *, adapter: str | None = None) ->
     failure: OSError | SafetensorError | None = None
     if state.mesh.rank == 0:
         try:
-            write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared)
+            write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared, also=also)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = error
     if not _agree(failure is None, state.mesh):
@@ -80,6 +83,7 @@ def write_adapter(
     *,
     pieces: Mapping[str, list[str]] | None = None,
     share_experts: bool = False,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes."""
     with new_folder(path) as folder:
@@ -90,6 +94,8 @@ def write_adapter(
         ordered = {key: tensors[key].contiguous() for key in sorted(tensors)}
         save_file(ordered, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / WEIGHTS_FILE).chmod(0o644)
+        if also is not None:
+            also(folder)
 
 
 def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", ignore_dropout: bool = False) -> None:

@@ -183,10 +183,16 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
 
 
 def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) -> tuple[str, ...]:
+    """What gives each token a score for each expert. A shared expert may be as wide as there are experts (qwen3_next):
+    what another matrix of the same MLP takes back is no score.
+    """
     found = []
     for name, module in block.named_modules(prefix=block_name):
         own = [p for p in module.parameters(recurse=False) if p.ndim == 2 and len(p) == num_experts]
-        if own and not name.startswith(experts):
+        if not own or name.startswith(experts):
+            continue
+        owner = block.get_submodule(name.removeprefix(block_name).lstrip(".").rpartition(".")[0])
+        if owner is block or not any(p.ndim == 2 and p.shape[1] == num_experts for p in owner.parameters()):
             found.append(name)
     return tuple(found)
 

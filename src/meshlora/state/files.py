@@ -1,6 +1,7 @@
 """Files that appear whole or not at all.
 
-Owns: atomic writing (temporary name in the same folder, fsync, rename) and opening safetensors with one clear error.
+Owns: atomic writing (temporary name in the same folder, fsync, rename), whether a folder can be written to, and opening
+safetensors with one clear error.
 """
 
 from __future__ import annotations
@@ -90,6 +91,17 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from None
     except OSError as error:
         raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in `folder`: tried, as modes do not tell."""
+    probe = folder / ".meshlora-probe"
+    try:
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def read_json(path: Path) -> Any:

@@ -15,6 +15,8 @@ from typing import IO, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshlora.state.files import write_atomically
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -39,12 +41,13 @@ class Reporter:
     """Writes metrics as they come; a context manager that leaves the terminal as it was. Silent off rank 0."""
 
     def __init__(
-        self, file: Path, *, steps: int, log_every: int, is_main: bool, console: Console | None = None
+        self, file: Path, *, steps: int, log_every: int, is_main: bool, console: Console | None = None, done: int = 0
     ) -> None:
+        """done: steps that the run goes on from; what `file` says of later ones is forgotten."""
         self.console = console or Console()
         self.is_main, self.log_every, self.steps = is_main, log_every, steps
         self._file: IO[str] | None = None
-        self._path = file
+        self._path, self._done = file, done
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -60,7 +63,9 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self.is_main:
-            self._file = self._path.open("w", encoding="utf-8", buffering=1)  # a line is on disk as soon as it is said
+            kept = _lines_until(self._path, self._done)
+            write_atomically(self._path, lambda path: _write_lines(path, kept))
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)  # a line is on disk as soon as it is said
             self._progress.start()
         return self
 
@@ -99,3 +104,15 @@ class Reporter:
     def _write(self, values: dict[str, object]) -> None:
         assert self._file is not None
         self._file.write(json.dumps(values) + "\n")
+
+
+def _lines_until(file: Path, done: int) -> list[str]:
+    """Whole lines of `file` about the first `done` steps; none where there is no such file."""
+    if not done or not file.is_file():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+
+
+def _write_lines(file: Path, lines: list[str]) -> None:
+    file.write_text("".join(lines), encoding="utf-8")

@@ -38,7 +38,7 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
         else:
             group = "A" if factor.parameter.ndim > 1 else "no decay" if _is_undecayed(model, factor.name) else "B"
         groups[group].append(factor.parameter)
-    times = {"A": 1.0, "embedding": options.lora_plus_embedding_lr / options.lr, "B": ratio, "no decay": ratio}
+    times = {"A": 1.0, "embedding": options.lora_plus_embedding_lr / options.peak_lr, "B": ratio, "no decay": ratio}
     decay = {"no decay": 0.0}
     return [
         {"params": parameters, "times_lr": times[name], "weight_decay": decay.get(name, options.weight_decay)}

@@ -118,6 +118,8 @@ def _pyplot(file: Path) -> Any:
     """matplotlib without a screen, once it is clear that `file` can be drawn."""
     if file.suffix.lower() not in FORMATS:
         raise UserError(f"{file}", f"a picture ends in one of {', '.join(FORMATS)}", did_you_mean(file.suffix, FORMATS))
+    if file.is_dir():
+        raise UserError(f"{file}", "it is a folder", "give the name of a file")
     if not file.parent.is_dir():
         raise UserError(f"{file}", f"there is no folder {file.parent}")
     try:
@@ -144,4 +146,7 @@ def _save(figure: Any, file: Path) -> None:
     def write(path: Path) -> None:
         path.write_bytes(content)
 
-    write_atomically(file, write)
+    try:
+        write_atomically(file, write)
+    except OSError as error:
+        raise UserError(f"{file}", f"it cannot be written ({error.strerror})") from None

@@ -7,7 +7,8 @@ Owns: whether model, adapter, data and topology of a run fit together. `meshlora
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.guards import longest_fixed_rope
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
+from meshlora.state.files import is_writable
 from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.balance import check_load_balancing
+from meshlora.train.checkpoint import Checkpoint, check_same_run, find_checkpoint, identity
 from meshlora.train.routing import check_routing
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
@@ -36,7 +39,13 @@ RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that passed every check. num_trainable: trainable elements, each counted once."""
+    """A run that passed every check.
+
+    Attributes:
+        num_trainable: trainable elements, each counted once.
+        identity: what its steps depend on, by name. resume: the checkpoint that it goes on from.
+        is_finished: it has all its steps already. notes: what the user should know.
+    """
 
     config: RunConfig
     topology: Topology
@@ -48,6 +57,10 @@ class Prepared:
     train_data: TokenizedDataset
     eval_data: TokenizedDataset | None
     steps: int
+    identity: dict[str, str] = field(default_factory=dict)
+    resume: Checkpoint | None = None
+    is_finished: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def batches(self) -> GlobalBatches:
@@ -55,11 +68,15 @@ class Prepared:
         return GlobalBatches(len(self.train_data), self.config.train.batch_size, self.config.train.seed)
 
 
-def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
+def prepare(
+    config: RunConfig, *, world: int | None = None, resume: str | None = None, despite: Collection[str] = ()
+) -> Prepared:
     """Check a run against its model, adapter and data; tokenise the data (cached).
 
     Args:
         world: number of processes where it is known.
+        resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
+        despite: names of what may differ from the run that saved it.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -71,7 +88,7 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
             f"each of the dp={topology.dp} ranks needs at least one sequence a step",
             "raise train.batch_size or lower dp",
         )
-    _check_output(config)
+    _check_output(config, resumes=resume is not None)
     lora = _lora(config)
     hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     dtype = resolve_dtype(config.model.dtype, hf_config)
@@ -115,14 +132,26 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
             f"train.warmup_steps={config.train.warmup_steps} and train.decay_steps={config.train.decay_steps}",
             f"together they are more than the {steps} steps of the run",
         )
+    # The record in the folder is of this same run: one that goes on, also where it ended before its first checkpoint.
+    resumes = resume is not None and (resume != "auto" or _holds_run(Path(config.train.output)))
     if (folder := config.train.routing_replay or config.train.routing_record) is not None:
         check_routing(
             Path(folder),
             replays=config.train.routing_replay is not None,
             steps=steps,
             plan=plan,
-            may_overwrite=config.train.overwrite,
+            may_overwrite=config.train.overwrite or resumes,
         )
+    notes: list[str] = []
+    arrays = {name: getattr(train_data, name) for name in ("input_ids", "is_trained", "offsets")}
+    own = identity(config, steps=steps, tokens=arrays)
+    checkpoint = None
+    if resume is not None:
+        checkpoint = find_checkpoint(Path(config.train.output), resume, notes.append)
+        if checkpoint is not None:
+            check_same_run(checkpoint, own, despite=despite)
+        else:
+            notes.append(f"no checkpoint in {config.train.output} to go on from: the run begins at its first step")
     return Prepared(
         config,
         topology,
@@ -134,6 +163,10 @@ def prepare(config: RunConfig, *, world: int | None = None) -> Prepared:
         train_data,
         eval_data,
         steps,
+        identity=own,
+        resume=checkpoint,
+        is_finished=resume == "auto" and (Path(config.train.output) / "adapter").is_dir(),
+        notes=tuple(notes),
     )
 
 
@@ -161,14 +194,16 @@ def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _check_output(config: RunConfig) -> None:
+def _check_output(config: RunConfig, *, resumes: bool) -> None:
     output = Path(config.train.output)
     parent = next(p for p in (output, *output.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise UserError(f"train.output={output}", f"{parent} is a file, a folder is needed", "choose another")
-    if any((output / name).exists() for name in RUN_CONTENT) and not config.train.overwrite:
+    if _holds_run(output) and not (config.train.overwrite or resumes):
         raise UserError(
-            f"train.output={output}", "it holds a run already", "choose another, or --set train.overwrite=true"
+            f"train.output={output}",
+            "it holds a run already",
+            "choose another, --resume auto to go on with it, or --set train.overwrite=true",
         )
     start = Path(config.adapter or "").resolve()
     if any((output / name).resolve() in (start, *start.parents) for name in RUN_CONTENT):
@@ -177,18 +212,12 @@ def _check_output(config: RunConfig) -> None:
             f"it is part of the run in train.output={output}, and would be overwritten",
             "choose another output",
         )
-    if not _is_writable(parent):
+    if not is_writable(parent):
         raise UserError(f"train.output={output}", f"{parent} is not writable", "choose another")
 
 
-def _is_writable(folder: Path) -> bool:
-    probe = folder / ".meshlora-probe"
-    try:
-        probe.touch()
-        probe.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+def _holds_run(output: Path) -> bool:
+    return any((output / name).exists() for name in RUN_CONTENT)
 
 
 def _lora(config: RunConfig) -> LoraConfig:

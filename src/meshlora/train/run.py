@@ -20,10 +20,11 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
     """Train as `run` says. Every rank of the job calls this; that the run is proved is its caller's part."""
     config = run.config
     join(config.device)
+    start = config.adapter if run.resume is None else str(run.resume.folder)
     model = load_without_proof(
         config.model.path,
-        lora=run.lora if config.adapter is None else None,
-        adapter=config.adapter,
+        lora=run.lora if start is None else None,
+        adapter=start,
         topology=run.topology,
         dtype=config.model.dtype,
         device=config.device,
@@ -35,7 +36,7 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
     )
     output = Path(config.train.output)
     is_main = runtime(model).mesh.rank == 0
-    if is_main:
+    if is_main and run.resume is None:
         _clear(output)
     with Reporter(
         output / "metrics.jsonl",
@@ -43,13 +44,18 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
         log_every=config.train.log_every,
         is_main=is_main,
         console=console,
+        done=run.resume.step if run.resume is not None else 0,
     ) as reporter:
+        for note in run.notes:
+            reporter.say(note)
         reporter.say(
             f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
             f"{len(run.train_data):,} sequences, {run.steps:,} steps"
         )
         for line in describe_targets(run.targets):
             reporter.say(line)
+        if run.resume is not None:
+            reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
         Trainer(run, model, reporter).train()
         reporter.say(f"adapter: {output / 'adapter'}")
     leave()

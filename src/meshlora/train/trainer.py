@@ -25,6 +25,7 @@ from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from meshlora.train.metrics import Reporter, StepMetrics
@@ -69,13 +70,18 @@ class Trainer:
             weight_decay=options.weight_decay,
             fused=True,  # one pass over each parameter and its moments: experts have many
         )
+        if self.run.resume is not None:
+            restore_optimizer(self.model, self.optimizer, self.run.resume)
+            self.last_saved = self.run.resume.folder
 
     def train(self) -> None:
-        """All steps, with evaluations and saves between them, and the finished adapter at the end."""
+        """All steps that are left, with evaluations and saves between them, and the finished adapter at the end."""
         options = self.run.config.train
         self.model.train()
-        self._save("initial", done=0)
-        for step in range(self.run.steps):
+        start = self.run.resume.step if self.run.resume is not None else 0
+        if not start:
+            self._save("initial", done=0)
+        for step in range(start, self.run.steps):
             self.reporter.step(self.train_step(step))
             done = step + 1
             if options.replica_check_every and done % options.replica_check_every == 0:
@@ -83,7 +89,7 @@ class Trainer:
             if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
                 self._report_evaluation(done)
             if options.save_every and done % options.save_every == 0 and done < self.run.steps:
-                self._save(f"checkpoints/step-{done:06d}", done=done)
+                self._save(f"{FOLDER}/step-{done:06d}", done=done, goes_on=True)
         self._report_evaluation(self.run.steps)
         self._save("adapter", done=self.run.steps)
 
@@ -149,11 +155,12 @@ class Trainer:
         loss, tokens = all_reduce_sum(sums, self.mesh.dp).tolist()
         return loss / tokens, int(tokens)
 
-    def _save(self, name: str, *, done: int) -> None:
-        """Write the adapter to folder `name` of the output; a drift saves nothing."""
+    def _save(self, name: str, *, done: int, goes_on: bool = False) -> None:
+        """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
         if self.run.config.train.replica_check_every:
             check_replicas(self.model, step=done, last_saved=self.last_saved)
-        save_adapter(self.model, self.output / name)
+        state = state_writer(self.model, self.optimizer, step=done, identity=self.run.identity) if goes_on else None
+        save_adapter(self.model, self.output / name, also=state)
         self.last_saved = self.output / name
 
     def _report_evaluation(self, step: int) -> None:
