@@ -26,7 +26,7 @@ from meshlora.plan.families import check_proved
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.files import read_json
-from meshlora.state.weights import CheckpointSource, StateDictSource, checkpoint_files, fill
+from meshlora.state.weights import CheckpointSource, StateDictSource, checkpoint_files, fill, kept_wide
 
 DTYPES = {
     "float64": torch.float64,
@@ -203,6 +203,10 @@ def build_meta(
     if dtype == torch.float64:
         for parameter in model.parameters():  # the routers of some families are float32 whatever is asked for
             parameter.data = parameter.data.to(dtype)
+    wide = kept_wide(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in wide:
+            tensor.data = tensor.data.float()
     check_no_dropout(model)
     return model, plan_model(model, topology)
 

@@ -28,7 +28,7 @@ from meshlora.adapter.merge_check import compare_logits
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.state.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.state.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
-from meshlora.state.weights import CheckpointSource, check_checkpoint
+from meshlora.state.weights import CheckpointSource, check_checkpoint, kept_wide
 
 INDEX = "model.safetensors.index.json"
 _LARGEST_TO_RUN = 2 * 2**30
@@ -88,11 +88,11 @@ def merge(
     source = CheckpointSource(source_folder, model)
     aliases = check_checkpoint(model, source, allow_unused=True)
     _check_stored_twice(source, aliases)
-    kept_wide = _names_keptwide_dtype(model)
+    wide = kept_wide(model, dtype) if dtype is not None else set()
     names = set(model.state_dict())
     changes = _alike(_shared(read_changes(model, Path(adapter_folder)), aliases), aliases)
     untied = _untied_names(changes, aliases)
-    outputs = _outputs(source, changes, untied, aliases, dtype, kept_wide)
+    outputs = _outputs(source, changes, untied, aliases, dtype, wide)
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
     try:
@@ -193,12 +193,12 @@ def _outputs(
     untied: list[str],
     aliases: Mapping[str, list[str]],
     dtype: torch.dtype | None,
-    kept_wide: set[str],
+    wide: set[str],
 ) -> list[_Output]:
     """Every tensor to write: what the checkpoint stores, under its names, and the new halves of untied weights."""
 
     def type_of(name: str, stored: str) -> str:
-        is_cast = dtype is not None and stored in FLOATS and name not in kept_wide
+        is_cast = dtype is not None and stored in FLOATS and name not in wide
         return dtype_name(dtype) if is_cast and dtype is not None else stored
 
     outputs = []
@@ -235,13 +235,6 @@ def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str],
         )
         if found != name or pattern is not None:
             raise UnsupportedError(name, f"it must be stored on its own now, and transformers would load it as {found}")
-
-
-def _names_keptwide_dtype(model: Any) -> set[str]:
-    """Names of modules that transformers keeps in float32 in a half-precision model."""
-    parts = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    parts |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
-    return {name for name in model.state_dict() if parts & set(name.split("."))}
 
 
 def _copy_files(source: Path, folder: Path) -> None:

@@ -108,7 +108,9 @@ class ParallelExperts(nn.Module):
             rows = rows * _by_slot(weights, slots).to(rows.dtype)
         if self.mesh.over({"ep", "etp"}).size == 1:
             if self.rule.weights_first:
-                rows = self._run(rows, None, Places.permutation(torch.arange(len(rows))), slots.counts)
+                rows = self._run(
+                    rows, None, Places.permutation(torch.arange(len(rows), device=rows.device)), slots.counts
+                )
                 return slots.places.collect(rows)
             return self._run(tokens, weights, slots.places, slots.counts)
         journey = Journey(slots, self.mesh)

@@ -6,7 +6,7 @@ Owns: which leaves are replaced, and freezing the base. Does not own: weights (`
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.parallel.embedding import ParallelEmbedding, parallelize_embedding
@@ -38,7 +38,10 @@ def parallelize(
     for name, rule in plan.linears.items():
         if rule.split is Split.WHOLE and name not in targets and name != plan.head:
             continue
-        _replace(model, _leaf(plan, rule, mesh.tp, dtype=dtype))
+        # The routers of some families are wider than the rest.
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        _replace(model, _leaf(plan, rule, mesh.tp, dtype=weight.dtype))
     for name, split in plan.parameters.items():
         owner, _, leaf = name.rpartition(".")
         if owner != plan.embedding:

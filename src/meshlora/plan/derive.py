@@ -35,10 +35,11 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     """
     check_family(model)
     experts = find_experts(model, topology)
+    routers = {name for rule in experts.values() for name in rule.routers}
     linears = {
         name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | Conv1D)
+        if isinstance(m, nn.Linear | Conv1D) and not (name in routers and _chooses(m))
     }
     linears |= _fused(model, linears)
     embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -262,6 +263,11 @@ class _Planner:
             if named or (is_after and not is_inside and is_likely and name != self.head):
                 found.append(name)
         return tuple(found)
+
+
+def _chooses(router: nn.Module) -> bool:
+    """Whether a router is a linear by inheritance alone: what it returns is a choice of experts, no product."""
+    return type(router).forward is not nn.Linear.forward
 
 
 def _router_matrices(

@@ -194,6 +194,17 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in by_id.values() for name in names}
 
 
+def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
+    """Names of what transformers keeps in float32 in a half-precision model (its `dtype_plan`): biases of routers."""
+    globs = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype == torch.float16:
+        globs |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    if not globs or dtype not in (torch.float16, torch.bfloat16):
+        return set()
+    pattern = re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs)))
+    return {name for name in model.state_dict() if pattern.search(name)}
+
+
 def check_checkpoint(
     model: nn.Module, source: Source, *, plan: ModelPlan | None = None, allow_unused: bool = False
 ) -> dict[str, list[str]]:
