@@ -168,6 +168,7 @@ def test_cut_files_are_refused(engine: Path, models: Callable[[str], Path], tmp_
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"down_proj": 2}}, r"rank_pattern=.*experts.0.down_proj"),
         ({"alpha_pattern": {"experts.gate_up_proj": 2}}, r"alpha_pattern=.*experts.gate_up_proj"),
+        ({"alpha_pattern": {r"experts\.1\..*": 32}}, r"alpha_pattern=.*experts.1.gate_proj"),
     ],
 )
 def test_configurations_that_say_more_than_the_file_are_refused(

@@ -47,10 +47,12 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
             names.append(name)
     if not found:
         return config
-    clash = next((fused for fused in found if fused in given), None)
-    if clash is not None:
+    whole = [name for name in given if name in names]
+    if clash := _matches(found, _matches(whole, plan.projections)):  # however each of them is written
         raise UserError(
-            f"target_parameters={given}", f"{clash} and its parts are both named", "name one A for both, or each part"
+            f"target_parameters={given}",
+            f"{clash[0]} and its parts are both named",
+            "name one A for both, or each part",
         )
     for projection in plan.projections:
         about = [fused for fused in found if _matches([fused], [projection])]
@@ -63,30 +65,55 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     ordered = {fused: sorted(pieces) for fused, pieces in found.items()}  # gate, then up
     own = {**(getattr(config, "pieces", None) or {}), **ordered}
     plain = dataclasses.replace(config, target_parameters=names)
-    plain.rank_pattern = _of_whole(config.rank_pattern, config.r, ordered, "rank_pattern", plan)
-    plain.alpha_pattern = _of_whole(config.alpha_pattern, config.lora_alpha, ordered, "alpha_pattern", plan)
+    plain.rank_pattern = _of_whole(config.rank_pattern, config.r, ordered, names, "rank_pattern", plan)
+    plain.alpha_pattern = _of_whole(config.alpha_pattern, config.lora_alpha, ordered, names, "alpha_pattern", plan)
     doubled = with_pieces(plain, ordered)
     return dataclasses.replace(doubled, pieces=own, share_experts=getattr(config, "share_experts", False))
 
 
 def _of_whole(
-    pattern: dict[str, Any], default: Any, fused: Mapping[str, Iterable[str]], option: str, plan: ModelPlan
+    pattern: dict[str, Any],
+    default: Any,
+    fused: Mapping[str, Iterable[str]],
+    named: Iterable[str],
+    option: str,
+    plan: ModelPlan,
 ) -> dict[str, Any]:
-    """Entries about `gate_proj` and `up_proj` of experts, which must agree, as one about `gate_up_proj`."""
+    """Entries about `gate_proj` and `up_proj` of experts, which must agree, as one about `gate_up_proj`.
+
+    named: `target_parameters`, with the fused names.
+    """
     changed = dict(pattern)
+    replaced: set[str] = set()
+    others = [*plan.linears, *_matches(named, _parameters(plan))]
     for name, pieces in fused.items():
-        parts = [f"{name.removesuffix('gate_up_proj')}{piece}_proj" for piece in pieces]
+        ends = [f"{piece}_proj" for piece in pieces]
+        parts = [name.removesuffix("gate_up_proj") + end for end in ends]
         keys = [get_pattern_key(pattern.keys(), part) for part in parts]
+        for projection in _matches([name], plan.projections):
+            for end, part, key in zip(ends, parts, keys, strict=True):
+                own = get_pattern_key(pattern.keys(), projection.removesuffix("gate_up_proj") + end)
+                if own in pattern and own != key:  # one entry cannot say both
+                    raise UserError(
+                        f"{option}={pattern}",
+                        f"{own!r} is about {end} of {projection}, and not about all of {part}",
+                        f"give the pattern for {part}, or name gate_up_proj in target_parameters",
+                    )
         values = {pattern.get(key, default) for key in keys}
         if len(values) > 1:
             raise UnsupportedError(
                 f"{option}={pattern}", f"{' and '.join(parts)} have one rank and one scale", "give both the same"
             )
-        for key in keys:
-            if not any(get_pattern_key([key], linear) == key for linear in plan.linears):  # else it is theirs too
-                changed.pop(key, None)
-        if (value := values.pop()) != default:
-            changed[name] = value
+        if all(key in pattern for key in keys):  # else both are the default
+            # The first entry that matches counts: this one stands where those about the parts do.
+            last = max(keys, key=list(pattern).index)
+            entries = [item for item in changed.items() if item[0] != name]
+            at = [key for key, _ in entries].index(last)
+            changed = dict([*entries[:at], (name, values.pop()), *entries[at:]])
+        replaced |= {*keys}
+    for key in replaced:
+        if not any(get_pattern_key([key], other) == key for other in others):  # else it is theirs too
+            changed.pop(key, None)
     return changed
 
 
@@ -160,6 +187,13 @@ def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -
             f"use_dora on {renamed[0]}",
             "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
             "leave out use_dora, or this target",
+        )
+    by_weight = [name for name in linears if _matches(config.target_parameters or (), [f"{name}.weight"])]
+    transposed = [name for name in by_weight if plan.linears[name].is_transposed]
+    if by_weight and (config.use_dora or transposed):
+        what = f"use_dora on {by_weight[0]}" if config.use_dora else f"{transposed[0]}, which is stored [in, out]"
+        raise UnsupportedError(
+            f"target_parameters: {what}", "PEFT has none for a parameter", "name it in target_modules, and only there"
         )
 
 

@@ -265,8 +265,9 @@ def _check_patterns(
 ) -> None:
     """Engines know one rank and one scale, and for these targets patterns would be about names that change."""
     single = [
-        f"{names.prefix(rule)}.0.{leaf}".removeprefix(PREFIX)
-        for rule in plan.experts
+        f"{names.prefix(rule.name)}.{expert}.{leaf}".removeprefix(PREFIX)
+        for rule in plan.experts.values()
+        for expert in range(rule.num_experts)
         for leaf in names.projections.values()
     ]
     for option in ("rank_pattern", "alpha_pattern"):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peft import LoraConfig
+from peft.utils.other import get_pattern_key
 
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.experts import ExpertRule
@@ -68,7 +69,8 @@ def pieces_of(config: LoraConfig, name: str) -> list[str]:
 
 def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
     """Each entry of `pieces` is about a target, and names its pieces."""
-    for key, names in (getattr(config, "pieces", None) or {}).items():
+    chosen: dict[str, list[str]] = getattr(config, "pieces", None) or {}
+    for key, names in chosen.items():
         about = [name for name in targets if name == key or name.endswith(f".{key}")]
         if not about:
             raise UserError(
@@ -83,3 +85,18 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
                 raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
             for piece in names:
                 piece_of(plan.rule_of(name), name, piece)
+            if key == next(other for other in chosen if name == other or name.endswith(f".{other}")):
+                _check_patterns(config, key, name)
+
+
+def _check_patterns(config: LoraConfig, key: str, name: str) -> None:
+    """What is said of the pieces counts: an entry before it would be read as the rank of all of them together."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, option) or {}
+        found = get_pattern_key(pattern.keys(), name)
+        if key in pattern and found != key:
+            raise UserError(
+                f"{option}: {found!r}",
+                f"it is about {name} too, which has adapters on pieces, by {key!r}",
+                f"give the pattern for {key}, before {found!r}, or name no pieces of it",
+            )

@@ -29,7 +29,8 @@ class GroupedMlpFunction(Function):
     is computed, once more in the backward. Neither the input nor the output of fc2 is saved. With h = w gate(fc1(x)),
     the weights move in front of fc2 (it is linear), and for them too
         dw[m,j] = sum_i dL/dh[n,i] gate[n,i]   (+ sum_o dL/dout[m,o] bias2[e,o])
-    is of what is at hand. Gradients of the projections: those of `GroupedLoraFunction`.
+    is of what is at hand. Gradients of the projections: those of
+    `parallel.grouped.backward_rows`.
     """
 
     @staticmethod

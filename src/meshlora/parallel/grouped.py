@@ -1,7 +1,7 @@
 """LoRA on the experts of a layer: products grouped by expert, over rows that lie sorted by expert.
 
 Owns: forward and backward of one projection of all experts, `y[n] = x[n] W_e^T + s (x[n] A_e^T) B_e^T` with e the
-expert of row n and W frozen; of the whole MLP of all experts; and the sort and the sums over rows around them. Does not
+expert of row n and W frozen; and the sort and the sums over rows around them. Does not
 own: which rank has which expert and how rows get there (`parallel.dispatch`), nor the module that holds the matrices.
 
 Legend, beyond docs/notation.md: N rows, E experts here, `counts[e]` rows of expert e, `sum(counts) = N`; r the rank.

@@ -1,0 +1,125 @@
+"""Configurations of which one part would be dropped in silence, or that PEFT would not read: refused, or followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import GPT2Config
+
+from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.targets import Target, final_config, resolve_targets
+from meshlora.api import build_meta
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+
+PARTS = ["experts.gate_proj", "experts.up_proj"]
+
+
+def _targets(config: Any, **options: Any) -> dict[str, Target]:
+    model, plan = build_meta(config, Topology(), dtype=torch.float32, disable_dropout=True)
+    return resolve_targets(model, plan, LoraConfig(**{"r": 8, "lora_alpha": 16, **options}))
+
+
+def _experts(family: str = "gpt_oss", **options: Any) -> dict[str, Target]:
+    return _targets(twin_config(family), **options)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["gate_up_proj", "experts.gate_proj"],
+        ["experts.up_proj", "mlp.experts.gate_up_proj"],
+        ["layers.1.mlp.experts.gate_up_proj", *PARTS],
+    ],
+)
+def test_whole_and_part_of_one_projection_are_refused_however_they_are_named(given: list[str]) -> None:
+    with pytest.raises(UserError, match=r"gate_up_proj and its parts are both named"):
+        _experts(target_parameters=given)
+
+
+def test_whole_in_one_layer_and_parts_in_the_other() -> None:
+    given = ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.gate_proj"]
+    assert [target.pieces for target in _experts(target_parameters=given).values()] == [(), ("gate",)]
+
+
+@pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {r".*layers\.1\..*": 4},
+        {"layers.1.mlp.experts.gate_proj": 4, "layers.1.mlp.experts.up_proj": 4},
+        {"layers.1.mlp.experts.gate_up_proj": 4},
+        {"gate_up_proj": 4},
+        {r".*layers\.1\..*": 4, r"experts\.(gate|up)_proj": 2},
+    ],
+)
+def test_pattern_for_some_of_the_parts_is_refused(option: str, pattern: dict[str, int]) -> None:
+    """As the rank of both pieces together it would be half of what was asked for."""
+    with pytest.raises(UserError, match=rf"{option}.*give the pattern for experts\.gate"):
+        _experts(target_parameters=PARTS, **{option: pattern})
+
+
+def test_pattern_for_linears_and_parts_of_their_name_is_refused() -> None:
+    """The linears would have it, and the experts, who are asked for too, would not."""
+    options: dict[str, Any] = {"target_modules": ["gate_proj"], "target_parameters": ["experts.gate_proj"]}
+    with pytest.raises(UserError, match=r"is about gate_proj of model\.layers\.1\.mlp\.experts"):
+        _experts("qwen3_moe", **options, rank_pattern={r".*\.\d\..*gate_proj": 4})
+
+
+@pytest.mark.parametrize("key", [".*", r".*experts.*", r".*_proj"])
+def test_pattern_for_parts_and_more_holds_for_each(key: str) -> None:
+    model, plan = build_meta(twin_config("gpt_oss"), Topology(), dtype=torch.float32, disable_dropout=True)
+    config = LoraConfig(r=8, lora_alpha=16, target_parameters=[*PARTS, "experts.down_proj"], rank_pattern={key: 4})
+    targets = resolve_targets(model, plan, config)
+    assert resolve_targets(model, plan, final_config(config, targets, plan)) == targets
+    assert {(t.r, t.scaling, t.pieces) for t in targets.values()} == {(4, 4, ("gate", "up")), (4, 4, ())}
+
+
+def test_one_pattern_for_parts_that_are_named_by_layer() -> None:
+    given = [f"layers.{layer}.mlp.experts.up_proj" for layer in (0, 1)]
+    targets = _experts(target_parameters=given, rank_pattern={"up_proj": 2})
+    assert [(t.r, t.scaling, t.pieces) for t in targets.values()] == [(2, 8, ("up",))] * 2
+
+
+def test_the_first_pattern_that_matches_the_parts_counts() -> None:
+    patterns = {r"experts\.(gate|up)_proj": 2, r".*layers\.1\..*": 4}
+    targets = _experts(target_parameters=[*PARTS, "experts.down_proj"], rank_pattern=patterns)
+    assert [(t.r, t.pieces) for t in targets.values()] == [(2, ("gate", "up")), (8, ()), (2, ("gate", "up")), (4, ())]
+
+
+@pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("key", [".*attn.*", r"h\.1\.attn\.c_attn"])
+def test_pattern_before_that_of_pieces_is_refused(option: str, key: str) -> None:
+    model, plan = build_meta(
+        GPT2Config(n_embd=64, n_layer=2, n_head=4), Topology(), dtype=torch.float32, disable_dropout=True
+    )
+    given = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
+
+    def resolve(pattern: dict[str, int]) -> dict[str, Target]:
+        return resolve_targets(model, plan, lora_config({**given, option: pattern}, "lora", unknown_is_error=True))
+
+    with pytest.raises(UserError, match=rf"{option}: .*adapters on pieces, by 'c_attn'"):
+        resolve({key: 2})
+    expected = {(2, 4)} if option == "rank_pattern" else {(4, 0.5)}
+    assert {(target.r, target.scaling) for target in resolve({"c_attn": 2}).values()} == expected
+
+
+@pytest.mark.parametrize("modules", [None, ["q_proj"], ["k_proj"]])
+def test_dora_on_a_linear_that_is_named_as_a_parameter_is_refused(modules: list[str] | None) -> None:
+    """PEFT wraps a parameter, and has no DoRA for that."""
+    options: dict[str, Any] = {"target_modules": modules, "target_parameters": ["q_proj.weight"]}
+    with pytest.raises(UnsupportedError, match=r"use_dora on model\.layers\.0\.self_attn\.q_proj.*in target_modules"):
+        _experts("qwen3_moe", **options, use_dora=True)
+    assert _experts("qwen3_moe", target_parameters=["q_proj.weight"])
+
+
+def test_transposed_linear_that_is_named_as_a_parameter_is_refused() -> None:
+    """Its fan_in_fan_out=True PEFT refuses for a parameter."""
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=4)
+    with pytest.raises(UnsupportedError, match=r"c_attn, which is stored \[in, out\].*in target_modules"):
+        _targets(config, target_parameters=["c_attn.weight"])
+    assert _targets(config, target_modules=["c_attn"])
