@@ -36,11 +36,12 @@ class RoutingRecord:
     Attributes:
         num_tokens: how many tokens have a number.
         num_experts: block, as in `model.layers.0.mlp` -> the experts among which it chooses.
+        digest: of what the tokens are, in the order of their numbers; empty where the caller gives none.
         choices: (step, block) -> int32 `[num_tokens, k]`, -1 where nothing was chosen.
     """
 
-    def __init__(self, num_tokens: int, num_experts: Mapping[str, int]) -> None:
-        self.num_tokens, self.num_experts = num_tokens, dict(num_experts)
+    def __init__(self, num_tokens: int, num_experts: Mapping[str, int], *, digest: str = "") -> None:
+        self.num_tokens, self.num_experts, self.digest = num_tokens, dict(num_experts), digest
         self.choices: dict[tuple[int, str], Tensor] = {}
 
     def put(self, step: int, block: str, tokens: Tensor, choices: Tensor) -> None:
@@ -73,7 +74,7 @@ class RoutingRecord:
         Raises:
             UserError: it is of another model or other data, or says something else of the same token.
         """
-        if (other.num_tokens, other.num_experts) != (self.num_tokens, self.num_experts):
+        if (other.num_tokens, other.num_experts, other.digest) != (self.num_tokens, self.num_experts, self.digest):
             raise UserError("two records of routing", "they are of different models or data")
         for (step, block), table in other.choices.items():
             own = self.choices.setdefault((step, block), table)
@@ -86,7 +87,7 @@ class RoutingRecord:
         """Write one safetensors file; not atomic, the caller owns the folder."""
         tensors = {f"{step}/{block}": table.contiguous() for (step, block), table in self.choices.items()}
         numbers = {f"experts/{block}": str(number) for block, number in self.num_experts.items()}
-        save_file(tensors, file, metadata={"num_tokens": str(self.num_tokens), **numbers})
+        save_file(tensors, file, metadata={"num_tokens": str(self.num_tokens), "digest": self.digest, **numbers})
 
     @classmethod
     def load(cls, file: Path) -> RoutingRecord:
@@ -99,7 +100,7 @@ class RoutingRecord:
             with safe_open(file, framework="pt") as stored:
                 said = stored.metadata() or {}
                 numbers = {k.removeprefix("experts/"): int(v) for k, v in said.items() if k.startswith("experts/")}
-                record = cls(int(said["num_tokens"]), numbers)
+                record = cls(int(said["num_tokens"]), numbers, digest=said.get("digest", ""))
                 for key in stored.keys():  # noqa: SIM118 - not a dict
                     step, _, block = key.partition("/")
                     record.choices[int(step), block] = stored.get_tensor(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from meshlora.config import read_run
 from meshlora.data import collate
-from meshlora.errors import UserError
+from meshlora.errors import MeshloraError, UserError
 from meshlora.lift import lift
 from meshlora.oracle.compare import compare_adapters
 from meshlora.oracle.inputs import write_twin
@@ -23,7 +24,7 @@ from meshlora.routing import RoutingRecord
 from meshlora.train.prepare import prepare
 from meshlora.train.routing import step_file
 from tests.pool import Pool, RankError
-from tests.ranks.test_trainer import EXAMPLES, _run_and_keep_groups
+from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups
 
 STEPS = 3
 MESHES = ["dp=2,ep=2", "tp=2,sp,ep=2", "tp=2,etp=2"]
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _run_file(folder: Path, name: str, topology: str, **train: Any) -> Path:
+def _run_file(folder: Path, name: str, topology: str, *, data: dict[str, Any] | None = None, **train: Any) -> Path:
     tree = {
         "model": {"path": str(folder / "base"), "dtype": "float64"},
         "lora": {
@@ -56,6 +57,7 @@ def _run_file(folder: Path, name: str, topology: str, **train: Any) -> Path:
         "topology": topology,
     }
     tree["train"] |= train
+    tree["data"] |= data or {}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
@@ -67,7 +69,7 @@ def _metrics(folder: Path, name: str) -> list[dict[str, float]]:
 
 def _run(pools: Callable[[int], Pool], folder: Path, name: str, topology: str, **train: Any) -> None:
     world = 1 if topology == "dp=1" else 2
-    pools(world).run(_run_and_keep_groups, _run_file(folder, name, topology, **train), world)
+    pools(world).run(run_and_keep_groups, _run_file(folder, name, topology, **train), world)
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +160,62 @@ def test_replay_without_the_file_of_a_step_is_refused_before_anything_is_loaded(
 def test_record_of_another_batch_is_refused(folder: Path, plain: Path, pools: Callable[[int], Pool]) -> None:
     with pytest.raises(RankError, match="this step has"):
         _run(pools, folder, "larger", "dp=1", routing_replay=str(folder / "routing"), batch_size=6)
+
+
+def test_record_of_another_order_of_the_data_is_refused(folder: Path, pools: Callable[[int], Pool]) -> None:
+    """Where all sequences are cut to one length, every step has as many tokens."""
+    routing = folder / "routing-of-short"
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    texts = [json.dumps({"text": line["completion"]}) + "\n" for line in lines]
+    (folder / "texts.jsonl").write_text("".join(texts))
+    same: dict[str, Any] = {"steps": 1, "data": {"train": str(folder / "texts.jsonl"), "max_length": 8}}
+    _run(pools, folder, "ordered", "dp=1", routing_record=str(routing), **same)
+    assert RoutingRecord.load(step_file(routing, 0)).num_tokens == 5 * 8
+    _run(pools, folder, "same-order", "dp=2,ep=2", routing_replay=str(routing), **same)
+    with pytest.raises(RankError, match="it is of other tokens than this step has") as error:
+        _run(pools, folder, "other-order", "dp=1", routing_replay=str(routing), seed=1, **same)
+    assert isinstance(error.value.cause, UserError)
+
+
+def test_shorter_record_leaves_no_tail_of_a_longer_one(folder: Path, pools: Callable[[int], Pool]) -> None:
+    routing = folder / "routing-of-two"
+    _run(pools, folder, "longer", "dp=1", routing_record=str(routing), steps=2)
+    (routing / "step-best.safetensors").touch()  # no file of ours
+    _run(pools, folder, "shorter", "dp=1", routing_record=str(routing), steps=1, overwrite=True)
+    assert sorted(file.name for file in routing.iterdir()) == ["step-000001.safetensors", "step-best.safetensors"]
+
+
+def test_run_that_goes_on_keeps_the_record_of_the_steps_before(folder: Path, pools: Callable[[int], Pool]) -> None:
+    routing, output = folder / "routing-goes-on", folder / "goes-on"
+    _run(pools, folder, output.name, "dp=1", routing_record=str(routing), save_every=1)
+    shutil.rmtree(output / "adapter")
+    shutil.rmtree(output / "checkpoints" / "step-000002")
+    step_file(routing, 0).write_bytes(b"kept")
+    step_file(routing, STEPS).touch()
+    file = _run_file(folder, output.name, "dp=1", routing_record=str(routing), save_every=1)
+    pools(1).run(run_and_keep_groups, file, 1, "auto")
+    assert sorted(routing.iterdir()) == [step_file(routing, step) for step in range(STEPS)]
+    assert step_file(routing, 0).read_bytes() == b"kept"
+    for step in range(1, STEPS):
+        assert len(RoutingRecord.load(step_file(routing, step)).choices) > 0
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_record_of_another_run_is_not_overwritten(resume: str | None, folder: Path, plain: Path) -> None:
+    """Nor by one that would go on, but has not begun."""
+    file = _run_file(folder, "not-begun", "dp=1", routing_record=str(folder / "routing"))
+    with pytest.raises(UserError, match="holds a record already"):
+        prepare(read_run(file), resume=resume)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_record_that_cannot_be_written_ends_every_rank(step: int, folder: Path, pools: Callable[[int], Pool]) -> None:
+    routing = folder / f"routing-{step}-not-written"
+    if step:  # a folder is where the file should be
+        step_file(routing, step).mkdir(parents=True)
+    else:  # a link to nothing passes for a folder that is still to be made
+        routing.symlink_to(folder / "nowhere")
+    with pytest.raises(RankError, match=r"it could not be written \(see rank 0\)") as error:
+        _run(pools, folder, f"not-written-{step}", "dp=2,ep=2", routing_record=str(routing))
+    assert type(error.value.cause) is MeshloraError
+    assert f"train.routing_record={routing}: it could not be written ([Errno" in str(error.value)

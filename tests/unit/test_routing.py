@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.routing import Routing, RoutingRecord
+from meshlora.train.routing import check_routing, step_file
 
 T, H, E, K = 10, 4, 8, 2
 
@@ -111,9 +113,10 @@ def test_what_cannot_be_replayed_is_refused() -> None:
 
 def test_file_keeps_everything_and_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     record, _ = _recorded(Model("values"), _tokens(), torch.arange(T))
+    record.digest = "ab"
     record.save(tmp_path / "routing.safetensors")
     found = RoutingRecord.load(tmp_path / "routing.safetensors")
-    assert (found.num_tokens, found.num_experts) == (T, {"mlp": E})
+    assert (found.num_tokens, found.num_experts, found.digest) == (T, {"mlp": E}, "ab")
     assert torch.equal(found.choices[0, "mlp"], record.choices[0, "mlp"])
     record.choices[0, "mlp"][3, 0] = E
     record.save(tmp_path / "routing.safetensors")
@@ -133,3 +136,30 @@ def test_parts_of_ranks_are_put_together_and_must_agree() -> None:
     parts[1].choices[0, "mlp"][5] = (parts[1].choices[0, "mlp"][5] + 1) % E
     with pytest.raises(UserError, match="differ on a token"):
         parts[0].merge(parts[1])
+    parts[0].digest = "ab"
+    with pytest.raises(UserError, match="different models or data"):
+        parts[0].merge(parts[1])
+
+
+def _check(folder: Path, *, may_overwrite: bool = False) -> None:
+    plan: Any = SimpleNamespace(experts={"mlp.experts": None}, model_type="made_up")
+    check_routing(folder, replays=False, steps=3, plan=plan, may_overwrite=may_overwrite)
+
+
+def test_folder_that_no_record_can_be_written_to_is_refused(tmp_path: Path) -> None:
+    _check(tmp_path / "new" / "folder")
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"routing_record=.*file is a file, a folder is needed"):
+            _check(folder, may_overwrite=True)
+    with pytest.raises(UserError, match="/proc is not writable"):  # not even by root
+        _check(Path("/proc/meshlora"))
+
+
+def test_folder_that_holds_any_step_is_overwritten_only_where_asked(tmp_path: Path) -> None:
+    (tmp_path / "step-best.safetensors").touch()  # no file of a record
+    _check(tmp_path)
+    step_file(tmp_path, 41).touch()
+    with pytest.raises(UserError, match="holds a record already"):
+        _check(tmp_path)
+    _check(tmp_path, may_overwrite=True)

@@ -10,21 +10,24 @@ every topology. Padding has none; it goes where it goes, as nothing depends on i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from meshlora.adapter.manage import runtime
 from meshlora.data import Batch, TokenizedDataset, share
-from meshlora.errors import UserError
-from meshlora.parallel.collectives import all_gather
+from meshlora.errors import MeshloraError, UserError
+from meshlora.parallel.collectives import all_gather, broadcast_in_place
 from meshlora.plan.rules import ModelPlan
 from meshlora.routing import Routing, RoutingRecord
-from meshlora.state.files import write_atomically
+from meshlora.state.files import is_writable, write_atomically
 
 
 class RunRouting:
@@ -41,14 +44,19 @@ class RunRouting:
         self.micro_batch_size = micro_batch_size
         self._tokens: list[Tensor] = []
         self._routing: Routing | None = None
+        self._has_begun = False
 
     @contextlib.contextmanager
     def step(self, step: int, indices: np.ndarray) -> Iterator[None]:
         """One optimizer step on the sequences `indices` of the global batch. Collective where it records.
 
         Raises:
-            UserError: the file of this step is not there, or is of another model or batch.
+            UserError: the file of this step is not there, or is of another model or batch. MeshloraError: the record
+                cannot be written (on all ranks).
         """
+        if not self.replays and not self._has_begun:
+            self._on_rank_0(lambda: _make_room(self.folder, step))
+            self._has_begun = True
         numbers = _numbers(self.data, indices)
         own = share(
             np.arange(len(indices)),
@@ -59,7 +67,8 @@ class RunRouting:
         self._tokens = [_padded([numbers[int(place)] for place in part]) for part in own]
         total = sum(map(len, numbers))
         experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
-        record = RoutingRecord(total, experts)
+        digest = _digest(self.data, indices)
+        record = RoutingRecord(total, experts, digest=digest)
         if self.replays:
             record = RoutingRecord.load(step_file(self.folder, step))
             if (record.num_tokens, record.num_experts) != (total, experts):
@@ -68,6 +77,12 @@ class RunRouting:
                     f"it is of {record.num_tokens} tokens and {len(record.num_experts)} blocks of experts, this step "
                     f"has {total} and {len(experts)}",
                     "replay it on the same data, batch size, seed and model",
+                )
+            if record.digest != digest:  # as many tokens, which truncation makes common
+                raise UserError(
+                    f"{step_file(self.folder, step)}",
+                    "it is of other tokens than this step has, or of the same in another order",
+                    "replay it on the same data, batch size and seed",
                 )
         with Routing(self.model, record, replays=self.replays) as routing:
             self._routing, routing.step = routing, step
@@ -94,9 +109,21 @@ class RunRouting:
         for key in sorted(record.choices):
             every = all_gather(record.choices[key].to(self.mesh.device).unsqueeze(0), self.mesh.world)
             record.choices[key] = every.amax(0).cpu()
+        self._on_rank_0(lambda: write_atomically(step_file(self.folder, step), record.save))
+
+    def _on_rank_0(self, write: Callable[[], None]) -> None:
+        """Call `write` on rank 0 alone. Collective: a full disk must end every rank, not leave them waiting."""
+        failure: OSError | SafetensorError | None = None
         if self.mesh.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(step_file(self.folder, step), record.save)
+            try:
+                write()
+            except (OSError, SafetensorError) as error:
+                failure = error
+        is_done = torch.tensor([int(failure is None)], device=self.mesh.device)
+        if not broadcast_in_place(is_done, self.mesh.world).item():
+            raise MeshloraError(
+                f"train.routing_record={self.folder}: it could not be written ({failure or 'see rank 0'})"
+            ) from failure
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -108,14 +135,20 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
     """Refuse a record or a replay that cannot go through, before anything is loaded.
 
     Raises:
-        UserError: the model has no experts; files of steps are missing; a record would be written over another.
+        UserError: the model has no experts; files of steps are missing; a record would be written over another, or
+            where nothing can be written.
     """
     option = f"train.{'routing_replay' if replays else 'routing_record'}={folder}"
     if not plan.experts:
         raise UserError(option, f"{plan.model_type} has no routed experts", "leave it out")
     if not replays:
-        if step_file(folder, 0).exists() and not may_overwrite:
+        parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        if not parent.is_dir():
+            raise UserError(option, f"{parent} is a file, a folder is needed", "choose another")
+        if _step_files(folder) and not may_overwrite:
             raise UserError(option, "it holds a record already", "choose another, or --set train.overwrite=true")
+        if not is_writable(parent):
+            raise UserError(option, f"{parent} is not writable", "choose another")
         return
     missing = [step for step in range(steps) if not step_file(folder, step).is_file()]
     if missing:
@@ -124,6 +157,29 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
             f"{step_file(folder, missing[0]).name} is not there ({len(missing)} of {steps} steps have no file)",
             "record them with train.routing_record on the same data, batch size and seed",
         )
+
+
+def _step_files(folder: Path) -> dict[int, Path]:
+    """Step, from 0 -> its file, of all that are in `folder`."""
+    found = ((re.fullmatch(r"step-(\d{6,})\.safetensors", file.name), file) for file in folder.glob("step-*"))
+    return {int(match[1]) - 1: file for match, file in found if match and file.is_file()}
+
+
+def _make_room(folder: Path, first: int) -> None:
+    """Make `folder`, without an earlier record of step `first` or later: a shorter run would leave that one's tail."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step, file in _step_files(folder).items():
+        if step >= first:
+            file.unlink()
+
+
+def _digest(data: TokenizedDataset, indices: np.ndarray) -> str:
+    """Of the ids of the global batch, in its order, and of where its sequences end; the same on every rank."""
+    digest = hashlib.sha256()
+    for index in indices:
+        ids = data[int(index)].input_ids
+        digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+    return digest.hexdigest()
 
 
 def _numbers(data: TokenizedDataset, indices: np.ndarray) -> list[Tensor]:
