@@ -58,9 +58,10 @@ def test_engines_know_one_scale(lora: dict[str, Any], models: Callable[[str], Pa
         ("qwen3_moe", {"target_modules": ["q_proj"]}, "it is on no experts"),
         (
             "phimoe",
-            {"target_modules": ["router"], "target_parameters": BOTH},
+            {"target_parameters": ["router.weight", *BOTH]},
             "LoRA on the router model.layers.0.mlp.rout",
         ),
+        ("phimoe", {"target_modules": ["router"], "target_parameters": BOTH}, "LoRA on PhimoeTopKRouter is not supp"),
         (
             "qwen3_moe",
             {"target_parameters": BOTH, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
