@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # Libraries that are interrupted while they are imported turn it into errors of their own.
         if interrupts or isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
+            print("interrupted", file=sys.stderr, flush=True)
+            if "torch._C" in sys.modules and "torch" not in sys.modules:
+                os._exit(130)  # a half-imported torch may abort the interpreter's own way out
             return 130
         if not isinstance(error, MeshloraError):
             raise
