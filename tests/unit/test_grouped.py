@@ -13,7 +13,6 @@ from torch.autograd.function import Function, once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshlora.parallel import grouped
-from meshlora.parallel.expert_mlp import GroupedMlpFunction
 from meshlora.parallel.grouped import (
     Projection,
     backward_rows,
@@ -31,15 +30,15 @@ COUNTS = {
     "all rows on one": [0, 0, 12, 0],
     "no rows": [0, 0, 0, 0],
     "one expert": [9],
-    "many rows": [40, 1, 90, 0],  # enough for the interleaved loop
+    "many rows": [40, 1, 90, 0],  # enough that one expert comes after the other
 }
 
 
-def _exact(actual: Tensor, expected: Tensor) -> None:
+def assert_exact(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
@@ -87,7 +86,7 @@ class _Case:
         return GroupedLoraFunction.apply(self.x, self.projection, self.counts, self.a, self.b)
 
 
-def _case(
+def make_case(
     counts: list[int],
     *,
     is_transposed: bool = False,
@@ -99,24 +98,24 @@ def _case(
 ) -> _Case:
     (in_, out, rank), number, rows = sizes, len(counts), sum(counts)
     factor = factor_dtype or dtype
-    weight = _random(number, out, in_, seed=0, dtype=dtype)
+    weight = drawn(number, out, in_, seed=0, dtype=dtype)
     projection = Projection(
         weight.mT.contiguous() if is_transposed else weight,
-        _random(number, out, seed=1, dtype=dtype) if has_bias else None,
+        drawn(number, out, seed=1, dtype=dtype) if has_bias else None,
         scale=0.7,
         is_transposed=is_transposed,
     )
     return _Case(
         projection,
         counts,
-        _random(rows, in_, seed=2, dtype=dtype).requires_grad_(),
-        _random(1 if "a" in shared else number, rank, in_, seed=3, dtype=factor).requires_grad_(),
-        _random(1 if "b" in shared else number, out, rank, seed=4, dtype=factor).requires_grad_(),
-        _random(rows, out, seed=5, dtype=dtype),
+        drawn(rows, in_, seed=2, dtype=dtype).requires_grad_(),
+        drawn(1 if "a" in shared else number, rank, in_, seed=3, dtype=factor).requires_grad_(),
+        drawn(1 if "b" in shared else number, out, rank, seed=4, dtype=factor).requires_grad_(),
+        drawn(rows, out, seed=5, dtype=dtype),
     )
 
 
-def _plain(x: Tensor, projection: Projection, counts: list[int], a: Tensor | None, b: Tensor | None) -> Tensor:
+def by_loop(x: Tensor, projection: Projection, counts: list[int], a: Tensor | None, b: Tensor | None) -> Tensor:
     """One expert after the other, by autograd."""
     parts = []
     for e, rows in enumerate(x.split(counts)):
@@ -131,18 +130,18 @@ def _plain(x: Tensor, projection: Projection, counts: list[int], a: Tensor | Non
 
 def _check(case: _Case) -> None:
     y = case.run()
-    expected = _plain(case.x, case.projection, case.counts, case.a, case.b)
-    _exact(y, expected)
+    expected = by_loop(case.x, case.projection, case.counts, case.a, case.b)
+    assert_exact(y, expected)
     found = torch.autograd.grad(y, case.leaves, case.g)
     for actual, wanted in zip(found, torch.autograd.grad(expected, case.leaves, case.g), strict=True):
-        _exact(actual, wanted)
+        assert_exact(actual, wanted)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
 @pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_one_projection_is_a_loop_over_experts(name: str, shared: str, is_transposed: bool) -> None:
-    _check(_case(COUNTS[name], shared=shared, is_transposed=is_transposed, has_bias=True))
+    _check(make_case(COUNTS[name], shared=shared, is_transposed=is_transposed, has_bias=True))
 
 
 @pytest.mark.parametrize("rows", [0, 10**9], ids=["one after the other", "all in one call"])
@@ -152,16 +151,16 @@ def test_one_call_for_all_experts_is_a_loop_over_them_too(
     counts: list[int], shared: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped, "ROWS_TO_LOOP", rows)
-    case = _case(counts, shared=shared, dtype=torch.float32, sizes=(16, 24, 8))
+    case = make_case(counts, shared=shared, dtype=torch.float32, sizes=(16, 24, 8))
     y = case.run()
-    expected = _plain(case.x, case.projection, counts, case.a, case.b)
+    expected = by_loop(case.x, case.projection, counts, case.a, case.b)
     found, wanted = (torch.autograd.grad(t, case.leaves, case.g) for t in (y, expected))
     for ours, theirs in zip([y, *found], [expected, *wanted], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_factor_that_lies_transposed_gets_a_gradient_that_lies_so_too() -> None:
-    case = _case(COUNTS["empty experts"])
+    case = make_case(COUNTS["empty experts"])
     case.b = case.b.detach().mT.contiguous().mT.requires_grad_()
     _check(case)
     case.run().backward(case.g)
@@ -170,7 +169,7 @@ def test_factor_that_lies_transposed_gets_a_gradient_that_lies_so_too() -> None:
 
 
 def test_gradients_pass_gradcheck() -> None:
-    case = _case([2, 0, 3])
+    case = make_case([2, 0, 3])
     assert torch.autograd.gradcheck(
         lambda x, a, b: GroupedLoraFunction.apply(x, case.projection, case.counts, a, b), case.leaves
     )
@@ -178,7 +177,7 @@ def test_gradients_pass_gradcheck() -> None:
 
 def test_experts_without_rows_get_zeros_not_none() -> None:
     # What is freed is filled with NaN first, so that memory which nobody wrote to shows.
-    case = _case([0, 3, 0])
+    case = make_case([0, 3, 0])
     for _ in range(8):
         torch.full_like(case.a, torch.nan), torch.full_like(case.b, torch.nan)
     da, db = torch.autograd.grad(case.run(), (case.a, case.b), case.g)
@@ -188,22 +187,22 @@ def test_experts_without_rows_get_zeros_not_none() -> None:
 
 
 def test_use_in_two_places_adds_up() -> None:
-    case = _case(COUNTS["even"])
+    case = make_case(COUNTS["even"])
     y = case.run()
     other = case.x.detach() * 2
     z = GroupedLoraFunction.apply(other, case.projection, case.counts, case.a, case.b)
     (da,) = torch.autograd.grad(y.sum() + z.sum(), case.a)
-    plain = [_plain(x, case.projection, case.counts, case.a, case.b).sum() for x in (case.x, other)]
-    _exact(da, torch.autograd.grad(sum(plain), case.a)[0])
+    plain = [by_loop(x, case.projection, case.counts, case.a, case.b).sum() for x in (case.x, other)]
+    assert_exact(da, torch.autograd.grad(sum(plain), case.a)[0])
 
 
 def test_gradient_that_is_a_view_is_taken() -> None:
-    case = _case(COUNTS["even"])
+    case = make_case(COUNTS["even"])
     da, expected = (
         torch.autograd.grad(y.sum(), case.a)[0]
-        for y in (case.run(), _plain(case.x, case.projection, case.counts, case.a, case.b))
+        for y in (case.run(), by_loop(case.x, case.projection, case.counts, case.a, case.b))
     )
-    _exact(da, expected)
+    assert_exact(da, expected)
 
 
 @pytest.mark.parametrize("counts", [[8, 0, 24], [400, 0, 80]])
@@ -211,7 +210,7 @@ def test_gradient_that_is_a_view_is_taken() -> None:
 def test_half_precision_rounds_no_more_than_a_loop_and_gradients_stay_fp32(
     counts: list[int], is_transposed: bool
 ) -> None:
-    case = _case(
+    case = make_case(
         counts, is_transposed=is_transposed, dtype=torch.bfloat16, factor_dtype=torch.float32, sizes=(16, 24, 8)
     )
     y = case.run()
@@ -220,8 +219,8 @@ def test_half_precision_rounds_no_more_than_a_loop_and_gradients_stay_fp32(
     assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
     wide = replace(case.projection, weight=case.projection.weight.double())
     leaves = [t.detach().bfloat16().double().requires_grad_() for t in case.leaves]
-    exact = _plain(leaves[0], wide, counts, leaves[1], leaves[2])
-    plain = _plain(case.x, case.projection, counts, case.a, case.b)
+    exact = by_loop(leaves[0], wide, counts, leaves[1], leaves[2])
+    plain = by_loop(case.x, case.projection, counts, case.a, case.b)
     wanted = [exact, *torch.autograd.grad(exact, leaves, case.g.double())]
     loop = [plain, *torch.autograd.grad(plain, case.leaves, case.g)]
     for ours, theirs, truth in zip([y, *found], loop, wanted, strict=True):
@@ -231,9 +230,9 @@ def test_half_precision_rounds_no_more_than_a_loop_and_gradients_stay_fp32(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_frozen_base_is_a_loop_over_experts_too(dtype: torch.dtype) -> None:
-    case = _case([8, 0, 24], dtype=dtype, sizes=(16, 24, 8))
+    case = make_case([8, 0, 24], dtype=dtype, sizes=(16, 24, 8))
     y = GroupedLoraFunction.apply(case.x, case.projection, case.counts, None, None)
-    expected = _plain(case.x, case.projection, case.counts, None, None)
+    expected = by_loop(case.x, case.projection, case.counts, None, None)
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
     (dx,), (wanted,) = (torch.autograd.grad(t, case.x, case.g) for t in (y, expected))
     torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol)
@@ -243,10 +242,10 @@ def test_frozen_base_is_a_loop_over_experts_too(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("counts", [[0, 0, 0], [8, 0, 24]])
 @pytest.mark.parametrize("has_factors", [False, True])
 def test_grouped_kernels_take_no_rows_and_gradients_that_are_views(counts: list[int], has_factors: bool) -> None:
-    case = _case(counts, dtype=torch.float32, sizes=(16, 24, 8))
+    case = make_case(counts, dtype=torch.float32, sizes=(16, 24, 8))
     factors = (case.a, case.b) if has_factors else (None, None)
     y = GroupedLoraFunction.apply(case.x, case.projection, counts, *factors)
-    expected = _plain(case.x, case.projection, counts, *factors)
+    expected = by_loop(case.x, case.projection, counts, *factors)
     (dx,), (wanted,) = (torch.autograd.grad(t.sum(), case.x) for t in (y, expected))
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dx, wanted, rtol=1e-5, atol=1e-4)
@@ -269,7 +268,7 @@ class _Made(TorchDispatchMode):
         return result
 
 
-def _saved(function: Any) -> tuple[Tensor, list[Tensor]]:
+def saved_by(function: Any) -> tuple[Tensor, list[Tensor]]:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         y = function()
@@ -277,7 +276,7 @@ def _saved(function: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_nothing_of_the_size_of_the_weight_is_made_and_it_gets_no_gradient() -> None:
-    case = _case([1, 0, 2, 1], sizes=(16, 24, 2))
+    case = make_case([1, 0, 2, 1], sizes=(16, 24, 2))
     case.projection.weight.requires_grad_()
     with _Made() as made:
         case.run().sum().backward()
@@ -286,9 +285,9 @@ def test_nothing_of_the_size_of_the_weight_is_made_and_it_gets_no_gradient() -> 
 
 
 def test_only_the_gradient_of_a_needs_x() -> None:
-    case = _case(COUNTS["even"])
+    case = make_case(COUNTS["even"])
     holds_x = [
-        any(t.data_ptr() == case.x.data_ptr() for t in _saved(run)[1])
+        any(t.data_ptr() == case.x.data_ptr() for t in saved_by(run)[1])
         for run in (
             case.run,
             lambda: GroupedLoraFunction.apply(case.x, case.projection, case.counts, case.a.detach(), case.b),
@@ -296,138 +295,6 @@ def test_only_the_gradient_of_a_needs_x() -> None:
         )
     ]
     assert holds_x == [True, False, False]
-
-
-# --- the whole MLP ---------------------------------------------------------------------------------------------------
-
-TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 7, 3, 5, 6, 4
-
-
-def _gate(up: Tensor) -> Tensor:
-    gate, value = up.chunk(2, -1)
-    return F.silu(gate) * value
-
-
-@dataclass
-class _Mlp:
-    """Experts with their tokens. Expert 3 is never chosen."""
-
-    fc1: Projection
-    fc2: Projection
-    x: Tensor
-    weights: Tensor
-    factors: list[Tensor]
-    chosen: Tensor
-    g: Tensor
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [self.x, self.weights, *self.factors]
-
-    def run(self, *, leaves: list[Tensor] | None = None, has_weights: bool = True) -> Tensor:
-        x, weights, *factors = leaves or self.leaves
-        order, counts = sort_by_expert(self.chosen, EXPERTS)
-        places = inverse_of(order).view(self.chosen.shape)
-        index = order // self.chosen.shape[1]
-        return GroupedMlpFunction.apply(
-            x, weights if has_weights else None, index, places, counts, _gate, self.fc1, self.fc2, *factors
-        )
-
-    def plain(self, *, has_weights: bool = True) -> Tensor:
-        """Token by token, choice by choice."""
-        a1, b1, a2, b2 = self.factors
-        out = []
-        for token, experts in enumerate(self.chosen.tolist()):
-            total = torch.zeros(HIDDEN, dtype=self.x.dtype)
-            for choice, e in enumerate(experts):
-                counts = [int(i == e) for i in range(EXPERTS)]
-                up = _plain(self.x[token : token + 1], self.fc1, counts, a1, b1)
-                y = _plain(_gate(up), self.fc2, counts, a2, b2)[0]
-                total = total + (self.weights[token, choice] * y if has_weights else y)
-            out.append(total)
-        return torch.stack(out) if out else self.x * 0
-
-
-def _mlp(*, has_bias: bool = False, is_transposed: bool = False, shared: bool = False, tokens: int = TOKENS) -> _Mlp:
-    counts = [1] * EXPERTS
-    first = _case(
-        counts, has_bias=has_bias, is_transposed=is_transposed, shared="a" * shared, sizes=(HIDDEN, 2 * WIDTH, 2)
-    )
-    second = _case(
-        counts, has_bias=has_bias, is_transposed=is_transposed, shared="b" * shared, sizes=(WIDTH, HIDDEN, 3)
-    )
-    scores = _random(tokens, EXPERTS, seed=7)
-    scores[:, 3] = -torch.inf
-    return _Mlp(
-        first.projection,
-        second.projection,
-        _random(tokens, HIDDEN, seed=8).requires_grad_(),
-        _random(tokens, TOP_K, seed=9).softmax(1).requires_grad_(),
-        [first.a, first.b, second.a, second.b],
-        scores.topk(TOP_K, dim=1).indices,
-        _random(tokens, HIDDEN, seed=10),
-    )
-
-
-@pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no weights"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-def test_mlp_is_a_loop_over_tokens_and_choices(
-    has_bias: bool, is_transposed: bool, shared: bool, has_weights: bool
-) -> None:
-    mlp = _mlp(has_bias=has_bias, is_transposed=is_transposed, shared=shared)
-    out, expected = mlp.run(has_weights=has_weights), mlp.plain(has_weights=has_weights)
-    _exact(out, expected)
-    leaves = mlp.leaves if has_weights else [mlp.x, *mlp.factors]
-    found = torch.autograd.grad(out, leaves, mlp.g)
-    for actual, wanted in zip(found, torch.autograd.grad(expected, leaves, mlp.g), strict=True):
-        _exact(actual, wanted)
-
-
-def test_mlp_of_no_tokens() -> None:
-    mlp = _mlp(tokens=0)
-    out = mlp.run()
-    assert out.shape == (0, HIDDEN)
-    for leaf, gradient in zip(mlp.leaves, torch.autograd.grad(out, mlp.leaves, mlp.g), strict=True):
-        assert gradient.shape == leaf.shape
-        assert not gradient.any()
-
-
-@pytest.mark.parametrize("trained", ["x", "weights", "a1", "b1", "a2", "b2"])
-def test_mlp_gives_each_gradient_alone(trained: str) -> None:
-    mlp = _mlp(has_bias=True)
-    place = ["x", "weights", "a1", "b1", "a2", "b2"].index(trained)
-    (expected,) = torch.autograd.grad(mlp.plain(), mlp.leaves[place], mlp.g)
-    leaves = [leaf if i == place else leaf.detach() for i, leaf in enumerate(mlp.leaves)]
-    (found,) = torch.autograd.grad(mlp.run(leaves=leaves), leaves[place], mlp.g)
-    _exact(found, expected)
-
-
-def test_mlp_without_factors() -> None:
-    mlp = _mlp(has_bias=True)
-    order, counts = sort_by_expert(mlp.chosen, EXPERTS)
-    places = inverse_of(order).view(mlp.chosen.shape)
-    out = GroupedMlpFunction.apply(
-        mlp.x, mlp.weights, order // TOP_K, places, counts, _gate, mlp.fc1, mlp.fc2, None, None, None, None
-    )
-    with torch.no_grad():
-        for b in mlp.factors[1::2]:
-            b.zero_()
-    expected = mlp.plain()
-    _exact(out, expected)
-    leaves = (mlp.x, mlp.weights)
-    for actual, wanted in zip(
-        torch.autograd.grad(out, leaves, mlp.g), torch.autograd.grad(expected, leaves, mlp.g), strict=True
-    ):
-        _exact(actual, wanted)
-
-
-def test_mlp_keeps_one_tensor_with_a_row_for_each_choice() -> None:
-    mlp = _mlp()
-    _, kept = _saved(mlp.run)
-    wide = [t for t in kept if t.dim() == 2 and t.shape[0] == TOKENS * TOP_K]
-    assert [tuple(t.shape) for t in wide] == [(TOKENS * TOP_K, 2 * WIDTH)]  # fc1(x)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -443,9 +310,9 @@ def test_sort_is_stable_and_counts_every_expert() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_sum_over_rows_takes_them_in_the_order_of_choices(dtype: torch.dtype, has_weights: bool) -> None:
-    rows = _random(12, 5, seed=0, dtype=dtype)
+    rows = drawn(12, 5, seed=0, dtype=dtype)
     places = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(4, 3)
-    weights = _random(4, 3, seed=1, dtype=dtype) if has_weights else None
+    weights = drawn(4, 3, seed=1, dtype=dtype) if has_weights else None
     terms = rows[places].double() * (1 if weights is None else weights.double().unsqueeze(2))
     rtol = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(sum_rows(rows, places, weights).double(), terms.sum(1), rtol=rtol, atol=2 * rtol)
