@@ -31,11 +31,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from transformers.utils import logging
 
 from meshlora.api import load_without_proof
-from meshlora.config import read_run
 from meshlora.lift import lift
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
 from meshlora.plan.topology import Topology
+from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -152,6 +152,7 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+    verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
@@ -174,8 +175,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from meshlora.config import read_run
     from meshlora.parallel.groups import join, launcher_place, on_gpus
+    from meshlora.run_file import read_run
     from meshlora.train.launch import launch, launched_by_us, rank_edge
     from meshlora.train.prepare import prepare
     from meshlora.train.run import train
@@ -240,6 +241,7 @@ def _verify(options: argparse.Namespace) -> None:
         overrides=_fields(options.overrides),
         lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
         dtype=options.dtype,
+        objective=options.objective,
         steps=options.steps,
         seed=options.seed,
         data=options.data,
@@ -272,7 +274,7 @@ def _check(options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from meshlora.adapter.describe import describe_targets
-    from meshlora.config import read_run
+    from meshlora.run_file import read_run
     from meshlora.train.prepare import prepare
     from meshlora.verify.preflight import preflight_state
 

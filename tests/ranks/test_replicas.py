@@ -18,12 +18,12 @@ from torch import Tensor
 import meshlora
 import meshlora.train.run
 from meshlora.adapter.manage import active_factors, runtime
-from meshlora.config import read_run
 from meshlora.plan.experts import ExpertRule
 from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
+from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
 from meshlora.train.trainer import Trainer

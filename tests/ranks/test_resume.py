@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.config import read_run
 from meshlora.errors import UserError
+from meshlora.run_file import read_run
 from meshlora.train.checkpoint import MANIFEST, STATE_FILE
 from meshlora.train.prepare import Prepared, prepare
 from tests.pool import Pool

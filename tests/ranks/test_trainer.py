@@ -14,10 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from meshlora.config import read_run
 from meshlora.data import collate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
+from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from tests.pool import Pool

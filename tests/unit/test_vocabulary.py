@@ -15,7 +15,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.lift import lift
 from meshlora.parallel.groups import Axis
-from meshlora.parallel.vocabulary import IGNORED, LogitsRecipe, summed_cross_entropy_from_hidden
+from meshlora.parallel.recipe import LogitsRecipe
+from meshlora.parallel.vocabulary import IGNORED, summed_cross_entropy_from_hidden
 
 ALONE = Axis(1, 0, (0,), None)
 T, H, V, R = 23, 6, 31, 2

@@ -28,6 +28,8 @@ BATCH_SIZE = 5
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
 LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
 
+LOSS = ("loss", "loss of step 1", "what the objective makes of them")
+
 # mutation -> (topology, phase, where, words of the cause).
 DIAGNOSES = {
     "row_output_not_reduced": ("tp=2", "forward", f"{FIRST_ATTENTION}.o_proj", "not reduced over tp"),
@@ -251,6 +253,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             )
         },
     ),
+    "a clipped policy gradient, held to the base": (
+        {"family": "qwen3", "objective": "policy", "topologies": ("dp=2",)},
+        {
+            "policy_columns_of_next_token": LOSS,
+            "policy_not_clipped": LOSS,
+            "policy_ratio_always_one": LOSS,
+            "policy_weights_ignored": LOSS,
+            "policy_sign": LOSS,
+            "base_with_adapter_on": LOSS,
+            "base_halved": LOSS,
+        },
+    ),
+    "pairs of answers": (
+        {"family": "qwen3", "objective": "dpo", "label_smoothing": 0.1, "topologies": ("dp=2",)},
+        {"dpo_pairs_swapped": LOSS, "dpo_per_token": LOSS, "dpo_labels_not_smoothed": LOSS},
+    ),
     "an adapter on the embedding, norms that are trained": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ON_EMBEDDING},
         {
@@ -299,7 +317,7 @@ def test_no_fault_is_left_out_where_it_can_show(family: str, proved: Proved) -> 
     for topology, names in ran.items():
         parsed = Topology.parse(topology)
         has = (
-            {"ranks", "scale", "steps", "targets", "digits"}
+            {"ranks", "scale", "steps", "targets", "digits", "sft"}
             | {a for a in ("dp", "tp") if getattr(parsed, a) > 1}
             | ({"sp"} if parsed.sp else set())
         )

@@ -16,11 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from meshlora.config import read_run
 from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
+from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
 from meshlora.verify.preflight import preflight, preflight_state, provable

@@ -5,7 +5,9 @@ data, the options, and (in `share`) which dp rank asks.
 """
 
 from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.preferences import read_preferences
 from meshlora.data.records import Record
+from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
 from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
@@ -19,7 +21,9 @@ __all__ = [
     "TokenizedDataset",
     "collate",
     "epoch_order",
+    "read_preferences",
     "read_records",
+    "read_rollouts",
     "share",
     "tokenize",
 ]

@@ -7,8 +7,9 @@ batch is split over the mesh.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class Batch:
         labels: int64 `[B, S]`, already shifted: `labels[b, t]` is the target predicted **at** position t, which is
             `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
         num_trained_tokens: how many labels are not -100.
+        columns: name -> float32 `[B, S]`, shifted as labels are and 0 where these are -100.
         is_dummy: it holds no sequence, only what keeps collectives going.
     """
 
@@ -36,10 +38,23 @@ class Batch:
     attention_mask: Tensor
     labels: Tensor
     num_trained_tokens: int
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     is_dummy: bool = False
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on `device`."""
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
+        return Batch(ids, mask, labels, self.num_trained_tokens, columns, self.is_dummy)
 
-def collate(sequences: AbstractSequence[Sequence], *, pad_token_id: int, token_multiple: int = 1) -> Batch:
+
+def collate(
+    sequences: AbstractSequence[Sequence],
+    *,
+    pad_token_id: int,
+    token_multiple: int = 1,
+    columns: AbstractSequence[str] = (),
+) -> Batch:
     """Pads on the right to the longest, then on until B·S is divisible by `token_multiple`.
 
     S is the smallest such length, so with a `max_length` that `token_multiple` divides it never exceeds `max_length`.
@@ -50,13 +65,14 @@ def collate(sequences: AbstractSequence[Sequence], *, pad_token_id: int, token_m
     Args:
         pad_token_id: what fills the padding; never seen by the loss.
         token_multiple: what sequence parallelism needs B·S to be a multiple of.
+        columns: those of the sequences that the batch has too.
     """
     assert token_multiple >= 1, token_multiple
     if not sequences:
         length = _round_up(2, token_multiple)
         input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
         mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
-        return Batch(input_ids, mask, untrained, 0, is_dummy=True)
+        return Batch(input_ids, mask, untrained, 0, {name: torch.zeros(1, length) for name in columns}, is_dummy=True)
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
@@ -65,17 +81,21 @@ def collate(sequences: AbstractSequence[Sequence], *, pad_token_id: int, token_m
     input_ids_np = np.full((num_rows, length), pad_token_id, dtype=np.int64)
     attention_mask = np.zeros((num_rows, length), dtype=np.int64)
     labels = np.full((num_rows, length), IGNORED, dtype=np.int64)
+    shifted = {name: np.zeros((num_rows, length), dtype=np.float32) for name in columns}
     for row, sequence in enumerate(sequences):
         ids, is_trained = sequence.input_ids, sequence.is_trained
         input_ids_np[row, : len(ids)] = ids
         attention_mask[row, : len(ids)] = 1
         # Position t predicts token t + 1; token 0 is predicted by nothing.
         labels[row, : len(ids) - 1] = np.where(is_trained[1:], ids[1:], IGNORED)
+        for name, column in shifted.items():
+            column[row, : len(ids) - 1] = np.where(is_trained[1:], sequence.columns[name][1:], 0)
     return Batch(
         input_ids=torch.from_numpy(input_ids_np),
         attention_mask=torch.from_numpy(attention_mask),
         labels=torch.from_numpy(labels),
         num_trained_tokens=int((labels != IGNORED).sum()),
+        columns={name: torch.from_numpy(column) for name, column in shifted.items()},
     )
 
 

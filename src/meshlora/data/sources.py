@@ -74,7 +74,7 @@ def _read_path(path: Path, chosen: Mapping[str, str] | None, problems: Problems)
     if path.is_dir():
         records = _read_folder(path, chosen, problems)
     elif not path.exists():
-        raise UserError(f"{path}", "there is no such file", _nearest_file(path))
+        raise UserError(f"{path}", "there is no such file", nearest_file(path))
     else:
         reader = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
         try:
@@ -86,7 +86,7 @@ def _read_path(path: Path, chosen: Mapping[str, str] | None, problems: Problems)
     return records
 
 
-def _nearest_file(path: Path) -> str:
+def nearest_file(path: Path) -> str:
     """What to try instead of a path that does not exist."""
     folder = path.parent
     if not folder.is_dir():
@@ -112,6 +112,20 @@ def _lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
                 continue
             if line.strip():
                 yield origin, line
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(origin, line) of each line that is not blank.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    problems = Problems()
+    try:
+        yield from _lines(path, problems)
+    except OSError as error:
+        raise UserError(f"{path}", f"cannot be read ({error.strerror or error})") from error
+    problems.raise_if_any()
 
 
 def _read_json(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:

@@ -7,9 +7,9 @@ own: where the assistant speaks in a conversation (`chat.py`), the file that kee
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -32,10 +32,14 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target."""
+    """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
+
+    columns: name -> float32 `[S]`, what an objective knows of each token besides.
+    """
 
     input_ids: np.ndarray
     is_trained: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +50,16 @@ class TokenizedDataset:
         input_ids: int32 `[N]`.
         is_trained: bool `[N]`, True where the token is a prediction target.
         offsets: int64 `[num_sequences + 1]`.
+        columns: name -> float32 `[N]`, what an objective knows of each token besides (`data.rollouts`).
+        rows_per_example: neighbouring sequences that are trained on together: 2 where they are pairs
+            (`data.preferences`).
     """
 
     input_ids: np.ndarray
     is_trained: np.ndarray
     offsets: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows_per_example: int = 1
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -61,10 +70,21 @@ class TokenizedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         part = slice(self.offsets[index], self.offsets[index + 1])
-        return Sequence(self.input_ids[part], self.is_trained[part])
+        columns = {name: column[part] for name, column in self.columns.items()}
+        return Sequence(self.input_ids[part], self.is_trained[part], columns)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def num_examples(self) -> int:
+        """What a batch is counted in."""
+        return len(self) // self.rows_per_example
+
+    def example(self, index: int) -> list[Sequence]:
+        """The sequences of example `index`."""
+        first = index * self.rows_per_example
+        return [self[first + row] for row in range(self.rows_per_example)]
 
     @property
     def num_trained_tokens(self) -> int:
@@ -119,7 +139,7 @@ def tokenize(
     arrays = make() if cache_dir is None or key is None else load_or_make(cache_dir, key, make)
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    return TokenizedDataset(**arrays)
+    return TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"])
 
 
 def _flat_arrays(

@@ -6,8 +6,8 @@ words of docs/oracle.md. Does not own: the sequences themselves, which both side
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,11 +20,15 @@ UNTRAINED = -100
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained."""
+    """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained.
+
+    columns: name -> float32 `[B, S]`, of the same tokens as the labels.
+    """
 
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -33,7 +37,8 @@ class MicroBatch:
 
     def to(self, device: str) -> MicroBatch:
         """The same on `device`."""
-        return MicroBatch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device))
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return MicroBatch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device), columns)
 
 
 def micro_batches_of(
@@ -42,12 +47,14 @@ def micro_batches_of(
     """The sequences of optimizer step `step`, in the run's global order, in pieces of `micro_batch_size`.
 
     An epoch takes every sequence once: ceil(n / batch_size) steps, the last with what is left. Its order sorts the
-    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch).
+    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). Of pairs all that is said of sequences is
+    said of pairs.
     """
-    steps_per_epoch = (len(data) + batch_size - 1) // batch_size
+    number = len(data) // data.rows_per_example
+    steps_per_epoch = (number + batch_size - 1) // batch_size
     stream = np.random.SeedSequence(seed, spawn_key=(step // steps_per_epoch,))
-    keys = np.random.PCG64(stream).random_raw(len(data)).tolist()
-    order = sorted(range(len(data)), key=lambda index: (keys[index], index))
+    keys = np.random.PCG64(stream).random_raw(number).tolist()
+    order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
     chosen = order[first : first + batch_size]
     return list(micro_batches(data, chosen, micro_batch_size=micro_batch_size, pad_token_id=pad_token_id))
@@ -56,14 +63,19 @@ def micro_batches_of(
 def micro_batches(
     data: TokenizedDataset, indices: Sequence[int], *, micro_batch_size: int, pad_token_id: int
 ) -> Iterator[MicroBatch]:
-    """The sequences `indices` in pieces, padded on the right."""
+    """The sequences, or pairs, `indices` in pieces, padded on the right."""
+    each = data.rows_per_example
     for start in range(0, len(indices), micro_batch_size):
-        rows = [data[index] for index in indices[start : start + micro_batch_size]]
+        chosen = indices[start : start + micro_batch_size]
+        rows = [data[index * each + row] for index in chosen for row in range(each)]
         shape = (len(rows), max(len(row.input_ids) for row in rows))
         ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
+        columns = {name: torch.zeros(shape) for name in data.columns}
         for place, row in enumerate(rows):
             for position, token in enumerate(row.input_ids.tolist()):
                 ids[place, position], mask[place, position] = token, 1
                 if position and row.is_trained[position]:  # what comes before a trained token predicts it
                     labels[place, position - 1] = token
-        yield MicroBatch(ids, mask, labels)
+                    for name, column in columns.items():
+                        column[place, position - 1] = float(row.columns[name][position])
+        yield MicroBatch(ids, mask, labels, columns)

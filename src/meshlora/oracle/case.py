@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _SOURCES = (
     "lift.py",
     "routing.py",
     "plan/twin.py",
-    *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "experts", "inputs")),
+    *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "experts", "inputs", "objectives")),
     *(
         f"oracle/{name}.py"
         for name in ("ownership", "pieces", "reference", "reference_case", "replay", "trace", "worker")
@@ -56,6 +56,8 @@ class Case:
             into large steps, and a gradient of the wrong size shows in what it makes of it.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs.
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
+        objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file.
+        columns, rows_per_example: of the sequences.
         pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
             layer have one adapter.
         device: "cpu" or "cuda".
@@ -81,6 +83,13 @@ class Case:
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
     label_smoothing: float = 0.0
+    objective: str = "sft"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    dpo_beta: float = 0.1
+    columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    rows_per_example: int = 1
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -97,6 +106,8 @@ class Case:
             np.array(self.input_ids, dtype=np.int32),
             np.array(self.is_trained, dtype=bool),
             np.array(self.offsets, dtype=np.int64),
+            {name: np.array(column, dtype=np.float32) for name, column in self.columns.items()},
+            self.rows_per_example,
         )
 
 
@@ -120,6 +131,28 @@ def random_tokens(*, num_sequences: int, vocab_size: int, seed: int) -> Tokenize
     for index, start in enumerate(offsets[:-1]):
         is_trained[start : start + 2 + index % 3] = False
     return TokenizedDataset(ids, is_trained, offsets)
+
+
+def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int) -> TokenizedDataset:
+    """The same sequences as what a policy did: advantages of both signs, weights, and old log-probabilities around
+    those of a model that knows nothing, so that the ratio of some tokens is clipped and that of others is not.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, 1]))
+    number = len(data.input_ids)
+    columns = {
+        "advantage": generator.normal(size=number),
+        "old_log_prob": -np.log(vocab_size) + generator.normal(scale=0.3, size=number),
+        "weight": generator.uniform(0.5, 1.5, size=number),
+    }
+    return replace(data, columns={name: column.astype(np.float32) for name, column in columns.items()})
+
+
+def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
+    """The same sequences, two and two, the second beginning as the first does."""
+    ids = data.input_ids.copy()
+    for first, second in zip(data.offsets[:-1:2], data.offsets[1:-1:2], strict=True):
+        ids[second : second + 2] = ids[first : first + 2]
+    return replace(data, input_ids=ids, rows_per_example=2)
 
 
 def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:

@@ -154,7 +154,7 @@ def _loss(case: Failure) -> str:
     split = ", or the labels, padding or smoothing of a vocabulary that is split" if case.tp > 1 else ", or smoothing"
     return (
         "the logits are right, and the loss is not the sum over trained tokens divided by their global number: a mean "
-        f"of micro-batch means, other labels{split}"
+        f"of micro-batch means, other labels, what the objective makes of them{split}"
     )
 
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshlora.config import RunConfig
+from meshlora.config import RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
 from meshlora.oracle.balance import load_balancing_loss
-from meshlora.oracle.batches import UNTRAINED, MicroBatch, micro_batches_of
+from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.experts import (
     adapted_stacks,
     as_configured,
@@ -35,6 +34,7 @@ from meshlora.oracle.experts import (
     plain_names,
     share_adapters,
 )
+from meshlora.oracle.objectives import Objective
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 
 _PREFIX = "base_model.model."
@@ -49,7 +49,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
-    label_smoothing: float = 0.0
+    objective: Objective = field(default_factory=Objective)
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -94,10 +94,16 @@ def reference_model(
 
 
 def loss_sum(
-    model: nn.Module, batch: MicroBatch, *, label_smoothing: float = 0.0, routed: list[tuple[Tensor, ...]] | None = None
+    model: nn.Module,
+    batch: MicroBatch,
+    *,
+    objective: Objective | None = None,
+    base: Tensor | None = None,
+    routed: list[tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64.
 
+    objective: what the loss is; None: cross-entropy. base: logits of the frozen base, where it needs them.
     routed: gets the router logits of its layers, where that is asked for.
     """
     options = {"output_router_logits": True} if routed is not None else {}
@@ -107,31 +113,39 @@ def loss_sum(
         found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
         if routed is not None:
             routed.append(found.router_logits)
-        loss = F.cross_entropy(
-            found.logits.flatten(0, 1).float(),
-            batch.labels.flatten(),
-            ignore_index=UNTRAINED,
-            reduction="sum",
-            label_smoothing=label_smoothing,
-        )
+        loss = (objective or Objective()).loss_sum(found.logits, batch, base, is_training=torch.is_grad_enabled())
     return loss, found.logits
+
+
+@torch.no_grad()
+def base_logits(model: Any, batch: MicroBatch, objective: Objective) -> Tensor | None:
+    """Logits of the frozen base, where the objective needs them."""
+    if not objective.needs_base:
+        return None
+    with model.disable_adapter():
+        return loss_sum(model, batch)[1]
 
 
 def accumulate(
     model: nn.Module,
     batches: Sequence[MicroBatch],
     *,
-    label_smoothing: float = 0.0,
+    objective: Objective | None = None,
+    bases: Sequence[Tensor | None] | None = None,
     router_aux_loss_coef: float = 0.0,
 ) -> tuple[float, float | None]:
-    """Leave on the factors the gradient of the mean loss over all trained tokens of `batches`, load balancing included;
-    returns that loss without it, and the loss of load balancing.
+    """Leave on the factors the gradient of the mean loss over all trained tokens, or pairs, of `batches`, load
+    balancing included; returns that loss without it, and the loss of load balancing.
+
+    bases: `base_logits` of each batch, where they are there already.
     """
-    tokens = sum(batch.num_tokens for batch in batches)
+    objective = objective or Objective()
+    bases = bases if bases is not None else [base_logits(model, batch, objective) for batch in batches]
+    tokens = sum(objective.count(batch) for batch in batches)
     routed: list[tuple[Tensor, ...]] | None = [] if router_aux_loss_coef else None
     losses: list[Tensor] = []
-    for batch in batches:
-        loss, _ = loss_sum(model, batch, label_smoothing=label_smoothing, routed=routed)
+    for batch, base in zip(batches, bases, strict=True):
+        loss, _ = loss_sum(model, batch, objective=objective, base=base, routed=routed)
         losses.append(loss)
         if routed is None:
             loss.backward()
@@ -162,7 +176,7 @@ def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Ada
         loss, _ = accumulate(
             model,
             batches,
-            label_smoothing=settings.label_smoothing,
+            objective=settings.objective,
             router_aux_loss_coef=settings.router_aux_loss_coef,
         )
         losses.append(loss)
@@ -256,7 +270,7 @@ def train_run(
         options.eps,
         options.weight_decay,
         options.max_grad_norm or None,
-        options.label_smoothing,
+        run_objective(options),
         options.router_aux_loss_coef,
         options.lora_plus_ratio,
         options.lora_plus_embedding_lr,
@@ -265,6 +279,12 @@ def train_run(
     losses = train(model, (batches(step) for step in range(steps)), settings)
     model.save_pretrained(str(out))
     return losses
+
+
+def run_objective(options: TrainConfig) -> Objective:
+    """That of a run file."""
+    names = ("label_smoothing", "clip_low", "clip_high", "kl_coef", "dpo_beta")
+    return Objective(options.objective, **{name: getattr(options, name) for name in names})
 
 
 def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:

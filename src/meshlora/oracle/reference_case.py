@@ -20,11 +20,13 @@ from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import adapted_stacks, expert_modules, has_shared_adapters, in_experts
+from meshlora.oracle.objectives import Objective
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.reference import (
     AdamW,
     accumulate,
+    base_logits,
     freeze_outside_pieces,
     linear_rates,
     loss_sum,
@@ -76,7 +78,10 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         lora_plus_ratio=case.lora_plus_ratio,
         lora_plus_embedding_lr=case.lora_plus_embedding_lr,
     )
-    losses = {"label_smoothing": case.label_smoothing, "router_aux_loss_coef": case.router_aux_loss_coef}
+    losses: dict[str, Any] = {
+        "objective": objective_of(case),
+        "router_aux_loss_coef": case.router_aux_loss_coef,
+    }
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
     trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
@@ -89,8 +94,9 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
+            bases = [base_logits(model, batch, objective_of(case)) for batch in batches]
             with Capture(inner) as capture:
-                loss, aux = accumulate(model, batches, **losses)
+                loss, aux = accumulate(model, batches, bases=bases, **losses)
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
             trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
@@ -148,13 +154,15 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 
 @torch.no_grad()
 def evaluate(case: Case, model: Any) -> float:
-    """Mean loss over the trained tokens of all sequences of the case."""
-    total, tokens = 0.0, 0
+    """Mean loss over the trained tokens, or pairs, of all sequences of the case."""
+    total, tokens, objective = 0.0, 0, objective_of(case)
     for batch in micro_batches(
-        case.data, range(len(case.data)), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
+        case.data, range(case.data.num_examples), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
     ):
-        total += float(loss_sum(model, batch.to(case.device))[0])
-        tokens += batch.num_tokens
+        batch = batch.to(case.device)
+        base = base_logits(model, batch, objective)
+        total += float(loss_sum(model, batch, objective=objective, base=base)[0])
+        tokens += objective.count(batch)
     return total / tokens
 
 
@@ -183,6 +191,12 @@ def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bo
     if precision != case.dtype:
         model = model.double()
     return model.to(case.device)
+
+
+def objective_of(case: Case) -> Objective:
+    """That of a case."""
+    names = ("label_smoothing", "clip_low", "clip_high", "kl_coef", "dpo_beta")
+    return Objective(case.objective, **{name: getattr(case, name) for name in names})
 
 
 def _case_batches(case: Case, step: int) -> list[MicroBatch]:

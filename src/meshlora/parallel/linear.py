@@ -26,7 +26,7 @@ from meshlora.parallel.collectives import (
 )
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.leaf import AdaptedLeaf
-from meshlora.parallel.vocabulary import LogitsRecipe
+from meshlora.parallel.recipe import LogitsRecipe
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 

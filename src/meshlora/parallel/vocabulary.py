@@ -1,8 +1,8 @@
 """The loss over a vocabulary that is split over tp: all logits of all tokens never exist, on no rank, in neither pass.
 
-Owns: the cross-entropy from hidden states, chunk by chunk of tokens, with its gradients; and the recipe, by which a
-model's own forward tells what it does to logits that nobody computes.
-Does not own: the head itself, the summing of gradients over ranks (`parallel.region`, `train.gradsync`).
+Owns: the cross-entropy and the log-probabilities from hidden states, chunk by chunk of tokens, with their gradients.
+Does not own: the head itself, what a model does to its logits (`parallel.recipe`), the summing of gradients over ranks
+(`parallel.region`, `train.gradsync`).
 
 Rank r of tp holds rows `r*V/tp .. (r+1)*V/tp` of the head, V being padded at its end to a multiple of tp. The padding
 is no part of the vocabulary: it enters neither the softmax nor the mean of label smoothing.
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.errors import UserError
+from meshlora.lift import is_lifted, lift
 from meshlora.parallel.collectives import all_gather
 from meshlora.parallel.groups import Axis
 
@@ -61,16 +62,46 @@ def summed_cross_entropy_from_hidden(
     Raises:
         UserError: a label is not in the vocabulary.
     """
-    assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
-    rows = (labels != IGNORED).nonzero().squeeze(1)
-    labels = labels[rows]
-    _check_labels(labels, vocab)
-    tokens = chunk_tokens or max(1, CHUNK_BYTES // (vocab * loss.dtype.itemsize))
+    rows, labels = _trained(hidden, labels, vocab)
     # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
+    tokens = _chunk_tokens(chunk_tokens, loss)
     return _SummedCrossEntropy.apply(hidden, head, rows, labels, loss, tokens, has_gradient, *parameters)
+
+
+def log_probabilities_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    parameters: Sequence[Tensor] = (),
+    *,
+    axis: Axis,
+    vocab: int,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """log p(label) of each token, `[T]`, 0 where untrained; for losses in which tokens weigh differently.
+
+    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`, but what a token weighs is known in
+    the backward only: there the logits are computed once more, a chunk at a time.
+    """
+    loss = _ChunkLoss(axis, vocab, 0.0, _exact_dtype(hidden))
+    rows, trained = _trained(hidden, labels, vocab)
+    found = _LogProbabilities.apply(hidden, head, rows, trained, loss, _chunk_tokens(chunk_tokens, loss), *parameters)
+    return found.new_zeros(labels.shape).index_copy(0, rows, found)
+
+
+def _trained(hidden: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """(where the trained tokens are, their labels)."""
+    assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
+    rows = (labels != IGNORED).nonzero().squeeze(1)
+    _check_labels(labels[rows], vocab)
+    return rows, labels[rows]
+
+
+def _chunk_tokens(given: int | None, loss: _ChunkLoss) -> int:
+    return given or max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
 
 
 def _exact_dtype(tensor: Tensor) -> torch.dtype:
@@ -195,158 +226,56 @@ class _SummedCrossEntropy(Function):
         return (d_hidden, *[None] * 6, *(next(by_parameter) if trained else None for trained in ctx.is_trained))
 
 
+class _LogProbabilities(Function):
+    """Forward: log-probabilities, chunk by chunk; nothing but the inputs is saved. Backward: the chunks once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor,
+        labels: Tensor,
+        loss: _ChunkLoss,
+        chunk_tokens: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, rows, labels, *parameters)
+        ctx.head, ctx.loss, ctx.chunk_tokens, ctx.is_lifted = head, loss, chunk_tokens, is_lifted()
+        found = hidden.new_empty(rows.shape, dtype=loss.dtype)
+        buffer = hidden.new_empty(0, dtype=loss.dtype)
+        for start in range(0, len(rows), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = head(hidden.index_select(0, rows[chunk]))
+            found[chunk] = loss(logits, labels[chunk], buffer.resize_(logits.shape)).neg_()
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, rows, labels, *parameters = ctx.saved_tensors
+        needs_hidden, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
+        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        buffer = hidden.new_empty(0, dtype=ctx.loss.dtype)
+        for start in range(0, len(rows), ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            x = hidden.index_select(0, rows[chunk]).requires_grad_(needs_hidden)
+            with torch.enable_grad(), lift(ctx.is_lifted):
+                logits = ctx.head(x)
+            d_logits = buffer.resize_(logits.shape)
+            ctx.loss(logits.detach(), labels[chunk], d_logits)
+            d_logits.mul_(-grads[0][chunk].unsqueeze(1))
+            found = list(torch.autograd.grad(logits, [x, *trained] if needs_hidden else trained, d_logits.to(logits)))
+            if d_hidden is not None:
+                d_hidden.index_copy_(0, rows[chunk], found.pop(0))
+            for total, grad in zip(sums, found, strict=True):
+                total.add_(grad)
+        by_parameter = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        return (d_hidden, *[None] * 5, *(next(by_parameter) if is_needed else None for is_needed in needs))
+
+
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
     """Out of place: whoever keeps the graph may come again. The factor stays fp32: bf16 would round a mean's 1/n."""
     return (tensor.to(torch.promote_types(tensor.dtype, factor.dtype)) * factor).to(tensor.dtype)
-
-
-# --- the recipe -----------------------------------------------------------------------------------------------------
-
-_METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_meta")
-    ),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "element_size", "__len__")),
-    torch.is_floating_point,
-    torch.numel,
-}
-
-# What acts on each logit by itself, by name: with these arguments a slice of the vocabulary is as good as the whole.
-_ELEMENTWISE = (
-    *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"),
-    *("tanh", "clamp", "clip", "clamp_min", "clamp_max", "pow", "exp", "sigmoid"),
-)
-_OPERATORS = ("mul", "rmul", "truediv", "rtruediv", "add", "radd", "sub", "rsub", "neg", "pow")
-_IN_PLACE_OPERATORS = {"imul": "mul", "itruediv": "div", "idiv": "div", "iadd": "add", "isub": "sub", "ipow": "pow"}
-_CASTS = ("to", "float", "double", "half", "bfloat16", "contiguous")
-
-# The function that a model calls -> the one that replays it, out of place.
-_OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    **{getattr(torch, name): getattr(torch, name) for name in _ELEMENTWISE},
-    **{getattr(Tensor, name): getattr(Tensor, name) for name in (*_ELEMENTWISE, *_CASTS)},
-    **{getattr(Tensor, f"__{name}__"): getattr(Tensor, f"__{name}__") for name in _OPERATORS},
-}
-_IN_PLACE: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    **{getattr(o, f"{n}_"): getattr(o, n) for o in (torch, Tensor) for n in _ELEMENTWISE if hasattr(o, f"{n}_")},
-    **{getattr(Tensor, f"__{op}__"): getattr(Tensor, name) for op, name in _IN_PLACE_OPERATORS.items()},
-}
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """One recorded call: `function(*before, logits, *after, **kwargs)`, cast back to the input's dtype if in place."""
-
-    function: Callable[..., Tensor]
-    after: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    is_in_place: bool
-    before: tuple[Any, ...] = ()
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        result = self.function(*self.before, logits, *self.after, **self.kwargs)
-        return result.to(logits.dtype) if self.is_in_place else result
-
-
-class LogitsRecipe(Tensor):
-    """Logits that are not computed: the hidden states they come from, and what the model did to them since.
-
-    A head returns one in place of logits, `[..., H]` -> `[..., V]` without storage. The model's own forward then scales
-    it, caps it, casts it; each such call is recorded and gives a recipe again. `replay` does the same to real logits.
-    Only what acts on each logit by itself is recorded, since each rank replays it on its own slice of the vocabulary.
-
-    Attributes:
-        hidden: what the head was called with, `[..., H]`. operations: what was recorded, in order.
-    """
-
-    hidden: Tensor
-    operations: tuple[_Operation, ...]
-
-    @staticmethod
-    def __new__(
-        cls, hidden: Tensor, *, vocab: int, dtype: torch.dtype | None = None, operations: tuple[_Operation, ...] = ()
-    ) -> LogitsRecipe:
-        shape = (*hidden.shape[:-1], vocab)
-        # Not the meta device: a model may ask where its logits are.
-        recipe = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or hidden.dtype, device=hidden.device)
-        recipe.hidden, recipe.operations = hidden, operations
-        return recipe
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def replay(self, logits: Tensor) -> Tensor:
-        """What the model makes of these logits `[..., V/tp]`, out of place."""
-        for operation in self.operations:
-            logits = operation(logits)
-        return logits
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        names = [operation.function.__name__ for operation in self.operations]
-        return f"LogitsRecipe(shape={tuple(self.shape)}, dtype={self.dtype}, operations={names})"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return _record(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        _refuse(func)  # reached only by a way around __torch_function__
-
-
-def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsRecipe:
-    """The recipe after this call. A call in place changes the recipe itself."""
-    is_in_place = func in _IN_PLACE
-    if not is_in_place and func not in _OUT_OF_PLACE:
-        _refuse(func)
-    places = [i for i, arg in enumerate(args) if isinstance(arg, LogitsRecipe)]
-    if len(places) != 1 or any(isinstance(value, LogitsRecipe) for value in kwargs.values()):
-        _refuse(func)
-    place, recipe = places[0], args[places[0]]
-    others = [_scalar(arg, func) for i, arg in enumerate(args) if i != place]
-    operation = _Operation(
-        _IN_PLACE[func] if is_in_place else _OUT_OF_PLACE[func],
-        tuple(others[place:]),
-        {name: _scalar(value, func) for name, value in kwargs.items()},
-        is_in_place,
-        before=tuple(others[:place]),
-    )
-    with torch._C.DisableTorchFunctionSubclass():
-        # One logit tells which dtype the call gives, and whether it gives its input back (a cast without effect).
-        probe = torch.zeros((1,) * recipe.ndim, dtype=recipe.dtype, device=recipe.device)
-        vocab = recipe.shape[-1]
-    result = operation(probe)
-    if result is probe:
-        return recipe
-    if is_in_place:
-        recipe.operations += (operation,)
-        return recipe
-    operations = (*recipe.operations, operation)
-    return LogitsRecipe(recipe.hidden, vocab=vocab, dtype=result.dtype, operations=operations)
-
-
-def _scalar(value: Any, func: Callable[..., Any]) -> Any:
-    """An argument that is the same for every logit: a number, a dtype, or an untrained tensor of one element."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
-        # [1]: replayed logits have fewer dims; 0-dim stays, for it takes no part in the choice of a dtype.
-        return value.detach().reshape(1) if value.ndim else value.detach()
-    if value is None or isinstance(value, bool | int | float | torch.dtype | torch.memory_format):
-        return value
-    return _refuse(func)
-
-
-def _refuse(func: Any) -> NoReturn:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        name = f"reading .{getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    raise UnsupportedError(
-        f"this model's forward calls {name} on its logits",
-        "with the head split over tp, only what acts on each logit by itself is known to be exact",
-        "use tp=1",
-    )

@@ -1,20 +1,24 @@
 """Losses as sums over trained tokens. Dividing by the global number of tokens is `gradsync.finish_gradients`' part.
 
-Owns: the loss of a language model whose logits never exist whole, and that of logits that do, for loops of one's own.
-Does not own: the arithmetic over a split vocabulary (`parallel.vocabulary`).
+Owns: the loss and the log-probabilities of a language model whose logits never exist whole, and those of logits that
+do, for loops of one's own. Does not own: the arithmetic over a split vocabulary (`parallel.vocabulary`), what an
+objective makes of log-probabilities (`train.objectives`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.manage import runtime
 from meshlora.errors import UnsupportedError
 from meshlora.parallel.linear import ParallelHead
-from meshlora.parallel.vocabulary import IGNORED, LogitsRecipe, summed_cross_entropy_from_hidden
+from meshlora.parallel.recipe import LogitsRecipe
+from meshlora.parallel.vocabulary import IGNORED, log_probabilities_from_hidden, summed_cross_entropy_from_hidden
 
 
 def language_model_loss(
@@ -25,36 +29,55 @@ def language_model_loss(
     input_ids, attention_mask, labels: `[B, S]`; labels are shifted already (labels[b, t] is the token after t), and
     -100 where untrained. The logits `[B, S, V]` never exist: the head runs on some tokens at a time.
     """
+    found = _forward(model, input_ids, attention_mask)
+    if isinstance(found, Tensor):
+        return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
+    hidden, head, options = found
+    return summed_cross_entropy_from_hidden(hidden, head, labels.flatten(), **options, label_smoothing=label_smoothing)
+
+
+def log_probabilities(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
+    """log p(label) of each token, `[B, S]`, 0 where untrained; arguments as of `language_model_loss`."""
+    found = _forward(model, input_ids, attention_mask)
+    if isinstance(found, Tensor):
+        exact = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return -exact.view_as(labels)
+    hidden, head, options = found
+    return log_probabilities_from_hidden(hidden, head, labels.flatten(), **options).view_as(labels)
+
+
+def _forward(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None
+) -> Tensor | tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]:
+    """What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given; or logits `[B, S, V]`."""
     state = runtime(model)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     head = model.get_submodule(state.plan.head) if state.plan.head else None
-    if isinstance(head, ParallelHead):
-        head.is_lazy = True
-        try:
-            recipe = model(**inputs).logits
-        except UnsupportedError:
-            if state.plan.topology.tp > 1:
-                raise
-            # What this model does to its logits needs all of them: on one process they can be had.
-            head.is_lazy = False
-            return summed_cross_entropy(model(**inputs).logits, labels, label_smoothing=label_smoothing)
-        finally:
-            head.is_lazy = False
-        assert isinstance(recipe, LogitsRecipe), type(recipe)
+    if not isinstance(head, ParallelHead):
+        logits = model(**inputs).logits
+        assert isinstance(logits, Tensor)
+        return logits
+    head.is_lazy = True
+    try:
+        recipe = model(**inputs).logits
+    except UnsupportedError:
+        if state.plan.topology.tp > 1:
+            raise
+        # What this model does to its logits needs all of them: on one process they can be had.
+        head.is_lazy = False
+        logits = model(**inputs).logits
+        assert isinstance(logits, Tensor)
+        return logits
+    finally:
+        head.is_lazy = False
+    assert isinstance(recipe, LogitsRecipe), type(recipe)
 
-        def local_logits(hidden: Tensor) -> Tensor:
-            return recipe.replay(head.local_logits(hidden))
+    def local_logits(hidden: Tensor) -> Tensor:
+        return recipe.replay(head.local_logits(hidden))
 
-        return summed_cross_entropy_from_hidden(
-            recipe.hidden.flatten(0, -2),
-            local_logits,
-            labels.flatten(),
-            [parameter for parameter in head.parameters() if parameter.requires_grad],
-            axis=state.mesh.tp,
-            vocab=head.rule.out_features,
-            label_smoothing=label_smoothing,
-        )
-    return summed_cross_entropy(model(**inputs).logits, labels, label_smoothing=label_smoothing)
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad and torch.is_grad_enabled()]
+    options = {"parameters": trained, "axis": state.mesh.tp, "vocab": head.rule.out_features}
+    return recipe.hidden.flatten(0, -2), local_logits, options
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -26,6 +27,7 @@ class StepMetrics:
         step: from 1. loss: mean over the trained tokens. grad_norm: global, before clipping.
         tokens: trained tokens of the step. step_time_s: wall time on rank 0.
         aux_loss: of load balancing, before its coefficient; None where it is off.
+        means: what the objective reports besides, by name.
     """
 
     step: int
@@ -35,6 +37,7 @@ class StepMetrics:
     tokens: int
     step_time_s: float
     aux_loss: float | None = None
+    means: Mapping[str, float] = field(default_factory=dict)
 
 
 class Reporter:
@@ -80,7 +83,8 @@ class Reporter:
         """Record one step."""
         if self._file is None:
             return
-        self._write({name: value for name, value in dataclasses.asdict(metrics).items() if value is not None})
+        values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
+        self._write({name: value for name, value in {**values, **metrics.means}.items() if value is not None})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
         self._progress.update(self._task, completed=metrics.step, loss=metrics.loss, speed=speed)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from meshlora.adapter.peft_format import WEIGHTS_FILE, check_adapter, lora_config, read_config
 from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
-from meshlora.adapter.whole_matrix import check_whole_matrix
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
-from meshlora.data import GlobalBatches, TokenizedDataset, read_records, tokenize
+from meshlora.data import GlobalBatches, TokenizedDataset, read_preferences, read_records, read_rollouts, tokenize
 from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.guards import longest_fixed_rope
 from meshlora.plan.rules import ModelPlan
@@ -31,6 +31,7 @@ from meshlora.state.files import is_writable
 from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint import Checkpoint, check_same_run, find_checkpoint, identity
+from meshlora.train.objectives import objective_of
 from meshlora.train.routing import check_routing
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
@@ -65,7 +66,7 @@ class Prepared:
     @property
     def batches(self) -> GlobalBatches:
         """The global order of sequences."""
-        return GlobalBatches(len(self.train_data), self.config.train.batch_size, self.config.train.seed)
+        return GlobalBatches(self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed)
 
 
 def prepare(
@@ -110,6 +111,12 @@ def prepare(
         lora = engine_config(Path(config.adapter) / WEIGHTS_FILE, lora, plan)
     targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
     check_whole_matrix(lora, targets, plan, dtype)
+    if objective_of(config.train).needs_base and lora.init_lora_weights in WHOLE_MATRIX:
+        raise UnsupportedError(
+            f"train.objective={config.train.objective} with init_lora_weights={lora.init_lora_weights!r}",
+            "it needs the frozen base, which has given its principal part to the adapter",
+            "use init_lora_weights: true",
+        )
     if config.train.router_aux_loss_coef:
         check_load_balancing(model)
     trained = trained_parameters(model, plan, lora, targets)
@@ -120,9 +127,12 @@ def prepare(
         check_adapter(model, Path(config.adapter), lora, targets, plan)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     _check_fits(tokenizer, hf_config, config, topology)
-    train_data = _read(config, config.data.train, tokenizer)
-    eval_data = _read(config, config.data.eval, tokenizer) if config.data.eval is not None else None
-    steps = _num_steps(config, len(train_data))
+    vocab_size = hf_config.get_text_config().vocab_size
+    train_data = _read(config, config.data.train, tokenizer, vocab_size=vocab_size)
+    eval_data = None
+    if config.data.eval is not None:
+        eval_data = _read(config, config.data.eval, tokenizer, vocab_size=vocab_size)
+    steps = _num_steps(config, train_data.num_examples)
     if config.train.warmup_steps >= steps:
         raise UserError(
             f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
@@ -144,6 +154,7 @@ def prepare(
         )
     notes: list[str] = []
     arrays = {name: getattr(train_data, name) for name in ("input_ids", "is_trained", "offsets")}
+    arrays |= train_data.columns
     own = identity(config, steps=steps, tokens=arrays)
     checkpoint = None
     if resume is not None:
@@ -254,14 +265,20 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunC
         )
 
 
-def _read(config: RunConfig, paths: str | list[str], tokenizer: PreTrainedTokenizerBase) -> TokenizedDataset:
-    return tokenize(
-        read_records(paths, columns=config.data.columns),
-        tokenizer,
-        max_length=config.data.max_length,
-        loss_on=config.data.loss_on,
-        cache_dir=Path(config.data.cache_dir).expanduser(),
-    )
+def _read(
+    config: RunConfig, paths: str | list[str], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
+) -> TokenizedDataset:
+    data, objective = config.data, config.train.objective
+    options: dict[str, Any] = {
+        "max_length": data.max_length,
+        "loss_on": data.loss_on,
+        "cache_dir": Path(data.cache_dir).expanduser(),
+    }
+    if objective == "dpo":
+        return read_preferences(paths, tokenizer, columns=data.columns, **options)
+    if objective == "policy":
+        return read_rollouts(paths, tokenizer, columns=data.columns, vocab_size=vocab_size, **options)
+    return tokenize(read_records(paths, columns=data.columns), tokenizer, **options)
 
 
 def _num_steps(config: RunConfig, num_sequences: int) -> int:

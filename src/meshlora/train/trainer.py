@@ -24,11 +24,13 @@ from meshlora.data import Batch, TokenizedDataset, collate, share
 from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.gradsync import clip_gradients, finish_gradients
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.objectives import Sums, base_log_probabilities, objective_of
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.replicas import check_replicas
@@ -50,6 +52,7 @@ class Trainer:
         self.batches = self.run.batches
         self.output = Path(options.output)
         self.last_saved: Path | None = None
+        self.objective = objective_of(options)
         coef = options.router_aux_loss_coef
         self.balance = LoadBalancing(self.model, coef=coef) if coef else None
         folder = options.routing_replay or options.routing_record
@@ -98,20 +101,19 @@ class Trainer:
         options = self.run.config.train
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, num_tokens = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0
+        sums = _Sums(self.mesh)
         indices = self.batches.batch(step)
         batches = list(self._micro_batches(self.run.train_data, indices))
         with self.routing.step(step, indices) if self.routing is not None else contextlib.nullcontext():
             if self.balance is not None and len(batches) > 1:
-                self.balance.count(batches, self._forward)
+                self.balance.count(batches, self._log_probabilities)
             for number, batch in enumerate(batches):
-                loss += self._backward(number, batch, is_only=len(batches) == 1)
-                num_tokens += batch.num_trained_tokens
+                sums.add(batch, *self._backward(number, batch, is_only=len(batches) == 1))
         aux_loss = self.balance.finish() if self.balance is not None else None
-        tokens = finish_gradients(self.model, num_tokens=num_tokens)
-        mean_loss = float(all_reduce_sum(loss.reshape(1), self.mesh.dp)) / tokens
-        if not math.isfinite(mean_loss):
-            raise MeshloraError(f"step {step + 1}: the loss is {mean_loss}; lower train.lr, or look at the data")
+        count = finish_gradients(self.model, num_tokens=sum(self.objective.count(batch) for batch in batches))
+        tokens, means = sums.over_all_ranks(count)
+        if not math.isfinite(means["loss"]):
+            raise MeshloraError(f"step {step + 1}: the loss is {means['loss']}; lower train.lr, or look at the data")
         grad_norm = clip_gradients(self.model, options.max_grad_norm)
         if not math.isfinite(grad_norm):
             raise MeshloraError(
@@ -121,39 +123,49 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["times_lr"]
         self.optimizer.step()
-        return StepMetrics(step + 1, mean_loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss)
+        loss = means.pop("loss")
+        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss, means)
 
-    def _forward(self, number: int, batch: Batch) -> Tensor:
-        """The summed loss of micro-batch `number` of this step."""
+    def _forward(self, number: int, batch: Batch, base: Tensor | None = None) -> tuple[Tensor, Sums]:
+        """The summed loss of micro-batch `number` of this step, and what is reported besides."""
         if self.routing is not None:
             self.routing.before(number, batch)
-        return self._loss_sum(batch)
+        return self._loss_sum(batch, base)
 
-    def _backward(self, number: int, batch: Batch, *, is_only: bool) -> Tensor:
-        """Forward and backward of one micro-batch; its summed loss, without that of load balancing."""
+    def _log_probabilities(self, number: int, batch: Batch) -> Tensor:
+        """A forward of micro-batch `number`, whatever the objective makes of it."""
+        if self.routing is not None:
+            self.routing.before(number, batch)
+        with lift(self.model.dtype == torch.float64):
+            return log_probabilities(self.model, batch.input_ids, batch.attention_mask, batch.labels)
+
+    def _backward(self, number: int, batch: Batch, *, is_only: bool) -> tuple[Tensor, Sums]:
+        """Forward and backward of one micro-batch; what `_forward` returns, without the loss of load balancing."""
+        base = self._of_base(batch)
         if self.balance is None:
-            loss = self._forward(number, batch)
+            loss, sums = self._forward(number, batch, base)
             loss.backward()
-            return loss.detach()
+            return loss.detach(), sums
         with self.balance.watching():
-            loss = self._forward(number, batch)
+            loss, sums = self._forward(number, batch, base)
         if is_only:
             self.balance.count_here(batch)
         with lift(self.model.dtype == torch.float64):
             term = self.balance.term(batch)
         (loss + term).backward()
-        return loss.detach()
+        return loss.detach(), sums
 
     @torch.no_grad()
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
-        """(mean loss over the trained tokens of `data`, number of these tokens), over all ranks."""
+        """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self._micro_batches(data, np.arange(len(data))):
-            sums += sums.new_tensor([float(self._loss_sum(batch)), batch.num_trained_tokens])
+        for batch in self._micro_batches(data, np.arange(data.num_examples)):
+            loss, _ = self._loss_sum(batch, self._of_base(batch))
+            sums += sums.new_tensor([float(loss), self.objective.count(batch)])
         self.model.train()
-        loss, tokens = all_reduce_sum(sums, self.mesh.dp).tolist()
-        return loss / tokens, int(tokens)
+        loss, count = all_reduce_sum(sums, self.mesh.dp).tolist()
+        return loss / count, int(count)
 
     def _save(self, name: str, *, done: int, goes_on: bool = False) -> None:
         """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
@@ -167,19 +179,19 @@ class Trainer:
         if self.run.eval_data is not None:
             self.reporter.evaluation(step, *self.evaluate(self.run.eval_data))
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        device = self.mesh.device
+    def _of_base(self, batch: Batch) -> Tensor | None:
+        """What the frozen base says of a batch, where the objective needs it."""
+        if not self.objective.needs_base:
+            return None
         with lift(self.model.dtype == torch.float64):
-            return language_model_loss(
-                self.model,
-                batch.input_ids.to(device),
-                batch.attention_mask.to(device),
-                batch.labels.to(device),
-                label_smoothing=self.run.config.train.label_smoothing if self.model.training else 0.0,
-            )
+            return base_log_probabilities(self.model, batch)
+
+    def _loss_sum(self, batch: Batch, base: Tensor | None) -> tuple[Tensor, Sums]:
+        with lift(self.model.dtype == torch.float64):
+            return self.objective.loss(self.model, batch, base)
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
-        """This dp rank's share of `indices`, padded; every rank gets the same number of micro-batches."""
+        """This dp rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches."""
         shares = share(
             indices,
             dp_rank=self.mesh.dp.rank,
@@ -187,8 +199,30 @@ class Trainer:
             micro_batch_size=self.run.config.train.micro_batch_size,
         )
         for part in shares:
-            yield collate(
-                [data[int(i)] for i in part],
+            batch = collate(
+                [sequence for index in part for sequence in data.example(int(index))],
                 pad_token_id=self.run.pad_token_id,
                 token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
+                columns=tuple(data.columns),
             )
+            yield batch.to(self.mesh.device)
+
+
+class _Sums:
+    """What a step reports, summed over micro-batches and ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._tokens = mesh, 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, batch: Batch, loss: Tensor, sums: Sums) -> None:
+        """What one micro-batch adds."""
+        self._tokens += batch.num_trained_tokens
+        for name, value in {"loss": loss, **sums}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.double()
+
+    def over_all_ranks(self, count: int) -> tuple[int, dict[str, float]]:
+        """(trained tokens, name -> mean over `count`). Collective."""
+        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=self._mesh.device)
+        tokens, *sums = all_reduce_sum(torch.stack([tokens, *self._sums.values()]), self._mesh.dp).tolist()
+        return int(tokens), {name: value / count for name, value in zip(self._sums, sums, strict=True)}

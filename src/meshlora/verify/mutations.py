@@ -23,12 +23,13 @@ from meshlora.plan.grads import Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain
 from meshlora.state import weights
-from meshlora.train import gradsync, trainer
+from meshlora.train import gradsync, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults, misplaced
 from meshlora.verify.mutation import Mutation, instead, mutation, then
 from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
+from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
@@ -154,8 +155,8 @@ _OF_TRAINING: dict[str, Mutation] = dict(
         mutation(
             "micro_batch_means",
             "the loss is a sum over tokens: micro-batches of unequal length weigh unequally",
-            "",
-            (trainer, "language_model_loss", then(faults.mean_times_ten)),
+            "sft",
+            (objectives, "language_model_loss", then(faults.mean_times_ten)),
         ),
         mutation(
             "accumulation_indices_of_rank_0",
@@ -366,8 +367,8 @@ _OF_TRAINING: dict[str, Mutation] = dict(
         mutation(
             "label_smoothing_ignored",
             "the loss is smoothed as configured",
-            "smoothing",
-            (trainer, "language_model_loss", lambda f: lambda *args, label_smoothing: f(*args)),
+            "smoothing sft",
+            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing: f(*args)),
         ),
         mutation(
             "lora_plus_ratio_ignored",
@@ -396,4 +397,4 @@ _OF_TRAINING: dict[str, Mutation] = dict(
     ]
 )
 
-MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS
+MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES

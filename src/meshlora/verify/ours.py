@@ -152,7 +152,7 @@ def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _watch(model: Any, trace: Trace) -> Iterator[None]:
     """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
     clip, finish = trainer_module.clip_gradients, trainer_module.finish_gradients
-    loss = trainer_module.language_model_loss
+    loss = Trainer._loss_sum
     counter = CollectiveCounter()
 
     def recording_clip(model: Any, max_norm: float | None) -> float:
@@ -168,14 +168,14 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
         finally:
             counter.phase = None
 
-    def counted_loss(*args: Any, **options: Any) -> Tensor:
-        value = loss(*args, **options)
+    def counted_loss(*args: Any) -> Any:
+        value = loss(*args)
         counter.phase = "backward"
         return value
 
-    def apart(name: str) -> Any:
-        """Of load balancing: counted by itself, and the forwards in which it counts are not those of the step."""
-        method = getattr(LoadBalancing, name)
+    def apart(owner: type, name: str) -> Any:
+        """Counted by itself, and the forwards in it are not those of the step."""
+        method = getattr(owner, name)
 
         def run(*args: Any) -> Any:
             phase, counts, number = counter.phase, counter.counts.copy(), len(capture.micro_batches)
@@ -185,7 +185,7 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
                 counter.phase, counter.counts = phase, counts
                 del capture.micro_batches[number:]
 
-        return mock.patch.object(LoadBalancing, name, run)
+        return mock.patch.object(owner, name, run)
 
     def set_phase(phase: str) -> Any:
         return lambda *_: setattr(counter, "phase", phase)
@@ -197,10 +197,10 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
         stack.callback(end.remove)
         stack.enter_context(mock.patch.object(trainer_module, "clip_gradients", recording_clip))
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients", counted_finish))
-        stack.enter_context(mock.patch.object(trainer_module, "language_model_loss", counted_loss))
+        stack.enter_context(mock.patch.object(Trainer, "_loss_sum", counted_loss))
         capture = stack.enter_context(Capture(model))
-        for name in ("count", "count_here", "finish"):
-            stack.enter_context(apart(name))
+        for owner, name in (*((LoadBalancing, n) for n in ("count", "count_here", "finish")), (Trainer, "_of_base")):
+            stack.enter_context(apart(owner, name))
         stack.enter_context(counter)
         yield
     plan = runtime(model).plan
@@ -256,6 +256,11 @@ def _terms(model: Any) -> list[str]:
     return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
 
 
+def _of_objective(case: Case) -> dict[str, Any]:
+    readers = {"policy": ("clip_low", "clip_high", "kl_coef"), "dpo": ("dpo_beta",)}
+    return {name: getattr(case, name) for name in readers.get(case.objective, ())}
+
+
 def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
     return RunConfig(
@@ -273,6 +278,8 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             beta2=case.beta2,
             eps=case.eps,
             label_smoothing=case.label_smoothing,
+            objective=case.objective,  # type: ignore[arg-type]
+            **_of_objective(case),
             router_aux_loss_coef=case.router_aux_loss_coef,
             lora_plus_ratio=case.lora_plus_ratio,
             lora_plus_embedding_lr=case.lora_plus_embedding_lr,

@@ -28,12 +28,14 @@ from meshlora.guards import handle_dropout
 from meshlora.oracle.balance import has_load_balancing
 from meshlora.oracle.case import (
     Case,
+    as_pairs,
     batch_size_for,
     case_hash,
     distinct_sequences,
     file_fingerprint,
     num_sequences_for,
     random_tokens,
+    with_rollouts,
 )
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
@@ -45,10 +47,12 @@ from meshlora.train.prepare import load_tokenizer, padding_token_id
 from meshlora.verify.mutations import find
 from meshlora.verify.plans import plans_and_adapter
 
+OBJECTIVES = ("sft", "policy", "dpo")
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 CACHE = Path("~/.cache/meshlora/proofs")
 _AUTO_PROCESSES = 4
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
+_KL_COEF = 0.1  # the same
 _MICRO_BATCH_SIZE = 2
 _DTYPES = ("float64", "float32", "bfloat16")
 _MAX_LENGTH = 128
@@ -64,6 +68,7 @@ class Request:
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run.
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: as in a run file.
+        objective: sft, policy (with a divergence from the base) or dpo.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -79,6 +84,7 @@ class Request:
     steps: int = 3
     seed: int = 0
     label_smoothing: float = 0.0
+    objective: str = "sft"
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -165,6 +171,8 @@ class Proof:
             "trained": bool(config.modules_to_save),
             "dora": config.use_dora,
             "smoothing": case.label_smoothing > 0,
+            "base": case.objective == "dpo" or case.kl_coef > 0,
+            **{name: case.objective == name for name in OBJECTIVES},
             "lora_plus": case.lora_plus_ratio is not None,
         }
         return has | {name for name, is_there in facts.items() if is_there}
@@ -193,6 +201,8 @@ def prepare_proof(request: Request) -> Proof:
         raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
     if request.nproc is not None and request.nproc < 1:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
+    if request.objective not in OBJECTIVES:
+        raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
     for name in request.mutations:
         find(name)
     given = _topologies(request)
@@ -226,6 +236,9 @@ def prepare_proof(request: Request) -> Proof:
     device = _device(request.device, max(t.world for t in plans))
     batch_size = batch_size_for(max(t.dp for t in plans))
     data, pad = _sequences(request, config, number=num_sequences_for(batch_size, request.steps))
+    if request.objective != "sft" and dtype != "float64" and any(plan.experts for plan in plans.values()):
+        why = "routing is replayed below float64, and the frozen base routes by itself"
+        raise UnsupportedError(f"--objective {request.objective} of experts in {dtype}", why, "use float64")
     case = Case(
         model="" if is_twin else str(request.model),
         adapter="",
@@ -235,6 +248,10 @@ def prepare_proof(request: Request) -> Proof:
         pieces=pieces,
         share_experts=bool(getattr(lora, "share_experts", False)),
         label_smoothing=request.label_smoothing,
+        objective=request.objective,
+        kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
+        columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
+        rows_per_example=data.rows_per_example,
         router_aux_loss_coef=_aux_loss_coef(request, config, plans),
         lora_plus_ratio=request.lora_plus_ratio,
         lora_plus_embedding_lr=request.lora_plus_embedding_lr,
@@ -351,6 +368,16 @@ def _device(wanted: str, ranks: int) -> str:
 
 def _sequences(request: Request, config: PretrainedConfig, *, number: int) -> tuple[TokenizedDataset, int]:
     """(the sequences to train on, the id of padding)."""
+    number *= 2 if request.objective == "dpo" else 1
+    data, pad = _tokens(request, config, number=number)
+    if request.objective == "dpo":
+        return as_pairs(data), pad
+    if request.objective == "policy":
+        return with_rollouts(data, vocab_size=config.get_text_config().vocab_size, seed=request.seed), pad
+    return data, pad
+
+
+def _tokens(request: Request, config: PretrainedConfig, *, number: int) -> tuple[TokenizedDataset, int]:
     text_config = config.get_text_config()
     if request.data is None:
         pad = getattr(text_config, "pad_token_id", None)

@@ -1,0 +1,144 @@
+"""What a policy did and how good it was: tokens with advantages, old log-probabilities and weights.
+
+Owns: the fields of such a record, and their place at each token. Does not own: tokens of text (`data.tokenization`),
+what is made of them (`train.objectives`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshlora.data.records import KINDS, MalformedError, Record, build_record, json_type, select_fields
+from meshlora.data.rows import Mistakes, Row, check_fields, read_rows
+from meshlora.data.tokenization import LossOn, TokenizedDataset, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Field of a record, one number for all its trained tokens or a list -> the column, and what it is where it is missing.
+_VALUES = {
+    ("advantage", "advantages"): ("advantage", None),
+    ("old_log_probs",): ("old_log_prob", math.nan),
+    ("weight", "weights"): ("weight", 1.0),
+}
+_TEXT = tuple(name for names in KINDS.values() for name in names)
+FIELDS = (*_TEXT, "input_ids", "is_trained", *(name for names in _VALUES for name in names))
+COLUMNS = tuple(column for column, _ in _VALUES.values())
+
+
+def read_rollouts(
+    source: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    vocab_size: int,
+    loss_on: LossOn = "completion",
+    columns: Mapping[str, str] | None = None,
+    cache_dir: Path | None = None,
+) -> TokenizedDataset:
+    """A sequence for each row, with columns `advantage`, `old_log_prob` and `weight`, float32 `[N]`.
+
+    A row has `input_ids` and `is_trained`, or what `tokenize` takes (`messages`; `prompt` and `completion`; `text`);
+    and `advantage` (a number) or `advantages` (a list). `old_log_probs` (a list) are those of the policy that acted;
+    without them it is the one that is trained. `weight` or `weights` scale the loss of tokens; without them it is 1.
+    Lists have a number for every trained token, or, beside `input_ids`, for every token.
+
+    Raises:
+        UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
+    """
+    rows = read_rows(source, columns=columns)
+    mistakes = Mistakes("{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages")
+    kinds: list[tuple[Row, Record | None]] = []
+    for origin, row in rows:
+        try:
+            check_fields(row, FIELDS)
+            kinds.append(((origin, row), _record(row, origin)))
+        except MalformedError as reason:
+            mistakes.add(origin, reason)
+    mistakes.raise_if_any()
+    records = [record for _, record in kinds if record is not None]
+    tokenized = iter(
+        tokenize(records, tokenizer, max_length=max_length, loss_on=loss_on, cache_dir=cache_dir) if records else []
+    )
+    ids: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    values: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    for (origin, row), record in kinds:
+        try:
+            if record is None:
+                own_ids, own_trained = _tokens(row, vocab_size)
+            else:
+                sequence = next(tokenized)
+                own_ids, own_trained = sequence.input_ids, sequence.is_trained
+            own = _values(row, own_trained, is_cut=len(own_ids) == max_length and record is not None)
+            if not own_trained[1:max_length].any():
+                raise MalformedError(f"no trained token within max_length={max_length}")
+        except MalformedError as reason:
+            mistakes.add(origin, reason)
+            continue
+        ids.append(own_ids[:max_length])
+        trained.append(own_trained[:max_length])
+        for name, column in own.items():
+            values[name].append(column[:max_length])
+    mistakes.raise_if_any()
+    offsets = np.cumsum([0, *map(len, ids)]).astype(np.int64)
+    columns_of_all = {name: np.concatenate(parts) for name, parts in values.items()}
+    return TokenizedDataset(np.concatenate(ids), np.concatenate(trained), offsets, columns_of_all)
+
+
+def _record(row: Mapping[str, Any], origin: str) -> Record | None:
+    """The text of a row; None where it has tokens."""
+    text = {name: value for name, value in row.items() if name in _TEXT}
+    if "input_ids" not in row:
+        return build_record(text, select_fields(text, None), origin=origin)
+    if text:
+        raise MalformedError(f"has input_ids and {', '.join(sorted(text))}: one of the two")
+    return None
+
+
+def _tokens(row: Mapping[str, Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    ids, trained = row["input_ids"], row.get("is_trained")
+    if not isinstance(ids, list) or len(ids) < 2 or any(type(i) is not int for i in ids):
+        raise MalformedError("input_ids is not a list of two token ids or more")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise MalformedError(f"input_ids has a token outside the vocabulary of {vocab_size}")
+    if not isinstance(trained, list) or len(trained) != len(ids) or any(t not in (0, 1) for t in trained):
+        raise MalformedError("is_trained is not a list of a 0 or 1 for each of input_ids")
+    return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
+
+
+def _values(row: Mapping[str, Any], is_trained: np.ndarray, *, is_cut: bool) -> dict[str, np.ndarray]:
+    """Column -> float32 `[S]`, 0 where a token is not trained. is_cut: the text may have had more tokens."""
+    columns = {}
+    for names, (column, default) in _VALUES.items():
+        given = [name for name in names if name in row]
+        if len(given) > 1:
+            raise MalformedError(f"has {given[0]} and {given[1]}: one of the two")
+        if not given and default is None:
+            raise MalformedError(f"has neither {' nor '.join(names)}")
+        value = row[given[0]] if given else default
+        if given and (given[0] in ("advantages", "old_log_probs", "weights")) != isinstance(value, list):
+            raise MalformedError(f"{given[0]} is {json_type(value)}")
+        found = np.zeros(len(is_trained), dtype=np.float32)
+        if isinstance(value, list):
+            number = int(is_trained.sum())
+            if "input_ids" in row and len(value) == len(is_trained):
+                value = [v for v, t in zip(value, is_trained.tolist(), strict=True) if t]
+            elif is_cut and len(value) > number:
+                value = value[:number]
+            if len(value) != number:
+                raise MalformedError(f"{given[0]} has {len(value)} numbers for {number} trained tokens")
+        if given and any(not _is_number(v) for v in (value if isinstance(value, list) else [value])):
+            raise MalformedError(f"{given[0]} holds what is not a finite number")
+        found[is_trained] = value
+        columns[column] = found
+    return columns
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,178 @@
+"""Each objective on meshes is what one process makes of it, in float64; and a run file with it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from meshlora.data import collate
+from meshlora.data.preferences import read_preferences
+from meshlora.data.rollouts import read_rollouts
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.oracle.batches import micro_batches
+from meshlora.oracle.objectives import Objective
+from meshlora.verify.request import Request, prepare_proof
+from tests.conftest import Prove
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
+TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2,sp")
+
+
+@pytest.mark.parametrize("objective", ["policy", "dpo"])
+def test_objective_is_that_of_one_process_on_every_mesh(objective: str, prove: Prove) -> None:
+    smoothing = 0.1 if objective == "dpo" else 0.0
+    outcomes = prove(family="qwen3", objective=objective, topologies=TOPOLOGIES, label_smoothing=smoothing)
+    assert [str(o.topology) for o in outcomes] == list(TOPOLOGIES)
+    assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
+
+
+def test_policy_over_experts_with_load_balancing_is_that_of_one_process(prove: Prove) -> None:
+    (outcome,) = prove(family="qwen3_moe", objective="policy", topologies=("tp=2,sp,ep=2",))
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+def test_lora_on_the_head_is_off_in_the_base(prove: Prove) -> None:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head", "down_proj"]}
+    (outcome,) = prove(family="qwen3", objective="policy", topologies=("tp=2,sp",), lora=lora)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+def test_the_case_has_what_its_loss_distinguishes() -> None:
+    proof = prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="policy"))
+    columns = proof.case.columns
+    assert min(columns["advantage"]) < 0 < max(columns["advantage"])
+    ratios = np.exp(-np.log(proof.config.vocab_size) - np.array(columns["old_log_prob"]))
+    assert 0.1 < (abs(ratios - 1) > 0.2).mean() < 0.9, "some are clipped and some are not"
+    pairs = prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="dpo")).case.data
+    assert pairs.num_examples * 2 == len(pairs)
+    lengths = np.diff(pairs.offsets)
+    assert (lengths[0::2] != lengths[1::2]).any()
+
+
+def test_low_precision_of_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="frozen base routes by itself"):
+        prepare_proof(Request(family="qwen3_moe", topologies=("ep=2",), objective="dpo", dtype="float32"))
+
+
+def test_unknown_objective_is_refused() -> None:
+    with pytest.raises(UserError, match="did you mean 'policy'"):
+        prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="polcy"))
+
+
+# --- the judge's own losses, against numbers worked out by hand
+
+
+def test_losses_of_the_judge_are_those_of_the_papers() -> None:
+    logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]], dtype=torch.float64))
+    data = dataclasses.replace(
+        next(iter(micro_batches(_rollout(), [0], micro_batch_size=1, pad_token_id=0))),
+        labels=torch.tensor([[0, 2]]),
+        columns={
+            "advantage": torch.tensor([[1.0, -2.0]]),
+            "old_log_prob": torch.log(torch.tensor([[0.25, 0.5]])),
+            "weight": torch.tensor([[1.0, 3.0]]),
+        },
+    )
+    # Ratios 2 and 1: the first is clipped to 1.2, the second counts as it is.
+    found = Objective("policy").loss_sum(logits, data, None, is_training=True)
+    assert float(found) == pytest.approx(-1.2 * 1.0 + 3 * 2.0)
+    base = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]], dtype=torch.float64))
+    with_kl = Objective("policy", kl_coef=0.5).loss_sum(logits, data, base, is_training=True)
+    assert float(with_kl - found) == pytest.approx(0.5 * (0.5 - 1 - np.log(0.5)), rel=1e-5)
+
+
+def _rollout():  # type: ignore[no-untyped-def]
+    return prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="policy")).case.data
+
+
+# --- records
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    return AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+
+
+def _write(folder: Path, *rows: object) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_advantages_stand_at_their_tokens(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    file = _write(
+        tmp_path,
+        {"input_ids": [5, 6, 7, 8], "is_trained": [0, 0, 1, 1], "advantages": [1.5, -2], "old_log_probs": [-1, -2]},
+        {"input_ids": [5, 6, 7], "is_trained": [0, 1, 1], "advantage": 3, "weights": [0, 0.5, 2]},
+        {"prompt": "a", "completion": " b", "advantage": -1.0},
+    )
+    data = read_rollouts(file, tokenizer, max_length=16, vocab_size=512)
+    assert data[0].columns["advantage"].tolist() == [0, 0, 1.5, -2]
+    assert data[1].columns["weight"].tolist() == [0, 0.5, 2]
+    assert np.isnan(data[1].columns["old_log_prob"]).tolist() == [False, True, True]
+    assert set(data[2].columns["advantage"][data[2].is_trained].tolist()) == {-1.0}
+    batch = collate([data[0], data[1]], pad_token_id=0, columns=tuple(data.columns))
+    assert batch.columns["advantage"].tolist() == [[0, 1.5, -2, 0], [3, 3, 0, 0]], "shifted as the labels are"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input_ids": [5, 6], "is_trained": [0, 1]}, "has neither advantage nor advantages"),
+        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "advantages": [1]}, "one of the two"),
+        ({"input_ids": [5, 6, 7], "is_trained": [0, 1, 1], "advantages": [1]}, "has 1 numbers for 2 trained tokens"),
+        ({"input_ids": [5, 9999], "is_trained": [0, 1], "advantage": 1}, "outside the vocabulary of 512"),
+        ({"input_ids": [5, 6], "is_trained": [0, 2], "advantage": 1}, "a 0 or 1"),
+        ({"input_ids": [5, 6], "is_trained": [1, 0], "advantage": 1}, "no trained token"),
+        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": float("nan")}, "not a finite number"),
+        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": "1"}, "not a finite number"),
+        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "text": "x"}, "one of the two"),
+        ({"prompt": "a", "completion": "b", "advantage": 1, "old_logprobs": [1]}, "did you mean 'old_log_probs'"),
+    ],
+)
+def test_rollout_that_cannot_be_used_is_named_by_line(
+    row: dict[str, object],
+    words: str,
+    tmp_path: Path,
+    tokenizer,  # type: ignore[no-untyped-def]
+) -> None:
+    file = _write(tmp_path, {"prompt": "a", "completion": " b", "advantage": 1}, row)
+    with pytest.raises(UserError, match=words) as error:
+        read_rollouts(file, tokenizer, max_length=16, vocab_size=512)
+    assert "rows.jsonl:2" in str(error.value)
+
+
+def test_pairs_of_text_and_of_messages_are_neighbours(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    file = _write(tmp_path, {"prompt": "a", "chosen": " b", "rejected": " c d"}, {"chosen": " x", "rejected": " y"})
+    data = read_preferences(file, tokenizer, max_length=16)
+    assert (data.num_examples, len(data)) == (2, 4)
+    better, worse = data.example(0)
+    assert better.input_ids[0] == worse.input_ids[0]
+    assert len(better.input_ids) < len(worse.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+        ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "prompt is a string"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, "unknown field 'score'"),
+    ],
+)
+def test_pair_that_cannot_be_used_is_named_by_line(
+    row: dict[str, object],
+    words: str,
+    tmp_path: Path,
+    tokenizer,  # type: ignore[no-untyped-def]
+) -> None:
+    file = _write(tmp_path, {"prompt": "a", "chosen": " b", "rejected": " c"}, row)
+    with pytest.raises(UserError, match=words) as error:
+        read_preferences(file, tokenizer, max_length=16)
+    assert "rows.jsonl:2" in str(error.value)
