@@ -14,8 +14,9 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Two workers, each with ranks of its own: ranks wait for each other, and one pool leaves the cores idle half the time.
 test: check
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint types
 

@@ -25,6 +25,19 @@ Prove = Callable[..., list[Outcome]]
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.processes", "tests.unit.mistakes", "tests.unit.records")
 
+# These take minutes: first, so that no worker is left alone with one at the end.
+_LONGEST = (
+    "parity/test_experts",
+    "verify/test_mutations",
+    "ranks/test_failures",
+    "verify/test_preflight",
+    "parity/test_topologies",
+    "verify/test_command",
+    "ranks/test_resume",
+    "ranks/test_methods",
+    "parity/test_heads",
+)
+
 # The suite writes some hundred megabytes, most of them with fsync.
 _MEMORY, _ENOUGH_BYTES = Path("/dev/shm"), 4 * 2**30
 
@@ -71,10 +84,20 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests run where there is a GPU; what takes long where it is asked for, as in `-m eight_ranks`."""
+    """GPU tests run where there is a GPU; what takes long where it is asked for, as in `-m eight_ranks`.
+
+    Workers of xdist take the longest files first.
+    """
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     left_out += [name for name in ("eight_ranks", "every_family") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    file = f"{item.path.parent.name}/{item.path.stem}"
+    return _LONGEST.index(file) if file in _LONGEST else len(_LONGEST)
