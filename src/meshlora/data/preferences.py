@@ -39,7 +39,7 @@ def read_preferences(
     """
     mistakes = Mistakes("{prompt, chosen, rejected}, the last two text, or lists of messages")
     records: list[Record] = []
-    for origin, row in read_rows(source, columns=columns):
+    for origin, row in read_rows(source, known=FIELDS, columns=columns):
         try:
             check_fields(row, FIELDS)
             pair = [_record(row, name, origin) for name in ("chosen", "rejected")]

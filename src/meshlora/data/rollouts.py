@@ -51,7 +51,7 @@ def read_rollouts(
     Raises:
         UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
     """
-    rows = read_rows(source, columns=columns)
+    rows = read_rows(source, known=FIELDS, columns=columns)
     mistakes = Mistakes("{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages")
     kinds: list[tuple[Row, Record | None]] = []
     for origin, row in rows:

@@ -7,7 +7,7 @@ Owns: JSON lines, Parquet and saved `datasets` folders as rows with their origin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,20 @@ from meshlora.errors import UserError, did_you_mean
 Row = tuple[str, dict[str, Any]]  # where it was read, for messages to the user; its values
 
 
-def read_rows(source: str | list[str], *, columns: Mapping[str, str] | None = None) -> list[Row]:
+def read_rows(
+    source: str | list[str], *, known: Collection[str], columns: Mapping[str, str] | None = None
+) -> list[Row]:
     """All rows of `.jsonl`, `.parquet` or a `Dataset.save_to_disk` folder, in order. Values that are null are left out.
 
-    columns: our field -> theirs; all else in a row is then ignored.
+    known: the fields that a row may have. columns: our field -> theirs; fields that are not known are then ignored.
 
     Raises:
-        UserError: a source that is missing, empty or of another kind; a line that is no JSON object.
+        UserError: a source that is missing, empty or of another kind; a line that is no JSON object; a column for a
+            field that is not known.
     """
+    for name in columns or {}:
+        if name not in known:
+            raise UserError(f"columns: {name!r}", "is not a field of a record", did_you_mean(name, known))
     rows: list[Row] = []
     for path in map(Path, [source] if isinstance(source, str) else source):
         found = [(origin, {k: v for k, v in row.items() if v is not None}) for origin, row in _rows_of(path)]
@@ -34,7 +40,8 @@ def read_rows(source: str | list[str], *, columns: Mapping[str, str] | None = No
         rows += found
     if not columns:
         return rows
-    return [(origin, {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}) for origin, row in rows]
+    theirs = {name: name for name in known} | dict(columns)
+    return [(origin, {ours: row[name] for ours, name in theirs.items() if name in row}) for origin, row in rows]
 
 
 def _rows_of(path: Path) -> Iterator[Row]:

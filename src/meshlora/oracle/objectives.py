@@ -61,7 +61,8 @@ class Objective:
 
     def _policy(self, log_p: Tensor, log_ref: Tensor | None, batch: MicroBatch, is_trained: Tensor) -> Tensor:
         advantage, old, weight = (batch.columns[n][is_trained].to(log_p.dtype) for n in _COLUMNS)
-        ratio = torch.exp(log_p - old)
+        acted = torch.where(torch.isnan(old), log_p.detach(), old)  # not a number: the policy itself has acted
+        ratio = torch.exp(log_p - acted)
         low, high = 1 - self.clip_low, 1 + self.clip_high
         # Where the ratio has left the interval to the side that the advantage asks for, there is nothing more to gain.
         is_done = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))

@@ -1,0 +1,98 @@
+"""`meshlora train` on rollouts and on pairs gives the adapter of one process; what cannot be trained so is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora.oracle.reference import train_run
+from meshlora.run_file import read_run
+from meshlora.train.prepare import prepare
+from tests.pool import Pool
+from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups, run_file
+
+FILES = {"policy": "rollouts", "dpo": "pairs"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "policy": {"train__kl_coef": 0.1},
+    "dpo": {"train__dpo_beta": 0.2, "train__label_smoothing": 0.1},
+}
+
+
+def objective_file(folder: Path, name: str, topology: str, objective: str, **changes: Any) -> Path:
+    """A run of `objective` over 19 rows: a short batch at the end of the epoch, unequal shares, dummies."""
+    data = folder / f"{FILES[objective]}.jsonl"
+    lines = (EXAMPLES / "docstrings" / data.name).read_text().splitlines()[:19]
+    rows = [json.loads(line) for line in lines]
+    for number, row in enumerate(rows):
+        if objective == "policy":
+            row["weight"] = 0.5 + number % 3
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"train__objective": objective, "data__train": str(data), **OPTIONS[objective], **changes}
+    return run_file(folder, name, topology, **{"data__eval": str(data), **changes})
+
+
+@pytest.mark.parametrize("objective", FILES)
+def test_run_gives_the_adapter_of_one_process_on_every_mesh(
+    objective: str, tmp_path: Path, pools: Callable[[int], Pool]
+) -> None:
+    outputs = {}
+    for topology, world in (("tp=2,sp", 2), ("dp=2", 2), ("dp=2,tp=2,sp", 4)):
+        file = objective_file(tmp_path, f"run-{topology}", topology, objective)
+        pools(world).run(run_and_keep_groups, file, world)
+        outputs[topology] = tmp_path / f"run-{topology}"
+    run = prepare(read_run(file, ["train.overwrite=true"]))
+    losses = train_run(
+        run.config,
+        run.train_data,
+        steps=run.steps,
+        pad_token_id=run.pad_token_id,
+        adapter=outputs["tp=2,sp"] / "initial",
+        out=tmp_path / "reference",
+    )
+    reported = {"policy": {"ratio", "clip_fraction", "kl"}, "dpo": {"accuracy", "margin"}}[objective]
+    for output in outputs.values():
+        assert compare_adapters(output / "adapter", tmp_path / "reference").relative < 1e-6
+        assert largest_loss_gap(read_losses(output / "metrics.jsonl"), losses) < 1e-11
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        assert all(reported < line.keys() for line in lines if "loss" in line)
+    assert largest_loss_gap(*[_column(output, sorted(reported)[0]) for output in list(outputs.values())[:2]]) < 1e-11
+
+
+def _column(output: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "words"),
+    [
+        ("dpo", {"train__kl_coef": 0.1}, "it goes with policy"),
+        ("policy", {"train__dpo_beta": 0.5}, "it goes with dpo"),
+        ("policy", {"train__label_smoothing": 0.1}, "no labels to smooth"),
+        ("dpo", {"train__label_smoothing": 0.5}, "the other answer would be the better"),
+        ("policy", {"train__clip_low": 1.5}, "above 0, at most 1"),
+        ("policy", {"train__kl_coef": -1.0}, "not negative"),
+        ("policy", {"train__routing_record": "somewhere"}, "runs the frozen base too"),
+        ("dpo", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "each must be {prompt, chosen"),
+        ("policy", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "has neither advantage nor"),
+        ("policy", {"data__train": "nowhere.jsonl"}, "there is no such file"),
+        ("policy", {"data__columns": {"advantage": "reward"}}, "has neither advantage"),
+    ],
+)
+def test_mistake_is_one_message(objective: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        prepare(read_run(objective_file(tmp_path, "wrong", "", objective, **changes)))
+
+
+def test_objective_that_needs_the_base_is_refused_where_the_adapter_has_taken_its_principal_part(
+    tmp_path: Path,
+) -> None:
+    file = objective_file(tmp_path, "pissa", "", "dpo", lora__init_lora_weights="pissa", model__dtype="float32")
+    with pytest.raises(UnsupportedError, match="needs the frozen base"):
+        prepare(read_run(file))
