@@ -24,6 +24,7 @@ _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: features land far from each other
 # lowbias32 (Wellons, "Prospecting for hash functions"): its two multipliers.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_BEFORE = 0xED5AD4BB  # of triple32: a round before the second word enters, two after it
 
 
 def token_numbers(places: Tensor, length: int) -> Tensor:
@@ -52,8 +53,9 @@ def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
     rows = max(1, _BLOCK // max(1, len(features)))
     for start in range(0, len(tokens), rows):
         block = slice(start, start + rows)
-        x = _xor_shift(first[block] + columns, 16).mul_(_FIRST)
-        x = _xor_shift(x.bitwise_xor_(second[block]), 15).mul_(_SECOND - 2**32)
+        x = _xor_shift(first[block] + columns, 17).mul_(_BEFORE - 2**32)
+        x = _xor_shift(x.bitwise_xor_(second[block]), 16).mul_(_FIRST)
+        x = _xor_shift(x, 15).mul_(_SECOND - 2**32)
         torch.ge(_xor_shift(x, 16), least, out=kept[block])
     return kept
 

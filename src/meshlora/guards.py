@@ -1,7 +1,8 @@
 """Guards: what would depend on the topology, or work on one rank's part, is refused on the model itself.
 
 Owns: which of the model's own dropouts are refused, rotary embeddings that look at the length of a batch, outputs that
-only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow from the plan.
+only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow
+from the plan.
 """
 
 from __future__ import annotations

@@ -22,15 +22,17 @@ _PREFIX, _ADAPTER = "base_model.model.", ".default"
 class Masks:
     """Replaces what every `nn.Dropout` of `model`, a PEFT model, computes. Outside of `of_batch` it drops nothing.
 
-    seed: of the run. step: the optimizer step, from 0, set by the caller.
+    seed: of the run. step: the optimizer step, from 0, set by the caller. rates: module -> its rate.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.seed, self.step = seed, 0
+        self.rates: dict[str, float] = {}
         self._batch: MicroBatch | None = None
         for path, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 name = path.removeprefix(_PREFIX).replace(".base_layer", "").removesuffix(_ADAPTER)
+                self.rates[name] = module.p
                 module.forward = self._forward(name, module.p)  # type: ignore[method-assign]
 
     @contextlib.contextmanager

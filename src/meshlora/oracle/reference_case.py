@@ -90,6 +90,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
     trace.stacks = {name: dataclasses.asdict(stack) for name, stack in stacks.items()}
     trace.rows, trace.columns = fingerprints(inner)
+    trace.dropouts = masks.rates
     trace.base, trace.row_norms = _base_values(case, factors)
     for step, rate in enumerate(rates):
         at_step(routing, step)

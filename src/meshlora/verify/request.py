@@ -101,9 +101,8 @@ class Proof:
     """A request that passed its checks.
 
     Attributes:
-        config: of the model or its twin. plans: topology -> plan, in the order of the runs.
-        case: without the folders of its inputs where these are made for it. key: the hash of all that goes into the
-            reference.
+        config: of the model or its twin. plans: topology -> plan, in the order of the runs. case: without the folders
+            of its inputs where these are made for it. key: the hash of all that goes into the reference.
     """
 
     request: Request
@@ -171,6 +170,7 @@ class Proof:
             "dora": config.use_dora,
             "dropout": bool(case.dropout) or config.lora_dropout > 0,
             "lora_dropout": config.lora_dropout > 0,
+            "model_dropout": bool(case.dropout),
             "smoothing": case.label_smoothing > 0,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
