@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -18,7 +18,8 @@ from meshlora.adapter import manage, peft_format
 from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import resolve_targets
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora.guards import check_no_dropout, guard_model, handle_dropout
+from meshlora.guards import check_dropouts, guard_model, handle_dropout
+from meshlora.parallel.dropout import replace_dropouts
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
 from meshlora.plan.derive import plan_model
@@ -47,7 +48,8 @@ def load(
     seed: int = 0,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-    disable_dropout: bool = False,
+    disable_dropout: bool | Literal["unsupported"] = False,
+    ignore_lora_dropout: bool = False,
     allow_unused_weights: bool = False,
 ) -> Any:
     """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
@@ -61,8 +63,9 @@ def load(
         dtype: of the base; default: what the checkpoint says. Adapters are fp32 (fp64 beside fp64).
         device: "auto", "cpu" or "cuda". seed: of the adapter, and of random weights.
         attn_implementation, trust_remote_code: as in transformers.
-        disable_dropout: set the dropouts of the model, and of `adapter`, to 0. Without it a model that has any is
-            refused, as their masks would depend on the topology.
+        disable_dropout: set the model's own dropouts to 0; "unsupported": those of them that are not exact on every
+            topology. Without it a model that has such is refused.
+        ignore_lora_dropout: take `adapter` as one without lora_dropout.
         allow_unused_weights: accept a checkpoint that holds weights the model has no place for.
 
     Raises:
@@ -81,6 +84,7 @@ def load(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         disable_dropout=disable_dropout,
+        ignore_lora_dropout=ignore_lora_dropout,
         allow_unused_weights=allow_unused_weights,
     )
 
@@ -102,7 +106,8 @@ def _load(
     seed: int = 0,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-    disable_dropout: bool = False,
+    disable_dropout: bool | Literal["unsupported"] = False,
+    ignore_lora_dropout: bool = False,
     allow_unused_weights: bool = False,
 ) -> Any:
     if lora is not None and adapter is not None:
@@ -120,7 +125,7 @@ def _load(
     if not is_proved:
         check_proved(hf_model.config.model_type, topology, has_experts=bool(plan.experts))
     if adapter is not None:
-        stored = peft_format.read_config(Path(adapter), ignore_dropout=disable_dropout)
+        stored = peft_format.read_config(Path(adapter), ignore_dropout=ignore_lora_dropout)
         stored = engine_config(Path(adapter) / peft_format.WEIGHTS_FILE, stored, plan)
         found = resolve_targets(hf_model, plan, stored, strict=False)
         # Before the base, which takes its time, is read.
@@ -139,11 +144,12 @@ def _load(
     fill(hf_model, plan, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
+    replace_dropouts(hf_model, plan.model_type, hf_model.meshlora.dropout)
     guard_model(hf_model, topology)
     if lora is not None:
         manage.add_adapter(hf_model, "default", lora, seed=seed)
     if adapter is not None:
-        peft_format.load_adapter(hf_model, adapter, ignore_dropout=disable_dropout)
+        peft_format.load_adapter(hf_model, adapter, ignore_dropout=ignore_lora_dropout)
     manage.set_adapter(hf_model, "default" if hf_model.meshlora.adapters else None)
     return hf_model
 
@@ -186,7 +192,7 @@ def build_meta(
     *,
     dtype: torch.dtype,
     attn_implementation: str | None = None,
-    disable_dropout: bool = False,
+    disable_dropout: bool | Literal["unsupported"] = False,
     trust_remote_code: bool = False,
 ) -> tuple[Any, ModelPlan]:
     """The model on the meta device and its plan: all that can be known, and refused, before any weight is read."""
@@ -207,7 +213,7 @@ def build_meta(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in wide:
             tensor.data = tensor.data.float()
-    check_no_dropout(model)
+    check_dropouts(model)
     return model, plan_model(model, topology)
 
 

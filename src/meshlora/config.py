@@ -22,7 +22,7 @@ class ModelConfig:
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
-    disable_dropout: bool = False
+    disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
 
 

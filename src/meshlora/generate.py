@@ -51,7 +51,12 @@ def generate(
                 "shorten the prompt or lower --max-new-tokens",
             )
     network = load(
-        model, adapter=adapter, dtype=dtype, trust_remote_code=trust_remote_code, disable_dropout=True
+        model,
+        adapter=adapter,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        disable_dropout=True,
+        ignore_lora_dropout=True,
     ).eval()
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -1,58 +1,80 @@
 """Guards: what would depend on the topology, or work on one rank's part, is refused on the model itself.
 
-Owns: the model's own dropouts, rotary embeddings that look at the length of a batch, outputs that only a whole model
-has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow from the plan.
+Owns: which of the model's own dropouts are refused, rotary embeddings that look at the length of a batch, outputs that
+only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow
+from the plan.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshlora.adapter import manage, peft_format
 from meshlora.errors import UnsupportedError, UserError
+from meshlora.plan.dropout import is_exact_dropout, is_exact_module
 from meshlora.plan.topology import Topology
 
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 
 
-def handle_dropout(config: Any, *, disable: bool) -> None:
-    """Set the model's own dropouts and the noise of its routers to 0 in `config` and inside it, or refuse them.
+def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> None:
+    """Set the model's own dropouts and the noise of its routers to 0 in `config` and inside it, or refuse those that
+    would depend on the topology.
+
+    disable: True: all of them are set to 0. "unsupported": those that would be refused.
 
     Raises:
-        UnsupportedError: there are some, and `disable` is off.
+        UnsupportedError: there are some that are not exact, and `disable` is off; or one that drops everything.
     """
-    for part in _configs(config):
-        for name, value in list(vars(part).items()):
-            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(
-                ("classifier", "summary_")
-            )
-            if not is_dropout or isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                continue
-            if not disable:
-                raise UnsupportedError(
-                    f"{name}={value} in the model's configuration",
-                    "its random numbers would depend on the topology",
-                    "turn the model's own dropouts and router noise off: disable_dropout=True (in a run file, "
-                    "model.disable_dropout: true)",
-                )
+    for part, name, value in _dropouts(config):
+        is_exact = is_exact_dropout(part.model_type, name)
+        if disable is True or (disable == "unsupported" and not is_exact):
             setattr(part, name, type(value)(0))  # some families insist on whole numbers
+        elif not is_exact:
+            raise UnsupportedError(
+                f"{name}={value} in the model's configuration",
+                "its random numbers would depend on the topology",
+                "turn what is not exact off: disable_dropout='unsupported' (in a run file, model.disable_dropout: "
+                "unsupported), or all of the model's own dropouts: true",
+            )
+        elif value >= 1:
+            raise UnsupportedError(f"{name}={value} in the model's configuration", "nothing would be left", "below 1")
 
 
-def check_no_dropout(model: nn.Module) -> None:
-    """No dropout is left in a built model, wherever its rate came from.
+def dropout_fields(config: Any) -> dict[str, float]:
+    """Field -> rate of the dropouts that are left in `config`, of what `handle_dropout` has gone through."""
+    return {name: float(value) for _, name, value in _dropouts(config)}
+
+
+def check_dropouts(model: Any) -> None:
+    """No dropout but exact ones is left in a built model, wherever its rate came from.
 
     Raises:
         UnsupportedError: names the module.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if is_dropout and not is_exact_module(model.config.model_type, name):
             raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology")
+
+
+def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
+    """(configuration, field, rate) of all that is above 0 in `config` and inside it."""
+    found = []
+    for part in _configs(config):
+        for name, value in vars(part).items():
+            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(
+                ("classifier", "summary_")
+            )
+            if is_dropout and not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
+                found.append((part, name, value))
+    return found
 
 
 def longest_fixed_rope(config: Any) -> int | None:

@@ -124,6 +124,8 @@ def _is(value: Any, hint: Any) -> bool:
         return isinstance(_as_number(value), int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
     if typing.get_origin(hint) is list:
         return isinstance(value, list) and bool(value) and all(_is(v, typing.get_args(hint)[0]) for v in value)
     if typing.get_origin(hint) is dict:
@@ -145,6 +147,8 @@ def _words(hint: Any) -> str:
     words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "nothing"}
     if hint in words:
         return words[hint]
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_words(a) for a in typing.get_args(hint) if a is not type(None))
     return "a list of text" if typing.get_origin(hint) is list else "a group of keys"

@@ -181,10 +181,14 @@ def test_interrupted_overwrite_never_pairs_a_config_with_other_weights(
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 64
 
 
-def test_adapter_trained_with_dropout_can_be_looked_at_but_not_trained_on(tmp_path: Path) -> None:
+def test_adapter_with_dropout_that_is_not_followed_can_be_looked_at_but_not_trained_on(tmp_path: Path) -> None:
     folder = make_twin(tmp_path, "llama")
     file = folder / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "lora_dropout": 0.05}))
+    meshlora.load(folder / "model", adapter=folder / "adapter")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_dora": True}))
     with pytest.raises(meshlora.UnsupportedError, match="lora_dropout"):
         meshlora.load(folder / "model", adapter=folder / "adapter")
-    meshlora.load(folder / "model", adapter=folder / "adapter", disable_dropout=True)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_dora": False}))
+    model = meshlora.load(folder / "model", adapter=folder / "adapter", ignore_lora_dropout=True)
+    model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # in training mode, and nobody has said which tokens

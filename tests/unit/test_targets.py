@@ -62,7 +62,6 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("lora_dropout", 0.1),
         ("init_lora_weights", "eva"),
         ("init_lora_weights", "corda"),
         ("use_qalora", True),

@@ -36,7 +36,15 @@ MISTAKES: dict[str, Case] = {
     "lora_dora_from_the_weights": case(
         lora(use_dora=True, init_lora_weights="pissa"), "use_dora", "'pissa'", "not proved together"
     ),
-    "lora_dropout": case(lora(lora_dropout=0.1), "lora_dropout=0.1", "not supported yet", "leave it at 0.0"),
+    "lora_dropout_of_everything": case(lora(lora_dropout=1.0), "lora_dropout=1.0", "a share in [0, 1)"),
+    "lora_dropout_is_text": case(lora(lora_dropout="a tenth"), "lora_dropout='a tenth'", "a share in [0, 1)"),
+    "lora_dropout_with_dora": case(lora(lora_dropout=0.1, use_dora=True), "with use_dora", "leave lora_dropout at 0.0"),
+    "lora_dropout_on_the_head": case(
+        lora(lora_dropout=0.1, target_modules=["lm_head"]), "the output head lm_head", "leave the head out"
+    ),
+    "lora_dropout_on_a_parameter": case(
+        lora(lora_dropout=0.1, target_parameters=["mlp.up_proj.weight"]), "PEFT has no dropout", "leave lora_dropout"
+    ),
     "lora_modules_to_save_not_there": case(
         lora(modules_to_save=["lm_haed"]), "modules_to_save", "'lm_haed' is no module", "did you mean 'lm_head'?"
     ),

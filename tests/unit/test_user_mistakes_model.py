@@ -61,7 +61,10 @@ MISTAKES: dict[str, Case] = {
         lambda s: s.config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised", "not supported yet"
     ),
     "dropout_in_the_model": case(
-        lambda s: s.config(attention_dropout=0.1), "attention_dropout=0.1", "depend on the topology", "disable_dropout"
+        lambda s: s.config(attention_dropout=0.1), "attention_dropout=0.1", "on the topology", "disable_dropout: unsupp"
+    ),
+    "dropout_disabled_in_other_words": case(
+        setting("model.disable_dropout", "attention"), "'attention'", "true or false or 'unsupported'"
     ),
     "attention_that_is_not_known": case(setting("model.attn_implementation", "fast"), "fast", "eager"),
     "attention_that_is_not_installed": case(

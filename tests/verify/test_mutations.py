@@ -108,7 +108,8 @@ _ON_EMBEDDING = {
     "target_modules": ["embed_tokens", "q_proj", "down_proj"],
     "modules_to_save": ["model.norm", "input_layernorm"],
 }
-_QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", "transformer.h.0.attn.c_attn"
+_GPT2_BLOCK = "transformer.h.0"
+_QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
 
 # what it is -> (request, mutation -> (phase, where, words of the cause)).
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
@@ -268,6 +269,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "pairs of answers": (
         {"family": "qwen3", "objective": "dpo", "label_smoothing": 0.1, "topologies": ("dp=2",)},
         {"dpo_pairs_swapped": LOSS, "dpo_per_token": LOSS, "dpo_labels_not_smoothed": LOSS},
+    ),
+    "dropout of the adapter and of the model, held to the base": (
+        {
+            "family": "gpt2",
+            "objective": "policy",
+            "topologies": ("tp=2,sp",),
+            "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
+            "lora": _ALL | {"lora_dropout": 0.1},
+        },
+        {
+            "dropout_by_local_token": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_by_local_feature": ("forward", f"{_GPT2_BLOCK}.attn.c_proj", "drops other elements"),
+            "dropout_same_in_every_step": ("deltas", f"{_C_ATTN}.lora_A", "masks of another step"),
+            "dropout_same_in_every_module": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_per_tp_rank": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_not_scaled": ("forward", "transformer.drop", "not divided by the share"),
+            "base_with_dropout": LOSS,
+        },
     ),
     "an adapter on the embedding, norms that are trained": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ON_EMBEDDING},

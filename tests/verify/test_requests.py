@@ -79,7 +79,7 @@ def test_wrong_request_is_refused_with_exit_code_2(
         ("- 8", "fields of peft.LoraConfig"),
         ("rank: 8", "is not an option of this peft"),
         ("{r: 8, target_modules: [q_prj]}", "did you mean 'q_proj'?"),
-        ("{r: 8, target_modules: all-linear, lora_dropout: 0.1}", "lora_dropout=0.1"),
+        ("{r: 8, target_modules: all-linear, lora_dropout: 0.1, use_dora: true}", "lora_dropout=0.1"),
         ("{r: 8, target_modules: all-linear, init_lora_weights: eva}", "'eva'"),
         ("{r: 8, target_modules: [embed_tokens], use_dora: true}", "use_dora on the embedding"),
         ("{r: 8, target_modules: [q_proj], pieces: {q_proj: [q]}}", "it is not a fused matrix"),

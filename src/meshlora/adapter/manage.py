@@ -20,6 +20,7 @@ from meshlora.adapter.targets import Target, embedding_size, final_config, resol
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix, take_out_of_base
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel.collectives import all_gather
+from meshlora.parallel.dropout import DropoutTokens
 from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import adopt, parallel_leaves
@@ -53,7 +54,10 @@ class Adapter:
 
 @dataclass
 class Runtime:
-    """What a parallel model knows about itself. base: the parameters of the base of which adapters have copies."""
+    """What a parallel model knows about itself.
+
+    base: the parameters of the base of which adapters have copies. dropout: which tokens the running forward has.
+    """
 
     plan: ModelPlan
     mesh: Mesh
@@ -61,6 +65,10 @@ class Runtime:
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
+    dropout: DropoutTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dropout = DropoutTokens(self.mesh.tp, sp=self.plan.topology.sp)
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,8 @@ def attach(
             for part, factor in values.items()
         }
         leaf.add_adapter(name, local, scaling=target.scaling)
+        if isinstance(leaf, ParallelLinear):
+            leaf.set_dropout(name, config.lora_dropout, state.dropout)
         if target.use_dora and "magnitude" not in local:
             assert isinstance(leaf, ParallelLinear)
             leaf.add_adapter(name, {"magnitude": leaf.weight_norm(name).to(dtype)}, scaling=target.scaling)

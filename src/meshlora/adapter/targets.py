@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_tar
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 
+from meshlora.adapter.dropout import check_dropout
 from meshlora.adapter.expert_targets import (
     check_experts,
     matched_parameters,
@@ -34,6 +35,7 @@ from meshlora.plan.rules import LinearRule, ModelPlan
 _SUPPORTED = {
     "r",
     "lora_alpha",
+    "lora_dropout",
     "use_rslora",
     "target_modules",
     "exclude_modules",
@@ -190,7 +192,10 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         name for name in (plan.embedding, *plan.linears, *plan.projections, *plan.matrices) if name in set(matched)
     ]
     by_weight = set(parameters) - plan.projections.keys()
-    return {name: _target(name, config, plan, by_weight=name in by_weight) for name in chosen}
+    found = {name: _target(name, config, plan, by_weight=name in by_weight) for name in chosen}
+    if config.lora_dropout:
+        check_dropout(final_config(config, found, plan), found, plan)
+    return found
 
 
 def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:

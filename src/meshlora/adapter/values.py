@@ -29,6 +29,9 @@ def check_values(config: LoraConfig) -> None:
     for what, rank in [("r", config.r), *((f"rank_pattern[{k!r}]", v) for k, v in (config.rank_pattern or {}).items())]:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise UserError(f"LoraConfig({what}={rank!r})", "a rank is a whole number of at least 1")
+    dropout = config.lora_dropout
+    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+        raise UserError(f"LoraConfig(lora_dropout={dropout!r})", "it is a share in [0, 1)", "0.05 to 0.1 is usual")
     alphas = [("lora_alpha", config.lora_alpha)]
     alphas += [(f"alpha_pattern[{k!r}]", v) for k, v in (config.alpha_pattern or {}).items()]
     for what, alpha in alphas:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshlora.data.tokenization import Sequence
+from meshlora.dropout import token_numbers
 
 IGNORED = -100  # the label of a position that predicts nothing; torch's cross_entropy ignores it by default
 
@@ -31,6 +32,8 @@ class Batch:
             `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted as labels are and 0 where these are -100.
+        tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.dropout.token_numbers`):
+            the same on every topology. Padding goes on counting.
         is_dummy: it holds no sequence, only what keeps collectives going.
     """
 
@@ -38,14 +41,16 @@ class Batch:
     attention_mask: Tensor
     labels: Tensor
     num_trained_tokens: int
+    tokens: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     is_dummy: bool = False
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on `device`."""
         columns = {name: column.to(device) for name, column in self.columns.items()}
-        ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
-        return Batch(ids, mask, labels, self.num_trained_tokens, columns, self.is_dummy)
+        own = (self.input_ids, self.attention_mask, self.labels, self.tokens)
+        ids, mask, labels, tokens = (t.to(device) for t in own)
+        return Batch(ids, mask, labels, self.num_trained_tokens, tokens, columns, self.is_dummy)
 
 
 def collate(
@@ -54,6 +59,7 @@ def collate(
     pad_token_id: int,
     token_multiple: int = 1,
     columns: AbstractSequence[str] = (),
+    places: AbstractSequence[int] | None = None,
 ) -> Batch:
     """Pads on the right to the longest, then on until B·S is divisible by `token_multiple`.
 
@@ -66,13 +72,16 @@ def collate(
         pad_token_id: what fills the padding; never seen by the loss.
         token_multiple: what sequence parallelism needs B·S to be a multiple of.
         columns: those of the sequences that the batch has too.
+        places: of the sequences in the global batch; None: 0, 1, 2 ...
     """
     assert token_multiple >= 1, token_multiple
     if not sequences:
         length = _round_up(2, token_multiple)
         input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
         mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
-        return Batch(input_ids, mask, untrained, 0, {name: torch.zeros(1, length) for name in columns}, is_dummy=True)
+        nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
+        zeros = {name: torch.zeros(1, length) for name in columns}
+        return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True)
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
@@ -95,6 +104,7 @@ def collate(
         attention_mask=torch.from_numpy(attention_mask),
         labels=torch.from_numpy(labels),
         num_trained_tokens=int((labels != IGNORED).sum()),
+        tokens=token_numbers(torch.as_tensor(range(num_rows) if places is None else places), length),
         columns={name: torch.from_numpy(column) for name, column in shifted.items()},
     )
 

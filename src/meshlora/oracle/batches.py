@@ -22,13 +22,15 @@ UNTRAINED = -100
 class MicroBatch:
     """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained.
 
-    columns: name -> float32 `[B, S]`, of the same tokens as the labels.
+    columns: name -> float32 `[B, S]`, of the same tokens as the labels. first_place: of its first sequence in the
+    global batch; the others follow.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    first_place: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +40,8 @@ class MicroBatch:
     def to(self, device: str) -> MicroBatch:
         """The same on `device`."""
         columns = {name: column.to(device) for name, column in self.columns.items()}
-        return MicroBatch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device), columns)
+        ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
+        return MicroBatch(ids, mask, labels, columns, self.first_place)
 
 
 def micro_batches_of(
@@ -78,4 +81,4 @@ def micro_batches(
                     labels[place, position - 1] = token
                     for name, column in columns.items():
                         column[place, position - 1] = float(row.columns[name][position])
-        yield MicroBatch(ids, mask, labels, columns)
+        yield MicroBatch(ids, mask, labels, columns, start * each)

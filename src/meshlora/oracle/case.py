@@ -25,10 +25,12 @@ from meshlora.errors import UserError
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
+    "dropout.py",
     "lift.py",
     "routing.py",
     "plan/twin.py",
-    *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "experts", "inputs", "objectives")),
+    *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "dropout")),
+    *(f"oracle/{name}.py" for name in ("experts", "inputs", "objectives")),
     *(
         f"oracle/{name}.py"
         for name in ("ownership", "pieces", "reference", "reference_case", "replay", "trace", "worker")
@@ -60,6 +62,7 @@ class Case:
         columns, rows_per_example: of the sequences.
         pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
             layer have one adapter.
+        dropout: fields of the model's configuration whose dropouts are on; LoRA's is in `lora`.
         device: "cpu" or "cuda".
     """
 
@@ -95,6 +98,7 @@ class Case:
     lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
+    dropout: tuple[str, ...] = ()
     pad_token_id: int = 0
     trust_remote_code: bool = False
     device: str = "cpu"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshlora.oracle import causes_of_experts
+from meshlora.oracle import causes_of_dropout, causes_of_experts
 from meshlora.oracle.capture import MicroBatchCapture
 from meshlora.oracle.failure import Failure
 from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
@@ -63,6 +63,8 @@ def _loaded_adapter(case: Failure) -> str:
 def _forward(case: Failure) -> str:
     name, whole = case.result.name, _whole(case)
     if words := causes_of_experts.of_forward(case):
+        return words
+    if words := causes_of_dropout.of_forward(case, lambda target: _canonical_base(case, target)):
         return words
     fact, block = case.fact(name), case.block(name)
     gaps = torch.cat([p.values.double() - p.of(whole).double() for p in case.result.pieces if p.dim is None] or [whole])
@@ -269,6 +271,7 @@ def _deltas(case: Failure) -> str:
     return (
         "gradients, clipping and the reported learning rate are right: what the optimizer makes of them (its betas, "
         "epsilon, weight decay, the rates of its groups, or the factors that it steps)"
+        + causes_of_dropout.of_later_steps(case)
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
 from meshlora.oracle.balance import load_balancing_loss
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
+from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import (
     adapted_stacks,
     as_configured,
@@ -63,14 +64,16 @@ def reference_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     is_stock: bool = False,
+    dropouts: Collection[str] = (),
 ) -> Any:
-    """The checkpoint with the PEFT adapter, trainable, on one process, without dropout.
+    """The checkpoint with the PEFT adapter, trainable, on one process, without the model's own dropouts.
 
-    is_stock: PEFT does with the configuration what it always does, whether that is what it says or not.
+    dropouts: fields of the configuration that stay as they are. is_stock: PEFT does with the configuration what it
+    always does, whether that is what it says or not.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     for name, value in config.to_dict().items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
             setattr(config, name, 0.0)
     config._experts_implementation = "eager"  # the others do not compute in float64
     base = AutoModelForCausalLM.from_pretrained(
@@ -133,11 +136,12 @@ def accumulate(
     objective: Objective | None = None,
     bases: Sequence[Tensor | None] | None = None,
     router_aux_loss_coef: float = 0.0,
+    masks: Masks | None = None,
 ) -> tuple[float, float | None]:
     """Leave on the factors the gradient of the mean loss over all trained tokens, or pairs, of `batches`, load
     balancing included; returns that loss without it, and the loss of load balancing.
 
-    bases: `base_logits` of each batch, where they are there already.
+    bases: `base_logits` of each batch, where they are there already. masks: of the model's dropouts; None: it has none.
     """
     objective = objective or Objective()
     bases = bases if bases is not None else [base_logits(model, batch, objective) for batch in batches]
@@ -145,7 +149,8 @@ def accumulate(
     routed: list[tuple[Tensor, ...]] | None = [] if router_aux_loss_coef else None
     losses: list[Tensor] = []
     for batch, base in zip(batches, bases, strict=True):
-        loss, _ = loss_sum(model, batch, objective=objective, base=base, routed=routed)
+        with masks.of_batch(batch) if masks is not None else contextlib.nullcontext():
+            loss, _ = loss_sum(model, batch, objective=objective, base=base, routed=routed)
         losses.append(loss)
         if routed is None:
             loss.backward()
@@ -167,17 +172,22 @@ def accumulate(
     return sum(float(loss.detach()) for loss in losses) / tokens, aux
 
 
-def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: AdamW) -> list[float]:
-    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step."""
+def train(
+    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: AdamW, masks: Masks | None = None
+) -> list[float]:
+    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. masks: as of `accumulate`."""
     optimizer = make_optimizer(model, settings)
     losses = []
-    for batches, rate in zip(steps, settings.learning_rates, strict=False):
+    for step, (batches, rate) in enumerate(zip(steps, settings.learning_rates, strict=False)):
+        if masks is not None:
+            masks.step = step
         optimizer.zero_grad(set_to_none=True)
         loss, _ = accumulate(
             model,
             batches,
             objective=settings.objective,
             router_aux_loss_coef=settings.router_aux_loss_coef,
+            masks=masks,
         )
         losses.append(loss)
         if settings.max_grad_norm:
@@ -276,7 +286,8 @@ def train_run(
         options.lora_plus_embedding_lr,
     )
     freeze_outside_pieces(model, pieces_in(adapter))
-    losses = train(model, (batches(step) for step in range(steps)), settings)
+    masks = Masks(model, seed=options.seed)
+    losses = train(model, (batches(step) for step in range(steps)), settings, masks)
     model.save_pretrained(str(out))
     return losses
 

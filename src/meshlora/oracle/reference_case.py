@@ -19,6 +19,7 @@ from meshlora.errors import UnsupportedError
 from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
+from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import adapted_stacks, expert_modules, has_shared_adapters, in_experts
 from meshlora.oracle.objectives import Objective
 from meshlora.oracle.ownership import fingerprints
@@ -81,6 +82,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     losses: dict[str, Any] = {
         "objective": objective_of(case),
         "router_aux_loss_coef": case.router_aux_loss_coef,
+        "masks": (masks := Masks(model, seed=case.seed)),
     }
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
@@ -88,9 +90,11 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
     trace.stacks = {name: dataclasses.asdict(stack) for name, stack in stacks.items()}
     trace.rows, trace.columns = fingerprints(inner)
+    trace.dropouts = masks.rates
     trace.base, trace.row_norms = _base_values(case, factors)
     for step, rate in enumerate(rates):
         at_step(routing, step)
+        masks.step = step
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
@@ -169,6 +173,7 @@ def evaluate(case: Case, model: Any) -> float:
 def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
     """What PEFT finds in the adapter folder `saved`: (factors, logits of the first micro-batch, scales) in float64."""
     model = _case_model(case, saved, "float64", is_stock=True)
+    Masks(model, seed=case.seed)  # outside of a training step there is no dropout
     copies = {name: copy(parameter) for name, parameter in trainable(model).items()}
     stacks = adapted_stacks(model, is_shared=case.share_experts)
     factors = in_pieces(model.get_base_model().config, in_experts(copies, stacks, in_file=True), case.pieces)
@@ -187,6 +192,7 @@ def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bo
         attn_implementation="eager",
         trust_remote_code=case.trust_remote_code,
         is_stock=is_stock,
+        dropouts=case.dropout,
     )
     if precision != case.dtype:
         model = model.double()

@@ -35,6 +35,7 @@ _SCALARS = (
     "facts",
     "terms",
     "stacks",
+    "dropouts",
 )
 
 
@@ -63,6 +64,7 @@ class Trace:
         terms: modules whose output has a gradient that may be one term of a sum over tp: what lies between where a
             region is entered and where it is left (ours only).
         stacks: projection of experts with an adapter -> the values of an `oracle.experts.Stack` (reference only).
+        dropouts: module with a dropout, `NAME.lora_dropout` for that of an adapter -> its rate (reference only).
         collectives, budget: "phase kind" -> calls in the first step, and how many there may be (ours only).
     """
 
@@ -75,6 +77,7 @@ class Trace:
     eval_losses: list[float] = field(default_factory=list)
     scalings: dict[str, float] = field(default_factory=dict)
     fresh_scalings: dict[str, float] = field(default_factory=dict)
+    dropouts: dict[str, float] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from meshlora.parallel.collectives import (
     reduce_each_to_one,
     reduce_scatter_each_to_each,
 )
+from meshlora.parallel.dropout import DropoutTokens, Mask, input_features
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.recipe import LogitsRecipe
@@ -40,35 +41,49 @@ class LoraLinearFunction(Function):
         dA = dz^T x         `[r, in]`
         dB = s g^T z        `[out, r]`
         dx = g W + dz A     `[T, in]`
+    With dropout, z = D(x) A^T, where D zeroes elements and scales the others: it is its own adjoint, so dA = dz^T D(x)
+    and dx = g W + D(dz A). Its mask is computed once more in the backward.
     W and b are frozen: no gradient is computed for them, and x is saved for dA alone.
     The factors may be of higher precision than x (fp32 beside bf16): they are rounded on use, their gradients are not
     kept in the lower precision.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        dropout: Mask | None = None,
+    ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
         y = F.linear(x, weight, bias)  # not a view: some models change it in place
-        z = x2 @ a.to(x.dtype).T
+        z = (x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T
         y.view(-1, y.shape[-1]).addmm_(z, b.to(x.dtype).T, alpha=scale)
         ctx.save_for_backward(x2, weight, a, b, z)
-        ctx.scale = scale
+        ctx.scale, ctx.dropout = scale, dropout
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, z = ctx.saved_tensors
-        shape = (*grads[0].shape[:-1], weight.shape[1])
+        shape, dropout = (*grads[0].shape[:-1], weight.shape[1]), ctx.dropout
         g = grads[0].reshape(-1, weight.shape[0])
         dz = (g @ b.to(g.dtype)).mul_(ctx.scale)
         dx = da = db = None
         if ctx.needs_input_grad[3]:
-            da = (dz.T @ x).to(a.dtype)
+            da = (dz.T @ (x if dropout is None else dropout.drop(x))).to(a.dtype)
         if ctx.needs_input_grad[4]:
             db = (g.T @ z).to(b.dtype).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            dx = (g @ weight).addmm_(dz, a.to(g.dtype)).view(shape)
-        return dx, None, None, da, db, None
+            if dropout is None:
+                dx = (g @ weight).addmm_(dz, a.to(g.dtype)).view(shape)
+            else:
+                dx = (g @ weight).add_(dropout.drop(dz @ a.to(g.dtype))).view(shape)
+        return dx, None, None, da, db, None, None
 
 
 class ParallelLinear(AdaptedLeaf):
@@ -79,6 +94,8 @@ class ParallelLinear(AdaptedLeaf):
         weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
         bias: `[out_local]` (column) or `[out]` (row, whole), or None.
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
+        dropout: adapter name -> share of the input's elements that its A does not see in training; 0 is left out.
+        tokens: which tokens the running forward has; None where no adapter has dropout.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
     """
 
@@ -93,12 +110,19 @@ class ParallelLinear(AdaptedLeaf):
         if rule.has_bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
         self.lora_magnitude_vector = nn.ParameterDict()
+        self.dropout: dict[str, float] = {}
+        self.tokens: DropoutTokens | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """As `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in a call of its own or not."""
         if "magnitude" in factors:
             self.lora_magnitude_vector[name] = nn.Parameter(factors["magnitude"], requires_grad=False)
         super().add_adapter(name, {p: v for p, v in factors.items() if p != "magnitude"}, scaling=scaling)
+
+    def set_dropout(self, name: str, p: float, tokens: DropoutTokens) -> None:
+        """Let adapter `name` drop the share `p` of its input's elements while the module trains."""
+        if p > 0:
+            self.dropout[name], self.tokens = p, tokens
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
         """What of `adapter` sits here, under the names of `add_adapter`."""
@@ -118,13 +142,23 @@ class ParallelLinear(AdaptedLeaf):
         if name is None:
             y = F.linear(x, self.weight, bias)
         else:
-            y = LoraLinearFunction.apply(x, self.weight, bias, *self.factors(name), self.scaling[name])
+            mask = self._mask(name, x)
+            y = LoraLinearFunction.apply(x, self.weight, bias, *self.factors(name), self.scaling[name], mask)
         if is_row:
             y = self._leave_region(y)
         if name is not None and has_magnitude:
             magnitude = self.lora_magnitude_vector[name]
             y = y * (magnitude / self.weight_norm(name).to(magnitude.dtype)).to(y.dtype)
         return self._add_bias(y) if adds_bias else y
+
+    def _mask(self, adapter: str, x: Tensor) -> Mask | None:
+        if not self.training or adapter not in self.dropout:
+            return None
+        assert self.tokens is not None
+        features = input_features(self.rule, self.tp).to(x.device)
+        # Not the module's own name: what it returns may have a dropout too.
+        name = f"{self.rule.name}.lora_dropout"
+        return self.tokens.mask(name, self.dropout[adapter], x.numel() // x.shape[-1], features)
 
     def _piece_rows(self, piece: str) -> Tensor:
         assert self.rule.fused is not None, self.rule

@@ -63,6 +63,7 @@ def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str,
         "steps": str(steps),
         "model": model.hexdigest(),
         "model.dtype": config.model.dtype,
+        "model.disable_dropout": json.dumps(config.model.disable_dropout),
         "data": data.hexdigest(),
         "lora": json.dumps(config.lora if config.adapter is None else config.adapter, sort_keys=True),
     }

@@ -7,6 +7,7 @@ the data, files. Nothing here depends on the topology beyond which share of a ba
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -106,9 +107,10 @@ class Trainer:
         batches = list(self._micro_batches(self.run.train_data, indices))
         with self.routing.step(step, indices) if self.routing is not None else contextlib.nullcontext():
             if self.balance is not None and len(batches) > 1:
-                self.balance.count(batches, self._log_probabilities)
+                self.balance.count(batches, functools.partial(self._log_probabilities, step))
             for number, batch in enumerate(batches):
-                sums.add(batch, *self._backward(number, batch, is_only=len(batches) == 1))
+                with self.masks(step, batch):  # the backward too: it may run forwards once more
+                    sums.add(batch, *self._backward(number, batch, is_only=len(batches) == 1))
         aux_loss = self.balance.finish() if self.balance is not None else None
         count = finish_gradients(self.model, num_tokens=sum(self.objective.count(batch) for batch in batches))
         tokens, means = sums.over_all_ranks(count)
@@ -126,17 +128,21 @@ class Trainer:
         loss = means.pop("loss")
         return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss, means)
 
+    def masks(self, step: int, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Inside, what is run in training mode has the dropout of `batch` in optimizer step `step`."""
+        return runtime(self.model).dropout.at(self.run.config.train.seed, step, batch.tokens)
+
     def _forward(self, number: int, batch: Batch, base: Tensor | None = None) -> tuple[Tensor, Sums]:
         """The summed loss of micro-batch `number` of this step, and what is reported besides."""
         if self.routing is not None:
             self.routing.before(number, batch)
         return self._loss_sum(batch, base)
 
-    def _log_probabilities(self, number: int, batch: Batch) -> Tensor:
-        """A forward of micro-batch `number`, whatever the objective makes of it."""
+    def _log_probabilities(self, step: int, number: int, batch: Batch) -> Tensor:
+        """A forward of micro-batch `number` of `step`, whatever the objective makes of it."""
         if self.routing is not None:
             self.routing.before(number, batch)
-        with lift(self.model.dtype == torch.float64):
+        with self.masks(step, batch), lift(self.model.dtype == torch.float64):
             return log_probabilities(self.model, batch.input_ids, batch.attention_mask, batch.labels)
 
     def _backward(self, number: int, batch: Batch, *, is_only: bool) -> tuple[Tensor, Sums]:
@@ -193,17 +199,19 @@ class Trainer:
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This dp rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches."""
         shares = share(
-            indices,
+            np.arange(len(indices)),
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
             micro_batch_size=self.run.config.train.micro_batch_size,
         )
+        rows = data.rows_per_example
         for part in shares:
             batch = collate(
-                [sequence for index in part for sequence in data.example(int(index))],
+                [sequence for place in part for sequence in data.example(int(indices[place]))],
                 pad_token_id=self.run.pad_token_id,
                 token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
                 columns=tuple(data.columns),
+                places=[int(place) * rows + row for place in part for row in range(rows)],
             )
             yield batch.to(self.mesh.device)
 

@@ -1,8 +1,7 @@
 """Mutations: deliberate faults, each with the invariant that it breaks.
 
-Owns: the registry; its parts about layouts and experts are in `verify.mutations_of_layout` and `mutations_of_experts`.
-`meshlora verify --mutation all` shows that every fault that can show on a topology does; one that survives means that
-the proof proves less than it says.
+Owns: the registry; `verify.mutations_of_layout`, `_experts`, `_objectives` and `_dropout` have parts of it. One that
+survives `--mutation all` on a topology that it can show on means that the proof proves less than it says.
 Does not own: how a fault is put in (`verify.mutation`), the wrong code (`verify.faults`, `verify.misplaced`).
 """
 
@@ -27,6 +26,7 @@ from meshlora.train import gradsync, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults, misplaced
 from meshlora.verify.mutation import Mutation, instead, mutation, then
+from meshlora.verify.mutations_of_dropout import OF_DROPOUT
 from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
 from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
@@ -397,4 +397,4 @@ _OF_TRAINING: dict[str, Mutation] = dict(
     ]
 )
 
-MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES
+MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT

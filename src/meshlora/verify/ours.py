@@ -56,7 +56,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         device=case.device,
         attn_implementation="eager",
         trust_remote_code=case.trust_remote_code,
-        disable_dropout=True,
+        disable_dropout="unsupported",  # of what is on nothing is: the case would say so
         allow_unused_weights=True,
     )
     state = runtime(model)
@@ -136,7 +136,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     model, batches = trainer.model, trainer._micro_batches(trainer.run.train_data, trainer.batches.batch(0))
     found = []
     for batch in batches:
-        with lift(model.dtype == torch.float64):
+        with trainer.masks(0, batch), lift(model.dtype == torch.float64):
             ids, mask = (t.to(trainer.mesh.device) for t in (batch.input_ids, batch.attention_mask))
             found.append(copy(model(input_ids=ids, attention_mask=mask, use_cache=False).logits))
     return found

@@ -51,7 +51,7 @@ def plans_and_adapter(
             topology,
             dtype=getattr(torch, dtype),
             attn_implementation="eager",
-            disable_dropout=True,
+            disable_dropout="unsupported",
             trust_remote_code=trust_remote_code,
         )
         wanted = lora

@@ -20,6 +20,7 @@ from rich.console import Console
 import meshlora
 from meshlora.api import read_model_config
 from meshlora.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import digest, versions
 from meshlora.plan.families import check_proved
 from meshlora.plan.rules import ModelPlan
@@ -151,7 +152,11 @@ def _command(proof: Proof) -> str:
 
 def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     """The proof that stands for `run`, and the key under which it is remembered."""
-    config = shrink_config(_config(run), tp=run.topology.tp)
+    given = _config(run)
+    config = shrink_config(given, tp=run.topology.tp)
+    handle_dropout(given, disable=run.config.model.disable_dropout)
+    for name, rate in dropout_fields(given).items():  # a twin has none of its own
+        setattr(config, name, rate)
     topology = provable(run.topology)
     request = Request(
         topologies=(str(topology),),
@@ -213,6 +218,7 @@ def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, A
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
+        "lora_dropout": lora.lora_dropout,
         "bias": lora.bias,
         "modules_to_save": sorted(first.values()) or None,
         "init_lora_weights": lora.init_lora_weights,

@@ -24,7 +24,7 @@ from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.api import read_model_config, resolve_dtype
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora.guards import handle_dropout
+from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.balance import has_load_balancing
 from meshlora.oracle.case import (
     Case,
@@ -66,9 +66,8 @@ class Request:
         model: folder of a checkpoint, or a configuration that is run with random weights; family: or a `model_type`.
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
-        lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run.
-        label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: as in a run file.
-        objective: sft, policy (with a divergence from the base) or dpo.
+        lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio,
+            lora_plus_embedding_lr: as in a run file. objective: sft, policy (with a divergence from the base) or dpo.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -102,9 +101,8 @@ class Proof:
     """A request that passed its checks.
 
     Attributes:
-        config: of the model or its twin. plans: topology -> plan, in the order of the runs.
-        case: without the folders of its inputs where these are made for it. key: the hash of all that goes into the
-            reference.
+        config: of the model or its twin. plans: topology -> plan, in the order of the runs. case: without the folders
+            of its inputs where these are made for it. key: the hash of all that goes into the reference.
     """
 
     request: Request
@@ -170,6 +168,9 @@ class Proof:
             "embedding_target": _is_target(config, plan.embedding, is_linear=False),
             "trained": bool(config.modules_to_save),
             "dora": config.use_dora,
+            "dropout": bool(case.dropout) or config.lora_dropout > 0,
+            "lora_dropout": config.lora_dropout > 0,
+            "model_dropout": bool(case.dropout),
             "smoothing": case.label_smoothing > 0,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
@@ -264,6 +265,7 @@ def prepare_proof(request: Request) -> Proof:
         seed=request.seed,
         warmup_steps=min(1, request.steps - 1),
         pad_token_id=pad,
+        dropout=tuple(sorted(dropout_fields(config))),
         trust_remote_code=request.trust_remote_code,
         device=device,
     )
@@ -326,10 +328,10 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
         if request.overrides:
             raise UserError("--set with --model", "the configuration of a checkpoint is what it is", "use --family")
         if not request.twin and not isinstance(request.model, PretrainedConfig):
-            handle_dropout(config, disable=True)
+            handle_dropout(config, disable="unsupported")
             return config, False
         config = shrink_config(config, tp=tp) if request.twin else copy.deepcopy(config)
-    handle_dropout(config, disable=True)
+    handle_dropout(config, disable=False)  # a twin has only what it was given
     return config, True
 
 

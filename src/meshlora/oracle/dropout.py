@@ -1,0 +1,58 @@
+"""The judge's dropout: every `nn.Dropout` of transformers and peft, with the masks that are an input of the run.
+
+Owns: which tokens a call sees, on one process with all of them. The bits of the masks (`meshlora.dropout`) are shared,
+as the sequences are; nothing of `parallel.dropout` is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.dropout import keep_mask, mask_key
+from meshlora.oracle.batches import MicroBatch
+
+_PREFIX, _ADAPTER = "base_model.model.", ".default"
+
+
+class Masks:
+    """Replaces what every `nn.Dropout` of `model`, a PEFT model, computes. Outside of `of_batch` it drops nothing.
+
+    seed: of the run. step: the optimizer step, from 0, set by the caller. rates: module -> its rate.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int) -> None:
+        self.seed, self.step = seed, 0
+        self.rates: dict[str, float] = {}
+        self._batch: MicroBatch | None = None
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                name = path.removeprefix(_PREFIX).replace(".base_layer", "").removesuffix(_ADAPTER)
+                self.rates[name] = module.p
+                module.forward = self._forward(name, module.p)  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def of_batch(self, batch: MicroBatch) -> Iterator[None]:
+        """Inside the block forwards are of `batch`, in training."""
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def _forward(self, name: str, p: float) -> Any:
+        def forward(input: Tensor) -> Tensor:
+            if self._batch is None:
+                return input
+            batch_size, length = self._batch.input_ids.shape
+            place = torch.arange(batch_size, device=input.device) + self._batch.first_place
+            number = place[:, None] * 2**32 + torch.arange(length, device=input.device)
+            features = torch.arange(input.shape[-1], device=input.device)
+            kept = keep_mask(mask_key(self.seed, self.step, name), number.reshape(-1), features, p)
+            return torch.where(kept.view(input.shape), input / (1 - p), torch.zeros_like(input))
+
+        return forward

@@ -1,0 +1,86 @@
+"""Mutations of dropout: masks that know the topology, or that are no masks of dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshlora.parallel import dropout, linear
+from meshlora.parallel.dropout import DropoutTokens, Mask
+from meshlora.train import trainer
+from meshlora.verify.mutation import in_call, instead, mutation, then
+
+
+def _local_tokens(rows: Tensor, *_: Any) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
+
+
+def _local_features(features: Tensor, *_: Any) -> Tensor:
+    return torch.arange(len(features))
+
+
+def _always_first_step(original: Any) -> Any:
+    return lambda seed, step, module: original(seed, 0, module)
+
+
+def _one_for_all_modules(original: Any) -> Any:
+    return lambda seed, step, module: original(seed, step, "")
+
+
+def _of_rank(mask: Mask, tokens: DropoutTokens, *_: Any) -> Mask:
+    return Mask(mask.key ^ tokens.tp.rank, mask.tokens, mask.features, mask.p)
+
+
+def _unscaled(original: Any) -> Any:
+    return lambda self, x: original(self, x) * (1 - self.p)
+
+
+OF_DROPOUT = dict(
+    [
+        mutation(
+            "dropout_by_local_token",
+            "a mask goes by the place in the global batch and the position, not by the row on the rank",
+            "dropout other_tokens",
+            (DropoutTokens, "_rows", then(lambda rows, *_: _local_tokens(rows))),
+        ),
+        mutation(
+            "dropout_by_local_feature",
+            "the mask of an input that is split goes by the features of the whole matrix",
+            "lora_dropout tp row_target",
+            (linear, "input_features", then(_local_features)),
+        ),
+        mutation(
+            "dropout_same_in_every_step",
+            "each optimizer step has masks of its own",
+            "dropout steps",
+            (dropout, "mask_key", _always_first_step),
+        ),
+        mutation(
+            "dropout_same_in_every_module",
+            "each module has masks of its own",
+            "dropout",
+            (dropout, "mask_key", _one_for_all_modules),
+        ),
+        mutation(
+            "dropout_per_tp_rank",
+            "a mask does not depend on the tp rank",
+            "dropout tp",
+            (DropoutTokens, "mask", then(_of_rank)),
+        ),
+        mutation(
+            "dropout_not_scaled",
+            "what is kept is divided by the share that is kept",
+            "dropout",
+            (Mask, "drop", _unscaled),
+        ),
+        mutation(
+            "base_with_dropout",
+            "what the frozen base says is without dropout",
+            "base model_dropout",
+            (trainer, "base_log_probabilities", in_call(PreTrainedModel, "eval", instead(lambda self: self))),
+        ),
+    ]
+)
