@@ -274,6 +274,7 @@ def _check(options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from meshlora.adapter.describe import describe_targets
+    from meshlora.presets import resolved
     from meshlora.run_file import read_run
     from meshlora.train.prepare import prepare
     from meshlora.verify.preflight import preflight_state
@@ -289,6 +290,8 @@ def _check(options: argparse.Namespace) -> None:
         "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",
         "output": run.config.train.output,
     }
+    if run.config.preset is not None:
+        rows = {f"preset {run.config.preset}": resolved(run.config), **rows}
     for name, value in rows.items():
         table.add_row(name, value)
     console = Console()

@@ -131,7 +131,7 @@ def prepare(
     train_data = _read(config, config.data.train, tokenizer, vocab_size=vocab_size)
     eval_data = None
     if config.data.eval is not None:
-        eval_data = _read(config, config.data.eval, tokenizer, vocab_size=vocab_size)
+        eval_data = _read(config, config.data.eval, tokenizer, vocab_size=vocab_size).first(config.data.eval_limit)
     steps = _num_steps(config, train_data.num_examples)
     if config.train.warmup_steps >= steps:
         raise UserError(
