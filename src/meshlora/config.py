@@ -7,6 +7,7 @@ Does not own: YAML (`run_file`), whether model, data and topology fit together (
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,8 +83,8 @@ class GenerateConfig:
         for name in ("no_repeat_ngram_size", "seed"):
             _require(getattr(self, name) >= 0, f"generate.{name}", getattr(self, name), "not negative")
         _require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
+        _require(0 < self.temperature < math.inf, "generate.temperature", self.temperature, "above 0")
         _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "above 0, at most 1")
-        _require(self.temperature > 0, "generate.temperature", self.temperature, "above 0; do_sample: false is greedy")
         if self.length_penalty != 1.0 and self.num_beams == 1:
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
         for name in ("temperature", "top_p"):

@@ -79,5 +79,7 @@ def resolved(config: Any) -> str:
         own = getattr(config, group)
         shown = own if group == "lora" else vars(own)
         if shown is not None:
-            lines.append(f"{group}: " + ", ".join(f"{key} {shown[key]}" for key in values if shown.get(key) is not None))
+            lines.append(
+                f"{group}: " + ", ".join(f"{key} {shown[key]}" for key in values if shown.get(key) is not None)
+            )
     return "\n".join(lines)

@@ -45,7 +45,7 @@ ALLOWED = {
         "cli_pictures",
     },
     "cli_adapter": {"plan", "adapter", "api"},
-    "cli_evaluate": {"parallel", "config", "data", "run_file", "train", "generate", "scores"},
+    "cli_evaluate": {"plan", "parallel", "state", "api", "config", "data", "run_file", "train", "generate", "scores"},
     "cli_pictures": {"train"},
     "__main__": {"cli"},
 }

@@ -126,12 +126,12 @@ def prepare(
     if config.adapter is not None:
         check_adapter(model, Path(config.adapter), lora, targets, plan)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    _check_fits(tokenizer, hf_config, config, topology)
+    check_fits(tokenizer, hf_config, config, topology)
     vocab_size = hf_config.get_text_config().vocab_size
-    train_data = _read(config, config.data.train, tokenizer, vocab_size=vocab_size)
+    train_data = read_data(config, config.data.train, tokenizer, vocab_size=vocab_size)
     eval_data = None
     if config.data.eval is not None:
-        eval_data = _read(config, config.data.eval, tokenizer, vocab_size=vocab_size).first(config.data.eval_limit)
+        eval_data = read_data(config, config.data.eval, tokenizer, vocab_size=vocab_size).first(config.data.eval_limit)
     steps = _num_steps(config, train_data.num_examples)
     if config.train.warmup_steps >= steps:
         raise UserError(
@@ -238,7 +238,7 @@ def _lora(config: RunConfig) -> LoraConfig:
     return lora_config(config.lora, "lora", unknown_is_error=True)
 
 
-def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
+def check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
     """Tokens fit the model's vocabulary, sequences its positions."""
     text_config = hf_config.get_text_config()
     if len(tokenizer) > text_config.vocab_size:
@@ -265,9 +265,10 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunC
         )
 
 
-def _read(
+def read_data(
     config: RunConfig, paths: str | list[str], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> TokenizedDataset:
+    """The tokens of the files `paths`, read as the run's objective and `data` say."""
     data, objective = config.data, config.train.objective
     options: dict[str, Any] = {
         "max_length": data.max_length,

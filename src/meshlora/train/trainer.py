@@ -20,13 +20,15 @@ from torch import Tensor
 
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.peft_format import save_adapter
-from meshlora.data import Batch, TokenizedDataset, collate, share
+from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.batches import micro_batches
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
+from meshlora.train.evaluate import mean_loss
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
@@ -155,17 +157,9 @@ class Trainer:
         (loss + term).backward()
         return loss.detach(), sums
 
-    @torch.no_grad()
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
         """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
-        self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self._micro_batches(data, np.arange(data.num_examples)):
-            loss, _ = self._loss_sum(batch, self._of_base(batch))
-            sums += sums.new_tensor([float(loss), self.objective.count(batch)])
-        self.model.train()
-        loss, count = all_reduce_sum(sums, self.mesh.dp).tolist()
-        return loss / count, int(count)
+        return mean_loss(self.model, self._micro_batches(data, np.arange(data.num_examples)), self.objective)
 
     def _save(self, name: str, *, done: int, goes_on: bool = False) -> None:
         """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
@@ -191,21 +185,13 @@ class Trainer:
             return self.objective.loss(self.model, batch, base)
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
-        """This dp rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches."""
-        shares = share(
+        return micro_batches(
+            data,
             indices,
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+            mesh=self.mesh,
             micro_batch_size=self.run.config.train.micro_batch_size,
+            pad_token_id=self.run.pad_token_id,
         )
-        for part in shares:
-            batch = collate(
-                [sequence for index in part for sequence in data.example(int(index))],
-                pad_token_id=self.run.pad_token_id,
-                token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
-                columns=tuple(data.columns),
-            )
-            yield batch.to(self.mesh.device)
 
 
 class _Sums:
