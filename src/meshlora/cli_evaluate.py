@@ -80,7 +80,7 @@ def _generate(options: argparse.Namespace) -> None:
         options.prompt,
         adapter=Path(options.adapter) if options.adapter else None,
         options=config,
-        names=[f"--prompt {prompt!r}" for prompt in options.prompt],
+        names=[f"--prompt {prompt[:80]!r}" for prompt in options.prompt],
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     ):
@@ -164,7 +164,7 @@ def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
     from meshlora.api import read_model_config
     from meshlora.data import prompts_of, read_records
     from meshlora.train.decoding import encode_prompts
-    from meshlora.train.prepare import load_tokenizer
+    from meshlora.train.tokenizer import load_tokenizer
 
     config = run.config
     records = read_records(config.data.eval, columns=config.data.columns)[: config.data.eval_limit]
@@ -186,10 +186,10 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
 
     from meshlora.plan.topology import Topology
     from meshlora.scores import scores
-    from meshlora.state.files import write_atomically
+    from meshlora.state.files import write_text_atomically
     from meshlora.train.decoding import continuations
     from meshlora.train.evaluate import load_for_evaluation
-    from meshlora.train.prepare import load_tokenizer
+    from meshlora.train.tokenizer import load_tokenizer
 
     model = load_for_evaluation(dataclasses.replace(run, topology=Topology.parse("", world=1)))
     tokenizer = load_tokenizer(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
@@ -200,7 +200,7 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
             status.update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
     file.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{text}\n" for text in hypotheses)
-    write_atomically(file, lambda path: path.write_text(content, encoding="utf-8") and None)
+    write_text_atomically(file, content)
     references = [prompt.references for prompt in prompts]
     return {
         "prompts": len(prompts),

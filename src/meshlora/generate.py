@@ -11,7 +11,7 @@ from pathlib import Path
 from meshlora.api import load, read_model_config
 from meshlora.config import GenerateConfig
 from meshlora.train.decoding import continuations, encode_prompts
-from meshlora.train.prepare import load_tokenizer
+from meshlora.train.tokenizer import load_tokenizer
 
 
 def generate(
@@ -34,9 +34,7 @@ def generate(
     options = options or GenerateConfig(batch_size=1)
     config = read_model_config(model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    encoded = encode_prompts(
-        prompts, tokenizer, config, options, names=names, way_out="shorten it or lower --max-new-tokens"
-    )
+    encoded = encode_prompts(prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens")
     network = load(
         model, adapter=adapter, dtype=dtype, trust_remote_code=trust_remote_code, disable_dropout=True
     ).eval()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.config import GenerateConfig
 from meshlora.errors import UserError
-from meshlora.train.prepare import padding_token_id
+from meshlora.train.tokenizer import padding_token_id
 
 
 def encode_prompts(
@@ -25,25 +25,25 @@ def encode_prompts(
     options: GenerateConfig,
     *,
     names: Sequence[str] = (),
-    way_out: str = "shorten the prompt or lower generate.max_new_tokens",
+    limit_name: str = "generate.max_new_tokens",
 ) -> list[list[int]]:
     """Token ids of each prompt.
 
-    names: of the prompts, for messages; default: their text.
+    names: of the prompts, and limit_name: of the option, for messages.
 
     Raises:
         UserError: one has no tokens, or leaves no room for `max_new_tokens` in the model's positions.
     """
     encoded: list[list[int]] = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or math.inf
-    for name, ids in zip(names or [f"prompt {prompt!r}" for prompt in prompts], encoded, strict=True):
+    for name, ids in zip(names or [f"prompt {prompt[:80]!r}" for prompt in prompts], encoded, strict=True):
         if not ids:
             raise UserError(name, "it has no tokens")
         if len(ids) + options.max_new_tokens > limit:
             raise UserError(
-                f"{name[:80]} of {len(ids)} tokens with {options.max_new_tokens} new ones",
+                f"{name} of {len(ids)} tokens with {limit_name} {options.max_new_tokens}",
                 f"the model has {limit} positions",
-                way_out,
+                f"shorten the prompt or lower {limit_name}",
             )
     return encoded
 

@@ -33,7 +33,8 @@ from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.batches import micro_batches
 from meshlora.train.objectives import Objective, base_log_probabilities, objective_of
-from meshlora.train.prepare import check_fits, load_tokenizer, padding_token_id, read_data
+from meshlora.train.prepare import check_fits, read_data
+from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 
 @torch.no_grad()

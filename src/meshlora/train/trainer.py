@@ -28,7 +28,7 @@ from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import micro_batches
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
-from meshlora.train.evaluate import mean_loss
+from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
@@ -37,6 +37,7 @@ from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
+from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
 
 
@@ -93,6 +94,8 @@ class Trainer:
                 check_replicas(self.model, step=done, last_saved=self.last_saved)
             if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
                 self._report_evaluation(done)
+            if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
+                self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
             if options.save_every and done % options.save_every == 0 and done < self.run.steps:
                 self._save(f"{FOLDER}/step-{done:06d}", done=done, goes_on=True)
         self._report_evaluation(self.run.steps)
@@ -171,7 +174,9 @@ class Trainer:
 
     def _report_evaluation(self, step: int) -> None:
         if self.run.eval_data is not None:
-            self.reporter.evaluation(step, *self.evaluate(self.run.eval_data))
+            loss, count = self.evaluate(self.run.eval_data)
+            per_token = self.run.config.train.objective == "sft"
+            self.reporter.evaluation(step, loss, count, perplexity=perplexity(loss) if per_token else None)
 
     def _of_base(self, batch: Batch) -> Tensor | None:
         """What the frozen base says of a batch, where the objective needs it."""
