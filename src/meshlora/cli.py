@@ -1,7 +1,9 @@
-"""The command line: `meshlora train | verify | check | plan | generate | merge | export | plot`.
+"""The command line: `meshlora train | verify | check | plan | evaluate | generate | merge | export |
+plot`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
-wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`), pictures (`cli_pictures`).
+wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`),
+evaluate and generate (`cli_evaluate`), pictures (`cli_pictures`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -22,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from meshlora.cli_adapter import add_merge_and_export, read_meta
+from meshlora.cli_evaluate import add_evaluate
 from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.errors import MeshloraError, UserError
 
@@ -111,17 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--trust-remote-code", action="store_true")
     plan.set_defaults(run=_plan)
 
-    generate = commands.add_parser("generate", help="continue prompts on one process")
-    generate.add_argument("--model", required=True, metavar="FOLDER")
-    generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
-    generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", default="auto")
-    generate.add_argument("--trust-remote-code", action="store_true")
-    generate.set_defaults(run=_generate)
-
+    add_evaluate(commands)
     add_merge_and_export(commands)
     add_pictures(commands)
     return parser
@@ -274,6 +266,7 @@ def _check(options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from meshlora.adapter.describe import describe_targets
+    from meshlora.presets import resolved
     from meshlora.run_file import read_run
     from meshlora.train.prepare import prepare
     from meshlora.verify.preflight import preflight_state
@@ -289,6 +282,8 @@ def _check(options: argparse.Namespace) -> None:
         "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",
         "output": run.config.train.output,
     }
+    if run.config.preset is not None:
+        rows = {f"preset {run.config.preset}": resolved(run.config), **rows}
     for name, value in rows.items():
         table.add_row(name, value)
     console = Console()
@@ -320,19 +315,3 @@ def _plan(options: argparse.Namespace) -> None:
     console.print(plan_table(plan))
     if options.gradients:
         console.print(gradient_table(plan))
-
-
-def _generate(options: argparse.Namespace) -> None:
-    from meshlora.generate import generate
-
-    for text in generate(
-        options.model,
-        options.prompt,
-        adapter=Path(options.adapter) if options.adapter else None,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-    ):
-        print(text)

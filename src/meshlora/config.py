@@ -7,6 +7,7 @@ Does not own: YAML (`run_file`), whether model, data and topology fit together (
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ class DataConfig:
         train, eval: a path or a list of paths. columns: our field names -> theirs.
         max_length: tokens a sequence is cut to. loss_on: which tokens are trained.
         cache_dir: where token files are kept.
+        eval_limit: only the first N examples of eval. sample_prompts: what is continued at `train.sample_every`;
+            default: the first prompts of eval.
     """
 
     train: str | list[str]
@@ -42,6 +45,51 @@ class DataConfig:
     max_length: int = 1024
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = "~/.cache/meshlora/tokens"
+    eval_limit: int | None = None
+    sample_prompts: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.eval_limit is not None:
+            _require(self.eval_limit >= 1, "data.eval_limit", self.eval_limit, "at least 1")
+            if self.eval is None:
+                raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """How text is generated: what transformers' `generate` calls by the same names, and their defaults there.
+
+    Attributes:
+        max_new_tokens: the most tokens of a continuation. num_beams: 1 is no beam search.
+        length_penalty: of beam search, the exponent of the length that a beam's score is divided by.
+        no_repeat_ngram_size: no n tokens of a sequence occur in it twice; 0: they may.
+        do_sample: draw tokens, from the distribution at temperature, of the most likely that make up top_p.
+        batch_size: prompts at once. seed: of do_sample.
+    """
+
+    max_new_tokens: int = 64
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    batch_size: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_beams", "batch_size"):
+            _require(getattr(self, name) >= 1, f"generate.{name}", getattr(self, name), "at least 1")
+        for name in ("no_repeat_ngram_size", "seed"):
+            _require(getattr(self, name) >= 0, f"generate.{name}", getattr(self, name), "not negative")
+        _require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
+        _require(0 < self.temperature < math.inf, "generate.temperature", self.temperature, "above 0")
+        _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "above 0, at most 1")
+        if self.length_penalty != 1.0 and self.num_beams == 1:
+            raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
+        for name in ("temperature", "top_p"):
+            if getattr(self, name) != 1.0 and not self.do_sample:
+                raise UserError(f"generate.{name}", "it has no effect without do_sample", "give generate.do_sample")
 
 
 @dataclass(frozen=True)
@@ -70,6 +118,9 @@ class TrainConfig:
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
         replica_check_every: steps between comparisons of the copies of each factor, which are compared before every
             save too; 0: never.
+        decay_biases_and_norms: weight decay is of biases and of the weights of norms too.
+        sample_every: steps between continuations of some prompts, greedy; 0: never.
+        track: trackers that get every number of metrics.jsonl too (`train.tracking`).
     """
 
     output: str
@@ -84,6 +135,7 @@ class TrainConfig:
     decay_steps: int = 0
     cycle: dict[int, float] = field(default_factory=dict)
     weight_decay: float = 0.0
+    decay_biases_and_norms: bool = True
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -102,7 +154,9 @@ class TrainConfig:
     seed: int = 0
     eval_every: int = 0
     save_every: int = 0
+    sample_every: int = 0
     log_every: int = 10
+    track: list[str] = field(default_factory=list)
     replica_check_every: int = 100
     overwrite: bool = False
 
@@ -112,8 +166,8 @@ class TrainConfig:
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         for name in ("batch_size", "micro_batch_size", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        counts = ("warmup_steps", "min_lr", "decay_steps", "seed", "eval_every", "save_every", "replica_check_every")
-        for name in (*counts, "weight_decay", "max_grad_norm", "router_aux_loss_coef"):
+        counts = ("warmup_steps", "min_lr", "decay_steps", "seed", "eval_every", "save_every", "sample_every")
+        for name in (*counts, "replica_check_every", "weight_decay", "max_grad_norm", "router_aux_loss_coef"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
@@ -205,6 +259,8 @@ class RunConfig:
         lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to go on from.
         topology: as in `dp=2,tp=2,sp`; a missing dp is what the number of processes leaves.
         device: where ranks compute.
+        generate: how `meshlora evaluate --generate` generates.
+        preset: a recipe whose values stand where this file has none (`presets`); they are filled in already.
     """
 
     model: ModelConfig
@@ -214,6 +270,8 @@ class RunConfig:
     adapter: str | None = None
     topology: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         if (self.lora is None) == (self.adapter is None):
@@ -225,6 +283,14 @@ class RunConfig:
             raise UserError(
                 f"train.eval_every={self.train.eval_every}", "it has no effect without data.eval", "give data.eval"
             )
+        if self.train.sample_every and self.data.eval is None and self.data.sample_prompts is None:
+            raise UserError(
+                f"train.sample_every={self.train.sample_every}",
+                "there is nothing to continue",
+                "give data.sample_prompts, or data.eval with prompts",
+            )
+        if self.data.sample_prompts is not None and not self.train.sample_every:
+            raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
         Topology.parse(self.topology)
 
 

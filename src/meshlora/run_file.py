@@ -18,6 +18,7 @@ import yaml
 
 from meshlora.config import RunConfig
 from meshlora.errors import UserError, did_you_mean
+from meshlora.presets import with_preset
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file and apply `--set key.path=value` overrides.
+    """Read a run file, apply `--set key.path=value` overrides, and fill in what its preset says.
 
     Raises:
         UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, or a rule broken.
@@ -52,7 +53,7 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
     for override in overrides or []:
         _apply(tree, override)
-    config = _build(RunConfig, tree, "")
+    config = _build(RunConfig, with_preset(tree), "")
     assert isinstance(config, RunConfig)
     return config
 

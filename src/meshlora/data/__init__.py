@@ -7,6 +7,7 @@ data, the options, and (in `share`) which dp rank asks.
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.preferences import read_preferences
 from meshlora.data.records import Record
+from meshlora.data.references import Prompt, prompts_of
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
@@ -16,11 +17,13 @@ __all__ = [
     "IGNORED",
     "Batch",
     "GlobalBatches",
+    "Prompt",
     "Record",
     "Sequence",
     "TokenizedDataset",
     "collate",
     "epoch_order",
+    "prompts_of",
     "read_preferences",
     "read_records",
     "read_rollouts",

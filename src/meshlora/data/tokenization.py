@@ -81,6 +81,17 @@ class TokenizedDataset:
         """What a batch is counted in."""
         return len(self) // self.rows_per_example
 
+    def first(self, num: int | None) -> TokenizedDataset:
+        """The first `num` examples, or all."""
+        if num is None or num >= self.num_examples:
+            return self
+        rows = num * self.rows_per_example
+        end = int(self.offsets[rows])
+        columns = {name: column[:end] for name, column in self.columns.items()}
+        return TokenizedDataset(
+            self.input_ids[:end], self.is_trained[:end], self.offsets[: rows + 1], columns, self.rows_per_example
+        )
+
     def example(self, index: int) -> list[Sequence]:
         """The sequences of example `index`."""
         first = index * self.rows_per_example

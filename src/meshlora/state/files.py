@@ -37,7 +37,11 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json_atomically(path: Path, value: Any) -> None:
     """Write `value` as sorted, indented JSON."""
-    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    write_text_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write `text` in UTF-8."""
     write_atomically(path, lambda temporary: _write_text(temporary, text))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,11 +95,17 @@ class Reporter:
                 f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s"
             )
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Record the loss on the held-out file."""
-        if self._file is not None:
-            self._write({"step": step, "eval_loss": loss, "eval_tokens": tokens})
-            self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}")
+    def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:
+        """Record the loss on the held-out file; JSON has no word for an infinite perplexity, which is left out."""
+        if self._file is None:
+            return
+        values: dict[str, object] = {"step": step, "eval_loss": loss, "eval_tokens": tokens}
+        shown = ""
+        if perplexity is not None and math.isfinite(perplexity):
+            values["eval_perplexity"] = perplexity
+            shown = f"  perplexity {perplexity:.3f}"
+        self._write(values)
+        self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
 
     def say(self, text: str) -> None:
         """One line on rank 0's terminal."""

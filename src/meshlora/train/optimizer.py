@@ -20,31 +20,36 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
     One group without LoRA+. With it (Hayou et al., 2024; the groups are those of PEFT's `create_loraplus_optimizer`):
     A and matrices that are trained in full at the rate of the schedule; B, magnitudes, norms and biases at
     `lora_plus_ratio` times that, biases and layer norms (not RMS norms) without weight decay; factors of the embedding
-    at a rate of their own.
+    at a rate of their own. Without `decay_biases_and_norms` every bias and the weights of norms of every kind are
+    without weight decay, with LoRA+ and without.
     """
-    factors = active_factors(model)
-    ratio = options.lora_plus_ratio
-    if ratio is None:
-        return [{"params": [factor.parameter for factor in factors], "times_lr": 1.0}]
     swapped = {name for name, rule in runtime(model).plan.projections.items() if rule.is_swapped}
-    groups: dict[str, list[nn.Parameter]] = {"A": [], "embedding": [], "B": [], "no decay": []}
-    for factor in factors:
-        if ".lora_embedding_" in factor.name:
-            group = "embedding"
-        elif ".lora_A" in factor.name or ".lora_B" in factor.name:
-            group = _letter(factor.name, swapped)
-        elif factor.name.endswith(".lora_magnitude_vector"):
-            group = "B"
-        else:
-            group = "A" if factor.parameter.ndim > 1 else "no decay" if _is_undecayed(model, factor.name) else "B"
-        groups[group].append(factor.parameter)
-    times = {"A": 1.0, "embedding": options.lora_plus_embedding_lr / options.peak_lr, "B": ratio, "no decay": ratio}
-    decay = {"no decay": 0.0}
+    ratio = options.lora_plus_ratio
+    times = {"A": 1.0, "all": 1.0}
+    if ratio is not None:
+        times |= {"B": ratio, "embedding": options.lora_plus_embedding_lr / options.peak_lr}
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for factor in active_factors(model):
+        kind = "all" if ratio is None else _kind(factor.name, factor.parameter.ndim, swapped)
+        is_decayed = options.decay_biases_and_norms or not _is_bias_or_norm(model, factor.name)
+        if kind == "vector":
+            kind, is_decayed = "B", is_decayed and not _is_undecayed(model, factor.name)
+        groups.setdefault((kind, is_decayed), []).append(factor.parameter)
     return [
-        {"params": parameters, "times_lr": times[name], "weight_decay": decay.get(name, options.weight_decay)}
-        for name, parameters in groups.items()
-        if parameters
+        {"params": parameters, "times_lr": times[kind], "weight_decay": options.weight_decay if is_decayed else 0.0}
+        for (kind, is_decayed), parameters in groups.items()
     ]
+
+
+def _kind(name: str, num_dims: int, swapped: set[str]) -> str:
+    """Which of PEFT's groups for LoRA+ a factor is in: A, B, embedding, or vector: one of the base."""
+    if ".lora_embedding_" in name:
+        return "embedding"
+    if ".lora_A" in name or ".lora_B" in name:
+        return _letter(name, swapped)
+    if name.endswith(".lora_magnitude_vector"):
+        return "B"
+    return "A" if num_dims > 1 else "vector"
 
 
 def _letter(name: str, swapped: set[str]) -> str:
@@ -57,3 +62,11 @@ def _is_undecayed(model: Any, name: str) -> bool:
     """Whether PEFT leaves a vector of the base without weight decay."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return "bias" in name or isinstance(owner, tuple(ALL_LAYERNORM_LAYERS))
+
+
+def _is_bias_or_norm(model: Any, name: str) -> bool:
+    """Whether a parameter is a bias of the base, or belongs to a norm."""
+    owner, _, part = name.rpartition(".")
+    if ".lora_" in name:
+        return False
+    return "bias" in part or "norm" in type(model.get_submodule(owner)).__name__.lower()

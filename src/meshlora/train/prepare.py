@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.peft_format import WEIGHTS_FILE, check_adapter, lora_config, read_config
 from meshlora.adapter.per_expert import engine_config
@@ -23,7 +23,7 @@ from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_preferences, read_records, read_rollouts, tokenize
-from meshlora.errors import UnsupportedError, UserError, reason
+from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import longest_fixed_rope
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
@@ -33,6 +33,8 @@ from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint import Checkpoint, check_same_run, find_checkpoint, identity
 from meshlora.train.objectives import objective_of
 from meshlora.train.routing import check_routing
+from meshlora.train.samples import Samples, prepare_samples
+from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
@@ -45,7 +47,8 @@ class Prepared:
     Attributes:
         num_trainable: trainable elements, each counted once.
         identity: what its steps depend on, by name. resume: the checkpoint that it goes on from.
-        is_finished: it has all its steps already. notes: what the user should know.
+        is_finished: it has all its steps already. samples: what is continued at intervals.
+        notes: what the user should know.
     """
 
     config: RunConfig
@@ -61,6 +64,7 @@ class Prepared:
     identity: dict[str, str] = field(default_factory=dict)
     resume: Checkpoint | None = None
     is_finished: bool = False
+    samples: Samples | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -126,12 +130,12 @@ def prepare(
     if config.adapter is not None:
         check_adapter(model, Path(config.adapter), lora, targets, plan)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    _check_fits(tokenizer, hf_config, config, topology)
+    check_fits(tokenizer, hf_config, config, topology)
     vocab_size = hf_config.get_text_config().vocab_size
-    train_data = _read(config, config.data.train, tokenizer, vocab_size=vocab_size)
+    train_data = read_data(config, config.data.train, tokenizer, vocab_size=vocab_size)
     eval_data = None
     if config.data.eval is not None:
-        eval_data = _read(config, config.data.eval, tokenizer, vocab_size=vocab_size)
+        eval_data = read_data(config, config.data.eval, tokenizer, vocab_size=vocab_size).first(config.data.eval_limit)
     steps = _num_steps(config, train_data.num_examples)
     if config.train.warmup_steps >= steps:
         raise UserError(
@@ -177,32 +181,9 @@ def prepare(
         identity=own,
         resume=checkpoint,
         is_finished=resume == "auto" and (Path(config.train.output) / "adapter").is_dir(),
+        samples=prepare_samples(config, topology, tokenizer, hf_config),
         notes=tuple(notes),
     )
-
-
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the model.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise UserError(
-            f"tokenizer in {path}", f"it cannot be loaded ({reason(error)})", "is tokenizer.json there and whole?"
-        ) from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
-
-
-def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What padding is made of; masked out, so any id will do."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
 
 
 def _check_output(config: RunConfig, *, resumes: bool) -> None:
@@ -238,7 +219,7 @@ def _lora(config: RunConfig) -> LoraConfig:
     return lora_config(config.lora, "lora", unknown_is_error=True)
 
 
-def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
+def check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
     """Tokens fit the model's vocabulary, sequences its positions."""
     text_config = hf_config.get_text_config()
     if len(tokenizer) > text_config.vocab_size:
@@ -265,9 +246,10 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunC
         )
 
 
-def _read(
+def read_data(
     config: RunConfig, paths: str | list[str], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> TokenizedDataset:
+    """The tokens of the files `paths`, read as the run's objective and `data` say."""
     data, objective = config.data, config.train.objective
     options: dict[str, Any] = {
         "max_length": data.max_length,

@@ -13,6 +13,8 @@ from meshlora.api import load_without_proof
 from meshlora.parallel.groups import join, leave
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
+from meshlora.train.samples import FILE as SAMPLES
+from meshlora.train.samples import forget_after
 from meshlora.train.trainer import Trainer
 
 
@@ -38,6 +40,8 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
     is_main = runtime(model).mesh.rank == 0
     if is_main and run.resume is None:
         _clear(output)
+    if is_main and run.resume is not None:
+        forget_after(output / SAMPLES, run.resume.step)
     with Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
@@ -64,5 +68,6 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
 def _clear(output: Path) -> None:
     """Make the output folder, empty of an earlier run (`train.overwrite`, else `prepare` has refused)."""
     output.mkdir(parents=True, exist_ok=True)
+    (output / SAMPLES).unlink(missing_ok=True)
     for name in ("adapter", "initial", "checkpoints"):
         shutil.rmtree(output / name, ignore_errors=True)

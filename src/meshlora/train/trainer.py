@@ -21,13 +21,15 @@ from torch import Tensor
 
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.peft_format import save_adapter
-from meshlora.data import Batch, TokenizedDataset, collate, share
+from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.batches import micro_batches
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
+from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
@@ -36,6 +38,7 @@ from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
+from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
 
 
@@ -92,6 +95,8 @@ class Trainer:
                 check_replicas(self.model, step=done, last_saved=self.last_saved)
             if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
                 self._report_evaluation(done)
+            if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
+                self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
             if options.save_every and done % options.save_every == 0 and done < self.run.steps:
                 self._save(f"{FOLDER}/step-{done:06d}", done=done, goes_on=True)
         self._report_evaluation(self.run.steps)
@@ -161,17 +166,9 @@ class Trainer:
         (loss + term).backward()
         return loss.detach(), sums
 
-    @torch.no_grad()
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
         """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
-        self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self._micro_batches(data, np.arange(data.num_examples)):
-            loss, _ = self._loss_sum(batch, self._of_base(batch))
-            sums += sums.new_tensor([float(loss), self.objective.count(batch)])
-        self.model.train()
-        loss, count = all_reduce_sum(sums, self.mesh.dp).tolist()
-        return loss / count, int(count)
+        return mean_loss(self.model, self._micro_batches(data, np.arange(data.num_examples)), self.objective)
 
     def _save(self, name: str, *, done: int, goes_on: bool = False) -> None:
         """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
@@ -183,7 +180,9 @@ class Trainer:
 
     def _report_evaluation(self, step: int) -> None:
         if self.run.eval_data is not None:
-            self.reporter.evaluation(step, *self.evaluate(self.run.eval_data))
+            loss, count = self.evaluate(self.run.eval_data)
+            per_token = self.run.config.train.objective == "sft"
+            self.reporter.evaluation(step, loss, count, perplexity=perplexity(loss) if per_token else None)
 
     def _of_base(self, batch: Batch) -> Tensor | None:
         """What the frozen base says of a batch, where the objective needs it."""
@@ -197,23 +196,13 @@ class Trainer:
             return self.objective.loss(self.model, batch, base)
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
-        """This dp rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches."""
-        shares = share(
-            np.arange(len(indices)),
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+        return micro_batches(
+            data,
+            indices,
+            mesh=self.mesh,
             micro_batch_size=self.run.config.train.micro_batch_size,
+            pad_token_id=self.run.pad_token_id,
         )
-        rows = data.rows_per_example
-        for part in shares:
-            batch = collate(
-                [sequence for place in part for sequence in data.example(int(indices[place]))],
-                pad_token_id=self.run.pad_token_id,
-                token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
-                columns=tuple(data.columns),
-                places=[int(place) * rows + row for place in part for row in range(rows)],
-            )
-            yield batch.to(self.mesh.device)
 
 
 class _Sums:

@@ -22,7 +22,7 @@ from meshlora.plan.grads import Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain
 from meshlora.state import weights
-from meshlora.train import gradsync, objectives, trainer
+from meshlora.train import batches, gradsync, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults, misplaced
 from meshlora.verify.mutation import Mutation, instead, mutation, then
@@ -162,19 +162,19 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "accumulation_indices_of_rank_0",
             "each sequence of a global batch is taken by exactly one dp rank",
             "dp",
-            (trainer, "share", lambda f: lambda indices, *, dp_rank, **rest: f(indices, dp_rank=0, **rest)),
+            (batches, "share", lambda f: lambda indices, *, dp_rank, **rest: f(indices, dp_rank=0, **rest)),
         ),
         mutation(
             "dummy_micro_batch_counted",
             "a dummy micro-batch adds neither loss nor tokens",
             "dp",
-            (trainer, "collate", then(faults.counted_dummy)),
+            (batches, "collate", then(faults.counted_dummy)),
         ),
         mutation(
             "labels_not_shifted",
             "the label of a position is the token after it",
             "",
-            (trainer, "collate", then(faults.labels_not_shifted)),
+            (batches, "collate", then(faults.labels_not_shifted)),
         ),
         mutation(
             "epochs_in_one_order",
@@ -192,7 +192,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "labels_shifted_after_the_split",
             "labels are shifted before the tokens are cut over tp",
             "sp",
-            (trainer, "collate", then(faults.labels_lost_at_cuts)),
+            (batches, "collate", then(faults.labels_lost_at_cuts)),
         ),
         mutation(
             "a_drawn_per_rank",

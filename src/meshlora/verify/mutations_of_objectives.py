@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshlora.data import Batch
-from meshlora.train import objectives, trainer
+from meshlora.train import batches, objectives, trainer
 from meshlora.train.objectives import Dpo, Policy
 from meshlora.train.trainer import Trainer
 from meshlora.verify.mutation import instead, mutation, then
@@ -47,7 +47,7 @@ OF_OBJECTIVES = dict(
             "policy_columns_of_next_token",
             "ratio, advantage and weight of a token are its own",
             "policy",
-            (trainer, "collate", then(_columns_of_next_token)),
+            (batches, "collate", then(_columns_of_next_token)),
         ),
         mutation(
             "policy_not_clipped",
@@ -59,13 +59,13 @@ OF_OBJECTIVES = dict(
             "policy_ratio_always_one",
             "the ratio is to the policy that wrote the record",
             "policy",
-            (trainer, "collate", then(_without("old_log_prob", float("nan")))),
+            (batches, "collate", then(_without("old_log_prob", float("nan")))),
         ),
         mutation(
             "policy_weights_ignored",
             "the loss of each token has its weight",
             "policy",
-            (trainer, "collate", then(_without("weight", 1.0))),
+            (batches, "collate", then(_without("weight", 1.0))),
         ),
         mutation(
             "policy_sign",
@@ -89,7 +89,7 @@ OF_OBJECTIVES = dict(
             "dpo_pairs_swapped",
             "the first of a pair is the better answer",
             "dpo",
-            (trainer, "collate", then(_of_other_row)),
+            (batches, "collate", then(_of_other_row)),
         ),
         mutation(
             "dpo_per_token",

@@ -126,7 +126,7 @@ class _Recorder(Reporter):
         self.trace.num_tokens.append(metrics.tokens)
         self.trace.rates.append(metrics.lr)
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+    def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:
         self.trace.eval_losses.append(loss)
 
 

@@ -43,7 +43,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
-from meshlora.train.prepare import load_tokenizer, padding_token_id
+from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 from meshlora.verify.mutations import find
 from meshlora.verify.plans import plans_and_adapter
 

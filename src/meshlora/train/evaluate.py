@@ -1,0 +1,162 @@
+"""Evaluation: the mean loss over a whole set, each example exactly once on any topology.
+
+Owns: the loop over the set, the sum over ranks, perplexity, and what `meshlora evaluate` checks before a rank starts.
+Does not own: the loss itself (`train.objectives`), when a run evaluates (`train.trainer`), generated text
+(`train.decoding`) or its scores (`scores`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshlora.adapter.manage import runtime
+from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_config
+from meshlora.adapter.per_expert import engine_config
+from meshlora.adapter.targets import resolve_targets
+from meshlora.api import build_meta, load, read_model_config, resolve_dtype
+from meshlora.config import RunConfig
+from meshlora.data import Batch, TokenizedDataset
+from meshlora.errors import UserError
+from meshlora.lift import lift
+from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.groups import join
+from meshlora.plan.families import check_proved
+from meshlora.plan.topology import Topology
+from meshlora.state.weights import CheckpointSource, check_checkpoint
+from meshlora.train.batches import micro_batches
+from meshlora.train.objectives import Objective, base_log_probabilities, objective_of
+from meshlora.train.prepare import check_fits, read_data
+from meshlora.train.tokenizer import load_tokenizer, padding_token_id
+
+
+@torch.no_grad()
+def mean_loss(model: Any, batches: Iterable[Batch], objective: Objective) -> tuple[float, int]:
+    """(mean loss over what the objective counts: trained tokens, or pairs; how many these are), over all ranks.
+
+    batches: this dp rank's share, of which every rank has the same number. Collective. Sums are float64.
+    """
+    mesh = runtime(model).mesh
+    is_training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        with lift(model.dtype == torch.float64):
+            base = base_log_probabilities(model, batch) if objective.needs_base else None
+            loss, _ = objective.loss(model, batch, base)
+        sums += sums.new_tensor([float(loss), objective.count(batch)])
+    model.train(is_training)
+    loss_sum, count = all_reduce_sum(sums, mesh.dp).tolist()
+    return loss_sum / count, int(count)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss per token in nats; infinite where no float holds it."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that passed every check. adapter: its folder, or None: the base alone."""
+
+    config: RunConfig
+    topology: Topology
+    adapter: Path | None
+    data: TokenizedDataset
+    pad_token_id: int
+
+
+def adapter_of_run(config: RunConfig) -> Path | None:
+    """The adapter that a run file stands for: the finished one of its run, else the one it begins from, if any."""
+    finished = Path(config.train.output) / "adapter"
+    if (finished / CONFIG_FILE).is_file():
+        return finished
+    return Path(config.adapter) if config.adapter is not None else None
+
+
+def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 1) -> Evaluation:
+    """Check that model, adapter and `data.eval` of a run fit together, and tokenise the data (cached).
+
+    Raises:
+        UserError: the first thing that does not fit.
+    """
+    if config.data.eval is None:
+        raise UserError("data.eval", "there is nothing to evaluate on", "give it, or --data FILE")
+    if adapter is None and objective_of(config.train).needs_base:
+        raise UserError(
+            f"train.objective={config.train.objective} without an adapter",
+            "it compares the adapter with the base",
+            "give --adapter FOLDER",
+        )
+    topology = Topology.parse(config.topology, world=world)
+    trust = config.model.trust_remote_code
+    hf_config = read_model_config(config.model.path, trust_remote_code=trust)
+    model, plan = build_meta(
+        hf_config,
+        topology,
+        dtype=resolve_dtype(config.model.dtype, hf_config),
+        attn_implementation=config.model.attn_implementation,
+        disable_dropout=True,  # none is active outside of training
+        trust_remote_code=trust,
+    )
+    check_proved(plan.model_type, topology, has_experts=bool(plan.experts))
+    check_checkpoint(
+        model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
+    )
+    if adapter is not None:
+        stored = engine_config(adapter / WEIGHTS_FILE, read_config(adapter, ignore_dropout=True), plan)
+        check_adapter(model, adapter, stored, resolve_targets(model, plan, stored, strict=False), plan)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
+    check_fits(tokenizer, hf_config, config, topology)
+    data = read_data(config, config.data.eval, tokenizer, vocab_size=hf_config.get_text_config().vocab_size)
+    return Evaluation(config, topology, adapter, data.first(config.data.eval_limit), padding_token_id(tokenizer))
+
+
+def load_for_evaluation(run: Evaluation) -> Any:
+    """The model with its adapter, on the mesh of this job. Every rank of it calls this."""
+    options = run.config.model
+    return load(
+        options.path,
+        adapter=run.adapter,
+        topology=run.topology,
+        dtype=options.dtype,
+        device=run.config.device,
+        attn_implementation=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        disable_dropout=True,
+        allow_unused_weights=options.allow_unused_weights,
+    ).eval()
+
+
+def evaluate(run: Evaluation) -> dict[str, Any]:
+    """Loss, and of supervised fine-tuning perplexity, over all of the data. Every rank calls this and gets the same."""
+    join(run.config.device)
+    model = load_for_evaluation(run)
+    objective = objective_of(dataclasses.replace(run.config.train, label_smoothing=0.0))
+    batches = micro_batches(
+        run.data,
+        np.arange(run.data.num_examples),
+        mesh=runtime(model).mesh,
+        micro_batch_size=run.config.train.micro_batch_size,
+        pad_token_id=run.pad_token_id,
+    )
+    loss, count = mean_loss(model, batches, objective)
+    found: dict[str, Any] = {
+        "model": run.config.model.path,
+        "adapter": str(run.adapter) if run.adapter is not None else None,
+        "data": run.config.data.eval,
+        "topology": str(run.topology),
+        "examples": run.data.num_examples,
+        "loss": loss,
+    }
+    if run.config.train.objective == "dpo":
+        return {**found, "pairs": count}
+    found["trained_tokens"] = count
+    return {**found, "perplexity": perplexity(loss)} if run.config.train.objective == "sft" else found

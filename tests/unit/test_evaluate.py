@@ -1,0 +1,196 @@
+"""`meshlora evaluate` and what it is made of: perplexity, prompts with several references, decoding, scores."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshlora.cli import main
+from meshlora.config import GenerateConfig
+from meshlora.data import Record, collate, prompts_of, read_records, tokenize
+from meshlora.errors import UserError
+from meshlora.generate import generate
+from meshlora.scores import scores
+from meshlora.train.evaluate import perplexity
+from tests.unit.mistakes import Setup, one_error
+
+BASE = str(Path(__file__).parents[2] / "examples" / "tiny_base")
+PROMPTS = ["def add(a, b):", "def log_last_packets(data, port=0):\n", "x", "class Stack:\n    def push(self, item):"]
+
+
+def record(prompt: str, completion: str) -> Record:
+    return Record(prompt=prompt, completion=completion, origin="here")
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def evaluated(setup: Setup, *words: str) -> dict[str, object]:
+    setup.write()
+    out = setup.folder / "result.json"
+    assert main(["evaluate", str(setup.folder / "run.yaml"), *words, "--json", str(out)]) == 0
+    found: dict[str, object] = json.loads(out.read_text())
+    return found
+
+
+def test_loss_is_that_of_transformers_and_peft_over_the_whole_file(setup: Setup) -> None:
+    """Micro-batches of 3 do not divide the 8 sequences; without label smoothing, whatever the run trains with."""
+    setup.set("train.micro_batch_size", 3)
+    setup.set("train.label_smoothing", 0.3)
+    setup.set("model.dtype", "float64")
+    found = evaluated(setup, "--adapter", str(setup.adapter))
+    tokenizer = AutoTokenizer.from_pretrained(setup.model)
+    data = tokenize(read_records(setup.folder / "eval.jsonl"), tokenizer, max_length=64)
+    batch = collate(list(data), pad_token_id=0)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(setup.model), setup.adapter).double().eval()
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()))
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)  # the reference has float32 islands
+    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert (found["examples"], found["trained_tokens"]) == (8, data.num_trained_tokens)
+
+
+def test_which_adapter_is_evaluated(setup: Setup) -> None:
+    """Without an adapter the base; or the finished one of the run; `--base` and `--adapter` say else."""
+    base = evaluated(setup)
+    assert base["adapter"] is None
+    finished = setup.folder / "output" / "adapter"
+    finished.parent.mkdir()
+    (setup.folder / "adapter").rename(finished)
+    assert evaluated(setup)["adapter"] == str(finished)
+    assert evaluated(setup, "--base") == base
+    assert evaluated(setup, "--adapter", str(finished))["adapter"] == str(finished)
+
+
+def test_only_the_first_sequences_are_evaluated_where_a_limit_is_set(setup: Setup) -> None:
+    setup.set("data.eval_limit", 3)
+    assert evaluated(setup)["examples"] == 3
+    file = str(setup.folder / "train.jsonl")
+    assert evaluated(setup, "--data", file)["examples"] == 8, "of another file all is meant"
+
+
+def test_perplexity_of_a_huge_loss_is_infinite() -> None:
+    assert perplexity(2.0) == math.exp(2.0)
+    assert perplexity(1e6) == math.inf
+
+
+# --- generated text ---------------------------------------------------------------------------------------------------
+
+
+def test_neighbouring_records_with_one_prompt_are_its_references() -> None:
+    found = prompts_of([record("a", " 1"), record("a", " 2 "), record("b", " 3"), record("a", " 4")])
+    assert [(prompt.text, prompt.references) for prompt in found] == [("a", ("1", "2")), ("b", ("3",)), ("a", ("4",))]
+
+
+def test_record_without_a_prompt_cannot_be_a_reference() -> None:
+    with pytest.raises(UserError, match="a record of text"):
+        prompts_of([Record(text="x", origin="train.jsonl:1")])
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_prompts_together_are_continued_as_each_alone(num_beams: int) -> None:
+    """Padding on the left changes nothing: in float64 the texts are equal."""
+    texts = []
+    for batch_size in (1, len(PROMPTS)):
+        options = GenerateConfig(max_new_tokens=12, num_beams=num_beams, batch_size=batch_size)
+        texts.append(list(generate(BASE, PROMPTS, options=options, dtype="float64")))
+    assert texts[0] == texts[1]
+
+
+def test_decoding_is_that_of_transformers() -> None:
+    settings = {"max_new_tokens": 16, "num_beams": 3, "length_penalty": 0.3, "no_repeat_ngram_size": 2}
+    (found,) = generate(BASE, PROMPTS[:1], options=GenerateConfig(**settings), dtype="float64")
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    expected = model.generate(**inputs, **settings, pad_token_id=tokenizer.pad_token_id, do_sample=False)
+    assert found == tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3}, {"no_repeat_ngram_size": 1}, {"do_sample": True}, {"do_sample": True, "temperature": 9.0}],
+    ids=str,
+)
+def test_every_option_of_decoding_has_an_effect(settings: dict[str, float]) -> None:
+    prompts = ['def list_paths(target):\n    """']
+    plain = {"do_sample": True} if "temperature" in settings else {}
+    texts = [
+        list(generate(BASE, prompts, options=GenerateConfig(**words, max_new_tokens=24), dtype="float64"))
+        for words in (plain, settings)
+    ]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scores_count_every_reference() -> None:
+    hypotheses = ["the cat sat on the mat today", "a dog runs in the old park"]
+    references = [["nothing alike at all here", "the cat sat on the mat today"], ["a dog runs in the old park"]]
+    found = scores(hypotheses, references)
+    assert (found["bleu"], found["rouge_l"]) == (pytest.approx(100.0), pytest.approx(100.0))
+    worse = scores(hypotheses, [references[0][:1], references[1]])
+    assert worse["bleu"] < 80
+    assert worse["rouge_l"] < 80
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
+    """Two references of one prompt are one prompt."""
+    lines = ["def f||one", "def f||two", "def g||three"]
+    (setup.folder / "eval.txt").write_text("\n".join(lines) + "\n")
+    setup.set("data.eval", str(setup.folder / "eval.txt"))
+    setup.tree["generate"] = {"max_new_tokens": 4, "num_beams": 2}
+    texts = setup.folder / "texts.txt"
+    found = evaluated(setup, "--generate", "--hypotheses", str(texts))
+    assert (found["prompts"], found["references"], found["examples"]) == (2, 3, 3)
+    assert len(texts.read_text().splitlines()) == 2
+    assert {"bleu", "rouge_l", "bleu_signature"} <= found.keys()
+
+
+@pytest.mark.usefixtures("nothing_has_happened_yet")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hypotheses", "x"], ("--hypotheses x", "no effect without --generate")),
+        (["--json", "nowhere/x"], ("nowhere/x", "no folder nowhere")),
+        (["--adapter", "nowhere"], ("nowhere", "no such folder")),
+        (["--data", "nowhere.txt"], ("nowhere.txt", "no such file")),
+        (["--nproc", "0"], ("--nproc 0", "at least 1")),
+        (["--set", "topology=tp=2"], ("tp=2", "1 processes")),
+        (["--nproc", "3"], ("tp=2",)),
+        (["--set", "generate.num_beams=0"], ("generate.num_beams=0", "at least 1")),
+        (["--set", "generate.length_penalty=2"], ("generate.length_penalty", "no effect without beams")),
+        (["--set", "generate.top_p=0.5"], ("generate.top_p", "no effect without do_sample")),
+        (["--generate", "--set", "generate.max_new_tokens=1000"], ("eval.jsonl:1", "positions", "max_new_tokens")),
+        (["--set", "data.eval=null"], ("data.eval", "nothing to evaluate on", "--data FILE")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistake_is_found_before_anything_starts(
+    words: list[str], said: tuple[str, ...], setup: Setup, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setup.write()
+    assert main(["evaluate", str(setup.folder / "run.yaml"), *words]) == 2
+    message = one_error(*capfd.readouterr())
+    assert not [word for word in said if word not in message], message
+
+
+@pytest.mark.usefixtures("nothing_has_happened_yet")
+@pytest.mark.parametrize("name", ["sacrebleu", "rouge_score"])
+def test_missing_scorer_is_named_with_the_way_to_get_it(
+    name: str, setup: Setup, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    setup.write()
+    assert main(["evaluate", str(setup.folder / "run.yaml"), "--generate"]) == 2
+    message = one_error(*capfd.readouterr())
+    assert name in message
+    assert "pip install 'meshlora[metrics]'" in message

@@ -1,0 +1,91 @@
+"""Which parameters are decayed, against the rule of transformers' Trainer on PEFT's model, and by the step itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer
+
+from meshlora.adapter.manage import active_factors
+from meshlora.api import load_without_proof
+from meshlora.config import TrainConfig
+from meshlora.oracle.inputs import write_twin
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.train.optimizer import parameter_groups
+
+DECAY, LR = 0.1, 0.5
+LORA: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "target_modules": ["c_attn", "c_fc"],
+        "bias": "lora_only",
+        "modules_to_save": ["ln_1", "ln_f"],
+    },
+    "llama": {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["norm"], "use_dora": True},
+    "qwen2": {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"},
+}
+
+
+@pytest.fixture(scope="module", params=LORA)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """(family, its twin with an adapter that trains more than linears)."""
+    folder: Path = tmp_path_factory.mktemp("twin")
+    write_twin(twin_config(request.param), folder, dtype=torch.float64, seed=0)
+    lora = LoraConfig(r=4, lora_alpha=8, **LORA[request.param])
+    return request.param, load_without_proof(folder, lora=lora, topology=Topology(), dtype="float64")
+
+
+def step_without_gradient(model: Any, **settings: Any) -> dict[str, float]:
+    """Name -> the share of a trained parameter that one step of AdamW, all gradients zero, takes away."""
+    options = TrainConfig(output="out", steps=1, lr=LR, weight_decay=DECAY, **settings)
+    groups = parameter_groups(model, options)
+    for group in groups:
+        group["lr"] = LR * group.pop("times_lr")
+    factors = active_factors(model)
+    for factor in factors:
+        factor.parameter.data.fill_(1.0)
+        factor.parameter.grad = torch.zeros_like(factor.parameter)
+    torch.optim.AdamW(groups, weight_decay=DECAY).step()
+    return {factor.name: 1.0 - float(factor.parameter.detach().mean()) for factor in factors}
+
+
+def without_decay_in_transformers(family: str) -> set[str]:
+    """Trained parameters that `Trainer` leaves without weight decay, under our names."""
+    network = AutoModelForCausalLM.from_config(twin_config(family))
+    peft = get_peft_model(network, LoraConfig(r=4, fan_in_fan_out=family == "gpt2", **LORA[family]))
+    decayed = set(Trainer.get_decay_parameter_names(None, peft))  # type: ignore[arg-type]
+    names = {name for name, p in peft.named_parameters() if p.requires_grad} - decayed
+    plain = {".base_layer": "", ".modules_to_save.default": "", "base_model.model.": ""}
+    for old, new in plain.items():
+        names = {name.replace(old, new) for name in names}
+    # Trainer takes the factors of a module that is called "norm" for norms; there are none here.
+    return {name for name in names if ".lora_" not in name}
+
+
+def test_all_is_decayed_unless_asked_otherwise(model: tuple[str, Any]) -> None:
+    shares = step_without_gradient(model[1])
+    assert shares == pytest.approx(dict.fromkeys(shares, LR * DECAY), rel=1e-12)
+
+
+def test_biases_and_norms_are_left_out_as_in_transformers(model: tuple[str, Any]) -> None:
+    family, network = model
+    shares = step_without_gradient(network, decay_biases_and_norms=False)
+    kept = without_decay_in_transformers(family)
+    assert kept
+    assert {name for name, share in shares.items() if share == 0} == kept
+    assert shares == pytest.approx({name: 0.0 if name in kept else LR * DECAY for name in shares}, rel=1e-12)
+
+
+def test_biases_and_norms_are_left_out_beside_lora_plus(model: tuple[str, Any]) -> None:
+    family, network = model
+    shares = step_without_gradient(network, decay_biases_and_norms=False, lora_plus_ratio=4.0)
+    kept = without_decay_in_transformers(family)
+    assert {name for name, share in shares.items() if share == 0} == kept
+    for name, share in shares.items():
+        if name not in kept:
+            times = 1.0 if ".lora_A" in name else 4.0
+            assert share == pytest.approx(LR * DECAY * times, rel=1e-12), name
