@@ -2,9 +2,10 @@
 
     .venv/bin/python scripts/kill_and_resume.py --kills 20 [--nproc 2] [--seed 0]
 
-The run is that of examples/demo.yaml with checkpoints. First it runs without a kill. Then one of its ranks gets SIGKILL:
-while it starts, while it trains, or while it saves, in turn and each at a random moment; after each kill `--resume auto`
-goes on. At the end the adapter must be that of the run that nobody killed. Exit code 0 when every byte is, else 1.
+The run is that of examples/demo.yaml in small batches, with checkpoints. First it runs without a kill. Then one of its
+ranks gets SIGKILL: while it starts, while it trains, or while it saves, in turn and each at a random moment; after each
+kill `--resume auto` goes on. At the end the adapter must be that of the run that nobody killed. Exit code 0 when every
+byte is, else 1.
 """
 
 from __future__ import annotations
@@ -65,12 +66,19 @@ def main() -> int:
 
 def _start(output: Path, steps: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     topology = f"tp={options.nproc},sp" if options.nproc > 1 else ""
-    values = {"output": output, "steps": steps, "save_every": options.save_every, "eval_every": 0, "keep_last": 3}
-    overrides = [f"train.{key}={value}" for key, value in values.items()] + [f"topology={topology}"]
+    values = {
+        "output": output,
+        "steps": steps,
+        "save_every": options.save_every,
+        "batch_size": 4,
+        "eval_every": 0,
+        "keep_last": 3,
+    }
+    overrides = [f"train.{key}={value}" for key, value in values.items()] + [f"topology={topology}", "data.eval=null"]
     words = [word for each in overrides for word in ("--set", each)]
+    ranks = ["--nproc", str(options.nproc), "--no-preflight", "--resume", "auto"]
     return subprocess.Popen(
-        [sys.executable, "-m", "meshlora", "train", "examples/demo.yaml", *words]
-        + ["--nproc", str(options.nproc), "--no-preflight", "--resume", "auto"],
+        [sys.executable, "-m", "meshlora", "train", "examples/demo.yaml", *words, *ranks],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -82,43 +90,40 @@ def _kill_once(
     output: Path, steps: int, options: argparse.Namespace, choose: random.Random, moment: str, start_s: float
 ) -> str | None:
     """Start, kill one rank, wait for the end; what happened, or None where the run ended first."""
-    lines_before = _num_lines(output)
+    metrics = _metrics(output)
     process = _start(output, steps, options)
+    _wait(process, lambda: len(_ranks(process)) == options.nproc)
+    ranks = _ranks(process)
     if moment == "while it starts":
-        _wait(process, lambda: len(_ranks(process)) == options.nproc)
-        time.sleep(choose.uniform(0.0, start_s / 2))
+        time.sleep(choose.uniform(0.0, start_s))
     else:
-        # Lines about steps after the checkpoint are dropped when the run goes on: it trains when the file has changed.
-        _wait(process, lambda: _training(output, lines_before))
+        _wait(process, lambda: _metrics(output)[0] not in (metrics[0], 0) and _metrics(output)[1] > _kept(output))
         if moment == "inside a save":
             _wait(process, lambda: _is_saving(output))
-            time.sleep(choose.uniform(0.0, 0.01))
+            time.sleep(choose.uniform(0.0, 0.004))
         else:
-            time.sleep(choose.uniform(0.0, 1.0))
-    ranks = _ranks(process)
-    if process.poll() is not None or not ranks:
-        process.wait()
+            time.sleep(choose.uniform(0.0, 0.5))
+    if process.poll() is not None:
         return None
     rank = choose.randrange(len(ranks))
+    is_inside = _is_saving(output)
     with contextlib.suppress(ProcessLookupError):
         os.kill(ranks[rank], signal.SIGKILL)
     killed_at = time.monotonic()
     try:
         process.wait(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        for number in _ranks(process):
+        for number in [*_ranks(process), process.pid]:
             os.kill(number, signal.SIGKILL)
-        process.kill()
         raise SystemExit(f"error: the run had not ended {PATIENCE_S:.0f} s after rank {rank} was killed") from None
     if process.returncode == 0:
         return None
-    found = "inside a save" if _is_saving(output) else "between saves"
-    latest = output / "checkpoints" / "latest"
-    name = os.readlink(latest) if latest.is_symlink() else "none"
-    return (
-        f"rank {rank} {moment if moment != 'inside a save' else 'at a save'}, after step {_num_lines(output)}, {found}; "
-        f"all ended in {time.monotonic() - killed_at:.1f} s; latest: {name}"
+    seconds, where = (
+        time.monotonic() - killed_at,
+        "inside a save" if is_inside else moment.replace("inside", "just after"),
     )
+    done = f"{_metrics(output)[1]} steps done, latest is {_latest(output)}"
+    return f"rank {rank} {where}, {done}; all ended in {seconds:.1f} s"
 
 
 def _wait(process: subprocess.Popen[bytes], ready: object) -> None:
@@ -128,32 +133,24 @@ def _wait(process: subprocess.Popen[bytes], ready: object) -> None:
         time.sleep(0.001)
 
 
-_seen: dict[Path, float] = {}
+def _metrics(output: Path) -> tuple[int, int]:
+    """(which file it is, for a run that goes on writes it anew; its lines)."""
+    try:
+        with (output / "metrics.jsonl").open("rb") as file:
+            return os.fstat(file.fileno()).st_ino, file.read().count(b"\n")
+    except FileNotFoundError:
+        return 0, 0
 
 
-def _training(output: Path, lines_before: int) -> bool:
-    """Whether steps were added to the metrics since the run was started."""
-    file = output / "metrics.jsonl"
-    if not file.is_file():
-        return False
-    number = file.stat().st_ino  # the file is written anew when a run goes on
-    if _seen.get(output) == number and lines_before:
-        return False
-    lines = _num_lines(output)
-    if lines <= _kept_lines(output):
-        return False
-    _seen[output] = number
-    return True
+def _kept(output: Path) -> int:
+    """Steps of the last checkpoint: lines about later ones are of the run that is going on."""
+    latest = _latest(output)
+    return int(latest.removeprefix("step-")) if latest != "none" else 0
 
 
-def _kept_lines(output: Path) -> int:
+def _latest(output: Path) -> str:
     latest = output / "checkpoints" / "latest"
-    return int(os.readlink(latest).removeprefix("step-")) if latest.is_symlink() else 0
-
-
-def _num_lines(output: Path) -> int:
-    file = output / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.is_file() else 0
+    return os.readlink(latest) if latest.is_symlink() else "none"
 
 
 def _is_saving(output: Path) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from meshlora.adapter.manage import active_factors, full_factor, local_part, run
 from meshlora.errors import UserError
 from meshlora.state.files import open_safetensors, read_json, write_json_atomically
 
-FOLDER, LATEST = "checkpoints", "latest"
+FOLDER = "checkpoints"
 STATE_FILE, MANIFEST = "training_state.safetensors", "training_state.json"
 FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -138,10 +137,8 @@ def find_checkpoint(output: Path, given: str, say: Callable[[str], None]) -> Che
     """
     if given != "auto":
         return read_checkpoint(Path(given))
-    latest = output / FOLDER / LATEST
-    # The name first: of a run that went on from an earlier step than its last, later ones may still lie there.
-    named = [latest.parent / os.readlink(latest)] if latest.is_symlink() else []
-    for folder in dict.fromkeys([*named, *(folder for _, folder in step_folders(latest.parent))]):
+    # Not by the name `latest`: a rank killed at the right moment leaves a newer one that is whole.
+    for _, folder in step_folders(output / FOLDER):
         try:
             return read_checkpoint(folder)
         except UserError as error:

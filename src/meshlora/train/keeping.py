@@ -15,9 +15,9 @@ from pathlib import Path
 
 from meshlora.errors import UserError
 from meshlora.state.files import fsync_folder
-from meshlora.train.checkpoint import FOLDER, LATEST, Checkpoint, read_checkpoint, step_folders
+from meshlora.train.checkpoint import FOLDER, Checkpoint, read_checkpoint, step_folders
 
-BEST = "best"
+LATEST, BEST = "latest", "best"
 
 
 class Keeping:
