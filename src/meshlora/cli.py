@@ -169,7 +169,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> None:
     from meshlora.parallel.groups import join, launcher_place, on_gpus
     from meshlora.run_file import read_run
-    from meshlora.train.launch import launch, launched_by_us, rank_edge
+    from meshlora.train.launch import how_to_go_on, launch, launched_by_us, rank_edge
     from meshlora.train.prepare import prepare
     from meshlora.train.run import train
     from meshlora.verify.preflight import preflight
@@ -193,7 +193,7 @@ def _train(options: argparse.Namespace) -> None:
         words = [word for override in options.overrides for word in ("--set", override)]
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
-        launch(["train", options.file, *words], nproc=options.nproc)
+        launch(["train", options.file, *words], nproc=options.nproc, command=options.words)
         return
     with rank_edge():
         config = read_run(options.file, options.overrides)
@@ -206,7 +206,7 @@ def _train(options: argparse.Namespace) -> None:
             # Joined first, so that the ranks that wait for this one notice when it ends here.
             join(run.config.device)
             preflight(run, skip=options.no_preflight)
-        train(run)
+        train(run, go_on=how_to_go_on(options.words))
 
 
 def _verify(options: argparse.Namespace) -> None:

@@ -116,6 +116,11 @@ class TrainConfig:
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
+        keep_last: how many of the newest checkpoints stay, 0: all; keep_best: the one with the lowest
+            evaluation loss stays too.
+        on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: whether a loss or a
+            gradient that is not finite stops it, or the step is left out.
+        timeout_s: seconds that a rank waits for the others in a collective.
         replica_check_every: steps between comparisons of the copies of each factor, which are compared before every
             save too; 0: never.
         decay_biases_and_norms: weight decay is of biases and of the weights of norms too.
@@ -158,6 +163,11 @@ class TrainConfig:
     log_every: int = 10
     track: list[str] = field(default_factory=list)
     replica_check_every: int = 100
+    keep_last: int = 0
+    keep_best: bool = False
+    on_save_error: Literal["stop", "continue"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    timeout_s: float = 600.0
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -174,6 +184,7 @@ class TrainConfig:
         _require(self.eps > 0, "train.eps", self.eps, "above 0")
         self._check_schedule()
         self._check_objective()
+        self._check_keeping()
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
         _require(
             self.lora_plus_embedding_lr > 0, "train.lora_plus_embedding_lr", self.lora_plus_embedding_lr, "above 0"
@@ -198,6 +209,15 @@ class TrainConfig:
     def peak_lr(self) -> float:
         """The highest rate of the schedule."""
         return max(self.cycle.values()) if self.schedule == "cycle" else self.lr
+
+    def _check_keeping(self) -> None:
+        """What stays of checkpoints is said where there are any."""
+        _require(self.keep_last >= 0, "train.keep_last", self.keep_last, "not negative")
+        _require(self.timeout_s > 0, "train.timeout_s", self.timeout_s, "above 0")
+        if self.keep_best and not self.eval_every:
+            raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
+        if self.keep_last and not (self.save_every or self.keep_best):
+            raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
 
     def _check_objective(self) -> None:
         """What only one objective reads is given where that is the objective."""

@@ -42,6 +42,14 @@ class UnsupportedError(UserError):
     """Right in principle, but not proved to be exact here; refused rather than tried."""
 
 
+class SaveError(MeshloraError):
+    """A folder could not be written: what was there before is whole. Raised on all ranks, with the same words."""
+
+
+class CollectiveTimeoutError(MeshloraError):
+    """Other ranks did not come to a collective in time."""
+
+
 class RankFailedError(MeshloraError):
     """Another rank failed first; its cause is the message."""
 

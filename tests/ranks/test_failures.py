@@ -54,12 +54,12 @@ if "RANK" in os.environ:
             now[0] = index + 1
             return train_step(self, index)
 
-        def faulty_loss(self, batch):
-            loss = loss_sum(self, batch)
+        def faulty_loss(self, batch, base):
+            loss, sums = loss_sum(self, batch, base)
             if now[0] != step:
-                return loss
+                return loss, sums
             (here / "fault-at").write_text(str(time.time()))
-            return fault(loss)
+            return fault(loss), sums
 
         trainer.Trainer.train_step, trainer.Trainer._loss_sum = noticed_step, faulty_loss
 
@@ -227,7 +227,8 @@ def test_loss_that_is_not_finite_stops_the_run(job: Job) -> None:
     code, _, err = job.run()
     assert code == 1
     assert err.count("error:") == 1
-    assert "step 3: the loss is nan; lower train.lr" in err
+    assert "step 3: the loss is nan: in sequences " in err
+    assert "first the loss itself, of finite outputs; lower train.lr" in err
     assert "Traceback" not in err
     assert not (job.output / "adapter").exists()
     assert len((job.output / "metrics.jsonl").read_text().splitlines()) == 2

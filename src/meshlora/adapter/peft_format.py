@@ -29,7 +29,7 @@ from meshlora.adapter.targets import (
     resolve_targets,
     trained_parameters,
 )
-from meshlora.errors import MeshloraError, UnsupportedError, UserError, did_you_mean
+from meshlora.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.parallel.collectives import broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.plan.rules import ModelPlan
@@ -41,6 +41,8 @@ CONFIG_FILE = "adapter_config.json"
 # Beside them where an adapter is on pieces of fused matrices, or one for all experts: PEFT needs no word of it, to go
 # on training does.
 PIECES_FILE = "meshlora.json"
+# Bytes of a failure's words that go from rank 0 to the others.
+_LONGEST_WORD = 1024
 
 
 def save_adapter(
@@ -52,7 +54,7 @@ def save_adapter(
     once the adapter is in it, to add files.
 
     Raises:
-        UserError: no such adapter. MeshloraError: the folder could not be written (on all ranks).
+        UserError: no such adapter. SaveError: the folder could not be written (on all ranks, with the same words).
     """
     state = runtime(model)
     name = adapter or state.active
@@ -66,14 +68,14 @@ def save_adapter(
     tensors = file_tensors(gather_adapter(model, name), state.adapters[name].targets, state.plan)
     if broken := [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise MeshloraError(f"{path}: not saved, {broken[0]} holds values that are not finite")
-    failure: OSError | SafetensorError | None = None
+    failure = ""
     if state.mesh.rank == 0:
         try:
             write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared, also=also)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
-            failure = error
-    if not _agree(failure is None, state.mesh):
-        raise MeshloraError(f"{path}: the adapter could not be written ({failure or 'see rank 0'})") from failure
+            failure = reason(error)
+    if failure := _of_rank_0(failure, state.mesh):
+        raise SaveError(f"{path}: the adapter could not be written ({failure})")
 
 
 def write_adapter(
@@ -331,7 +333,10 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)  # enums
 
 
-def _agree(ok: bool, mesh: Mesh) -> bool:
-    """What rank 0 says, on every rank."""
-    flag = torch.tensor([int(ok)], device=mesh.device)
-    return bool(broadcast_in_place(flag, mesh.world).item())
+def _of_rank_0(text: str, mesh: Mesh) -> str:
+    """What rank 0 says, on every rank. Collective."""
+    held = torch.zeros(_LONGEST_WORD, dtype=torch.uint8)
+    words = text.encode()[:_LONGEST_WORD]
+    held[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    held = broadcast_in_place(held.to(mesh.device), mesh.world)
+    return bytes(held.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -97,6 +97,11 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
 
 
+def fsync_folder(path: Path) -> None:
+    """Bring to disk which names `path` holds."""
+    _fsync(path)
+
+
 def is_writable(folder: Path) -> bool:
     """Whether files can be made in `folder`: tried, as modes do not tell."""
     probe = folder / ".meshlora-probe"

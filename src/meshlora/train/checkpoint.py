@@ -29,18 +29,27 @@ STATE_FILE, MANIFEST = "training_state.safetensors", "training_state.json"
 FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ between a run and the one that goes on from its checkpoint: it changes no step.
-_FREE = {"output", "overwrite", "epochs", "steps", "micro_batch_size", "track"} | {
-    f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")
+_FREE = {"output", "overwrite", "epochs", "steps", "micro_batch_size", "track", "keep_last", "keep_best"} | {
+    *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
+    *("on_save_error", "on_nonfinite", "timeout_s"),
 }
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint. step: optimizer steps that were done; topology: of the run that wrote it."""
+    """A whole checkpoint.
+
+    Attributes:
+        step: optimizer steps that were done. topology: of the run that wrote it.
+        updates: how many of the steps changed the adapter: all but those that were skipped.
+        eval_loss: of the evaluation at that step, None where there was none.
+    """
 
     folder: Path
     step: int
     topology: str
+    updates: int
+    eval_loss: float | None = None
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str, str]:
@@ -73,7 +82,13 @@ def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str,
 
 
 def state_writer(
-    model: Any, optimizer: torch.optim.Optimizer, *, step: int, identity: Mapping[str, str]
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    updates: int,
+    identity: Mapping[str, str],
+    eval_loss: float | None = None,
 ) -> Callable[[Path], None]:
     """A function that adds the training state to the folder of an adapter. Collective; rank 0 calls what it returns."""
     state = runtime(model)
@@ -81,7 +96,9 @@ def state_writer(
     for factor in active_factors(model):
         held = optimizer.state[factor.parameter]
         for moment in _MOMENTS:
-            full = full_factor(held[moment], factor.rule, state.mesh)
+            # Before the first update there are none, and they count as zero.
+            moment_here = held[moment] if moment in held else torch.zeros_like(factor.parameter)
+            full = full_factor(moment_here, factor.rule, state.mesh)
             if state.mesh.rank == 0:
                 tensors[f"{moment}/{factor.name}"] = full.to("cpu", copy=True).contiguous()
 
@@ -92,6 +109,8 @@ def state_writer(
         manifest = {
             "format": FORMAT,
             "step": step,
+            "updates": updates,
+            "eval_loss": eval_loss,
             "topology": str(state.mesh.topology),
             "identity": dict(identity),
             "files": dict(sorted(files.items())),
@@ -119,12 +138,19 @@ def find_checkpoint(output: Path, given: str, say: Callable[[str], None]) -> Che
     """
     if given != "auto":
         return read_checkpoint(Path(given))
-    for folder in sorted((output / FOLDER).glob("step-*"), reverse=True):
+    # Not by the name `latest`: a rank killed at the right moment leaves a newer one that is whole.
+    for _, folder in step_folders(output / FOLDER):
         try:
             return read_checkpoint(folder)
         except UserError as error:
             say(f"passed over: {error}")
     return None
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """(step, checkpoint) of all in `folder`, whole or not, the newest first."""
+    numbers = [(found.name.removeprefix("step-"), found) for found in folder.glob("step-*")]
+    return sorted(((int(number), found) for number, found in numbers if number.isdecimal()), reverse=True)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -140,7 +166,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise UserError(f"checkpoint {folder}", f"{name} is missing", "use an earlier one")
         if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
             raise UserError(f"checkpoint {folder}", f"{name} is damaged", "use an earlier one")
-    return Checkpoint(folder, manifest["step"], manifest["topology"])
+    # Not by the name `latest`, which goes on to the next one.
+    folder = folder.resolve() if folder.is_symlink() else folder
+    step, updates = manifest["step"], manifest.get("updates", manifest["step"])
+    return Checkpoint(folder, step, manifest["topology"], updates, manifest.get("eval_loss"))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -154,6 +183,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}", f"its format is {found['format']}, this meshlora reads {FORMAT}")
     if {Path(name).name for name in found["files"]} != set(found["files"]) or STATE_FILE not in found["files"]:
         raise UserError(f"checkpoint {folder}", f"{MANIFEST} names other files than a checkpoint has")
+    if not isinstance(found.get("updates", 0), int) or not isinstance(found.get("eval_loss"), float | None):
+        raise UserError(f"checkpoint {folder}", f"{MANIFEST} is damaged", "use an earlier one")
     return found
 
 
@@ -200,5 +231,5 @@ def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: 
                 if part.shape != value.shape:
                     raise UserError(f"{file}: {moment}/{factor.name}", "its shape is not that of the factor")
                 held[moment] = torch.empty_like(value).copy_(part)
-            step = torch.tensor(float(checkpoint.step), dtype=torch.float32, device=value.device)
+            step = torch.tensor(float(checkpoint.updates), dtype=torch.float32, device=value.device)
             optimizer.state[value] = {"step": step, **held}

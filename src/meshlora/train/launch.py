@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -39,13 +40,16 @@ LOST_PEER = (
     "Timed out waiting",
 )
 _RANK_0_FIRST_S = 5.0
+# Names the folder in which ranks say that they train.
+_IN_TRAINING = "MESHLORA_IN_TRAINING"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(arguments: Sequence[str], *, nproc: int) -> None:
+def launch(arguments: Sequence[str], *, nproc: int, command: str = "") -> None:
     """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have ended well.
 
-    When one rank fails the launcher ends the others.
+    When one rank fails the launcher ends the others. While all of them train a first SIGINT or SIGTERM is handed on to
+    them, and they save and end well. command: by which the user started this, for ranks to say how to go on.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
@@ -53,8 +57,11 @@ def launch(arguments: Sequence[str], *, nproc: int) -> None:
     """
     logging.disable(logging.CRITICAL)  # this process only waits from here; what torch logs is said better below
     os.environ["MESHLORA_LAUNCHED"] = "1"
+    os.environ["MESHLORA_COMMAND"] = command
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="meshlora-") as words:
+        os.environ[_IN_TRAINING] = str(Path(words) / "in-training")
+        Path(os.environ[_IN_TRAINING]).mkdir()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -65,15 +72,72 @@ def launch(arguments: Sequence[str], *, nproc: int) -> None:
             rdzv_endpoint="127.0.0.1:0",
             max_restarts=0,
             monitor_interval=0.1,
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are handled here
         )
         try:
-            elastic_launch(config, entrypoint=sys.executable)("-m", "meshlora", *arguments)
+            with _first_signal_handed_on(Path(os.environ[_IN_TRAINING]), nproc):
+                elastic_launch(config, entrypoint=sys.executable)("-m", "meshlora", *arguments)
         except ChildFailedError as error:
             raise _first_cause(error) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise _ended_by(error.sigval) from None
+
+
+@contextlib.contextmanager
+def _first_signal_handed_on(folder: Path, nproc: int) -> Iterator[None]:
+    """Inside the block the first SIGINT or SIGTERM goes to the ranks, where all train; any other ends the launch."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can handle signals
+        return
+    asking = (signal.SIGINT, signal.SIGTERM)
+    before = {number: handler for number in asking if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    handed_on: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        ranks = [int(file.name) for file in folder.iterdir()]
+        if handed_on or len(ranks) < nproc:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        handed_on.append(number)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(rank, number)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say_in_training() -> None:
+    """Tell our launcher that this rank handles signals from here on: by a file with its process' number."""
+    if folder := os.environ.get(_IN_TRAINING):
+        (Path(folder) / str(os.getpid())).touch()
+
+
+def how_to_go_on(words: str) -> str:
+    """The command by which the run that `words` started goes on from its last checkpoint."""
+    given, kept = shlex.split(os.environ.get("MESHLORA_COMMAND") or words), []
+    while given:
+        word = given.pop(0)
+        if word == "--resume":
+            given = given[1:]
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    command = shlex.join([*kept, "--resume", "auto"])
+    return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
+
+
+def end_at_once(number: int) -> None:
+    """End this process by a second signal. What a save has begun stays under a temporary name, for the next run."""
+    place = launcher_place()
+    if number == signal.SIGINT and not launched_by_us() and (place is None or place.rank == 0):
+        print("interrupted", file=sys.stderr)
+    _end(128 + number)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ Owns: the record of a step and where it is shown. Does not own: how the numbers 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import IO, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshlora.errors import SaveError
 from meshlora.state.files import write_atomically
 
 
@@ -29,6 +32,7 @@ class StepMetrics:
         tokens: trained tokens of the step. step_time_s: wall time on rank 0.
         aux_loss: of load balancing, before its coefficient; None where it is off.
         means: what the objective reports besides, by name.
+        skipped: the step changed nothing, as its loss or gradient was not finite.
     """
 
     step: int
@@ -39,18 +43,31 @@ class StepMetrics:
     step_time_s: float
     aux_loss: float | None = None
     means: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
 
 
 class Reporter:
     """Writes metrics as they come; a context manager that leaves the terminal as it was. Silent off rank 0."""
 
     def __init__(
-        self, file: Path, *, steps: int, log_every: int, is_main: bool, console: Console | None = None, done: int = 0
+        self,
+        file: Path,
+        *,
+        steps: int,
+        log_every: int,
+        is_main: bool,
+        console: Console | None = None,
+        done: int = 0,
+        goes_on_without: bool = False,
     ) -> None:
-        """done: steps that the run goes on from; what `file` says of later ones is forgotten."""
+        """done: steps that the run goes on from; what `file` says of later ones is forgotten.
+
+        goes_on_without: a line that cannot be written, as on a full disk, is left out with a word.
+        """
+        self._goes_on_without, self._has_failed = goes_on_without, False
         self.console = console or Console()
         self.is_main, self.log_every, self.steps = is_main, log_every, steps
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._path, self._done = file, done
         self._progress = Progress(
             TextColumn("step"),
@@ -69,7 +86,7 @@ class Reporter:
         if self.is_main:
             kept = _lines_until(self._path, self._done)
             write_atomically(self._path, lambda path: _write_lines(path, kept))
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)  # a line is on disk as soon as it is said
+            self._file = self._path.open("ab", buffering=0)  # a line is on disk as soon as it is said
             self._progress.start()
         return self
 
@@ -85,7 +102,7 @@ class Reporter:
         if self._file is None:
             return
         values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
-        self._write({name: value for name, value in {**values, **metrics.means}.items() if value is not None})
+        self._write({name: value for name, value in {**values, **metrics.means}.items() if _is_value(value)})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
         self._progress.update(self._task, completed=metrics.step, loss=metrics.loss, speed=speed)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)
@@ -114,7 +131,26 @@ class Reporter:
 
     def _write(self, values: dict[str, object]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(values) + "\n")
+        line = (json.dumps(values) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)  # no half line between whole ones
+            text = f"{self._path}: a line could not be written ({error.strerror or error})"
+            if not self._goes_on_without:
+                raise SaveError(text) from error
+            if not self._has_failed:
+                self.say(text)
+            self._has_failed = True
+
+
+def _is_value(value: object) -> bool:
+    """Whether it is written: JSON has no NaN, and what is not there, or did not happen, is left out."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is not None and value is not False
 
 
 def _lines_until(file: Path, done: int) -> list[str]:

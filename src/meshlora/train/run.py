@@ -11,15 +11,21 @@ from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import runtime
 from meshlora.api import load_without_proof
 from meshlora.parallel.groups import join, leave
+from meshlora.train.keeping import clear_leftovers
+from meshlora.train.launch import end_at_once, say_in_training
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
 from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.samples import forget_after
+from meshlora.train.stopping import noticing_signals
 from meshlora.train.trainer import Trainer
 
 
-def train(run: Prepared, *, console: Console | None = None) -> None:
-    """Train as `run` says. Every rank of the job calls this; that the run is proved is its caller's part."""
+def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resume auto") -> None:
+    """Train as `run` says. Every rank of the job calls this; that the run is proved is its caller's part.
+
+    go_on: what to say of how a run that was asked to stop goes on, a command.
+    """
     config = run.config
     join(config.device)
     start = config.adapter if run.resume is None else str(run.resume.folder)
@@ -40,8 +46,10 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
     is_main = runtime(model).mesh.rank == 0
     if is_main and run.resume is None:
         _clear(output)
-    if is_main and run.resume is not None:
-        forget_after(output / SAMPLES, run.resume.step)
+    if is_main:
+        clear_leftovers(output)
+        if run.resume is not None:
+            forget_after(output / SAMPLES, run.resume.step)
     with Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
@@ -49,6 +57,7 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
         is_main=is_main,
         console=console,
         done=run.resume.step if run.resume is not None else 0,
+        goes_on_without=config.train.on_save_error == "continue",
     ) as reporter:
         for note in run.notes:
             reporter.say(note)
@@ -60,8 +69,13 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
             reporter.say(line)
         if run.resume is not None:
             reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
-        Trainer(run, model, reporter).train()
-        reporter.say(f"adapter: {output / 'adapter'}")
+        with noticing_signals(end_at_once) as stop:
+            trainer = Trainer(run, model, reporter, stop)
+            say_in_training()
+            if trainer.train():
+                reporter.say(f"adapter: {output / 'adapter'}")
+            else:
+                reporter.say(f"stopped as asked; saved in {trainer.last_saved}. Go on with:\n{go_on}")
     leave()
 
 

@@ -1,7 +1,8 @@
 """The loop: batch -> loss -> backward -> finish gradients -> clip -> step.
 
 Owns: one optimizer step, evaluation, and when things are logged and saved. Does not own: gradient sync, the order of
-the data, files. Nothing here depends on the topology beyond which share of a batch is ours.
+the data, files, which checkpoints stay (`train.keeping`), where a NaN comes from (`train.nonfinite`). Nothing here
+depends on the topology beyond which share of a batch is ours.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,19 @@ from torch import Tensor
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.peft_format import save_adapter
 from meshlora.data import Batch, TokenizedDataset
-from meshlora.errors import MeshloraError
+from meshlora.errors import MeshloraError, SaveError
 from meshlora.lift import lift
-from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.collectives import all_reduce_sum, broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import micro_batches
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.keeping import Keeping, folder_name
 from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.nonfinite import find_not_finite
 from meshlora.train.objectives import Sums, base_log_probabilities, objective_of
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
@@ -40,15 +43,20 @@ from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
 from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
+from meshlora.train.stopping import StopRequest
+
+# Steps in a row that are left out before a run that leaves them out ends: it learns nothing any more.
+_MOST_SKIPPED = 10
 
 
 @dataclass
 class Trainer:
-    """Trains the active adapter of `model` as `run` says."""
+    """Trains the active adapter of `model` as `run` says. stop: whether this rank was asked to stop."""
 
     run: Prepared
     model: Any
     reporter: Reporter
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         options = self.run.config.train
@@ -56,6 +64,11 @@ class Trainer:
         self.batches = self.run.batches
         self.output = Path(options.output)
         self.last_saved: Path | None = None
+        self.updates, self.skipped_in_row = 0, 0
+        self.is_to_stop = False  # as all ranks agreed in the last step
+        self.keeping = Keeping(
+            self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
+        )
         self.objective = objective_of(options)
         coef = options.router_aux_loss_coef
         self.balance = LoadBalancing(self.model, coef=coef) if coef else None
@@ -79,10 +92,13 @@ class Trainer:
         )
         if self.run.resume is not None:
             restore_optimizer(self.model, self.optimizer, self.run.resume)
-            self.last_saved = self.run.resume.folder
+            self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
 
-    def train(self) -> None:
-        """All steps that are left, with evaluations and saves between them, and the finished adapter at the end."""
+    def train(self) -> bool:
+        """All steps that are left, with evaluations and saves between them, and the finished adapter at the end.
+
+        Returns whether all are done: not where a rank was asked to stop, which leaves a checkpoint to go on from.
+        """
         options = self.run.config.train
         self.model.train()
         start = self.run.resume.step if self.run.resume is not None else 0
@@ -93,14 +109,23 @@ class Trainer:
             done = step + 1
             if options.replica_check_every and done % options.replica_check_every == 0:
                 check_replicas(self.model, step=done, last_saved=self.last_saved)
-            if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
-                self._report_evaluation(done)
             if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
                 self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
-            if options.save_every and done % options.save_every == 0 and done < self.run.steps:
-                self._save(f"{FOLDER}/step-{done:06d}", done=done, goes_on=True)
-        self._report_evaluation(self.run.steps)
+            if done == self.run.steps:
+                break
+            is_due = options.eval_every and done % options.eval_every == 0
+            loss = self._report_evaluation(done) if is_due else None
+            is_best = self._is_best(loss)
+            if is_best or self.is_to_stop or (options.save_every and done % options.save_every == 0):
+                self._save_checkpoint(done, is_best=is_best, loss=loss)
+            if self.is_to_stop:
+                return False
+        if start < self.run.steps:
+            loss = self._report_evaluation(self.run.steps)
+            if self._is_best(loss):
+                self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
         self._save("adapter", done=self.run.steps)
+        return True
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step over the global batch."""
@@ -119,19 +144,51 @@ class Trainer:
         aux_loss = self.balance.finish() if self.balance is not None else None
         count = finish_gradients(self.model, num_tokens=sum(self.objective.count(batch) for batch in batches))
         tokens, means = sums.over_all_ranks(count)
-        if not math.isfinite(means["loss"]):
-            raise MeshloraError(f"step {step + 1}: the loss is {means['loss']}; lower train.lr, or look at the data")
-        grad_norm = clip_gradients(self.model, options.max_grad_norm)
-        if not math.isfinite(grad_norm):
-            raise MeshloraError(
-                f"step {step + 1}: the gradient norm is {grad_norm}; lower train.lr, or look at the data"
-            )
-        rate = learning_rate(step, options=options, steps=self.run.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["times_lr"]
-        self.optimizer.step()
         loss = means.pop("loss")
-        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss, means)
+        grad_norm = clip_gradients(self.model, options.max_grad_norm)
+        rate = learning_rate(step, options=options, steps=self.run.steps)
+        if is_finite := self._agree(is_finite=math.isfinite(loss) and math.isfinite(grad_norm)):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["times_lr"]
+            self.optimizer.step()
+            self.updates, self.skipped_in_row = self.updates + 1, 0
+        else:
+            self._skip_or_stop(step, batches, loss, grad_norm)
+        time_s = time.perf_counter() - started
+        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time_s, aux_loss, means, skipped=not is_finite)
+
+    def _agree(self, *, is_finite: bool) -> bool:
+        """Whether the step is finite on all ranks, and on the way whether any was asked to stop. Collective."""
+        flags = torch.tensor([not is_finite, self.stop.is_asked], dtype=torch.float32, device=self.mesh.device)
+        num_not_finite, num_asked = all_reduce_sum(flags, self.mesh.world).tolist()
+        self.is_to_stop = num_asked > 0
+        return num_not_finite == 0
+
+    def _skip_or_stop(self, step: int, batches: list[Batch], loss: float, grad_norm: float) -> None:
+        """Say where a step that is not finite comes from; end the run where it asks for that. Collective."""
+        options = self.run.config.train
+        cause = find_not_finite(
+            self.model,
+            batches,
+            functools.partial(self._loss_again, step),
+            indices=self.batches.batch(step),
+            micro_batch_size=options.micro_batch_size,
+        )
+        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        text = f"step {step + 1}: {what}: {cause}"
+        self.skipped_in_row += 1
+        if options.on_nonfinite == "stop":
+            raise MeshloraError(
+                f"{text}; lower train.lr, look at the data, or leave out such steps: on_nonfinite: skip"
+            )
+        if self.skipped_in_row >= _MOST_SKIPPED:
+            raise MeshloraError(f"{text}; {_MOST_SKIPPED} steps in a row were left out: lower train.lr")
+        self.reporter.say(f"{text}; left out")
+
+    def _loss_again(self, step: int, batch: Batch) -> Tensor:
+        """The summed loss of a batch of step `step`, by itself."""
+        with self.masks(step, batch):
+            return self._loss_sum(batch, self._of_base(batch))[0]
 
     def masks(self, step: int, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Inside, what is run in training mode has the dropout of `batch` in optimizer step `step`."""
@@ -170,19 +227,46 @@ class Trainer:
         """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
         return mean_loss(self.model, self._micro_batches(data, np.arange(data.num_examples)), self.objective)
 
-    def _save(self, name: str, *, done: int, goes_on: bool = False) -> None:
-        """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
+    def _save(self, name: str, *, done: int, also: Callable[[Path], None] | None = None) -> None:
+        """Write the adapter to folder `name` of the output, and what `also` adds; a drift saves nothing."""
         if self.run.config.train.replica_check_every:
             check_replicas(self.model, step=done, last_saved=self.last_saved)
-        state = state_writer(self.model, self.optimizer, step=done, identity=self.run.identity) if goes_on else None
-        save_adapter(self.model, self.output / name, also=state)
+        save_adapter(self.model, self.output / name, also=also)
         self.last_saved = self.output / name
 
-    def _report_evaluation(self, step: int) -> None:
-        if self.run.eval_data is not None:
-            loss, count = self.evaluate(self.run.eval_data)
-            per_token = self.run.config.train.objective == "sft"
-            self.reporter.evaluation(step, loss, count, perplexity=perplexity(loss) if per_token else None)
+    def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
+        """Write what a run needs to go on after `done` steps, and forget older checkpoints."""
+        identity = self.run.identity
+        state = state_writer(
+            self.model, self.optimizer, step=done, updates=self.updates, identity=identity, eval_loss=loss
+        )
+        try:
+            self._save(f"{FOLDER}/{folder_name(done)}", done=done, also=state)
+        except SaveError as error:
+            if self.run.config.train.on_save_error == "stop" or self.is_to_stop:
+                raise
+            self.reporter.say(f"step {done}: {error}; the run goes on without")
+            return
+        if self.mesh.rank == 0:
+            try:
+                self.keeping.saved(done, is_best=is_best, loss=loss)
+            except OSError as error:  # the names still point at whole checkpoints
+                self.reporter.say(f"step {done}: {self.output / FOLDER} could not be kept in order ({error.strerror})")
+
+    def _is_best(self, loss: float | None) -> bool:
+        """Whether an evaluation is the best so far, as rank 0 sees it. Collective where it matters."""
+        if loss is None or not self.run.config.train.keep_best:
+            return False
+        flag = torch.tensor([int(self.keeping.is_best(loss))], device=self.mesh.device)
+        return bool(broadcast_in_place(flag, self.mesh.world).item())
+
+    def _report_evaluation(self, step: int) -> float | None:
+        if self.run.eval_data is None:
+            return None
+        loss, count = self.evaluate(self.run.eval_data)
+        per_token = self.run.config.train.objective == "sft"
+        self.reporter.evaluation(step, loss, count, perplexity=perplexity(loss) if per_token else None)
+        return loss
 
     def _of_base(self, batch: Batch) -> Tensor | None:
         """What the frozen base says of a batch, where the objective needs it."""

@@ -1,0 +1,64 @@
+"""Being asked to stop: the first SIGINT or SIGTERM is a request, the second one ends this process.
+
+Owns: noticing signals while a run trains. Does not own: what is done about a request (`train.trainer`), signals before
+training has begun and those that reach the launcher (`train.launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+_ASKING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether this process was asked to stop."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+
+@contextlib.contextmanager
+def noticing_signals(end: Callable[[int], None]) -> Iterator[StopRequest]:
+    """Inside the block signals are noticed. end: called with the number of a second one, to end this process at once.
+
+    A thread reads them from a pipe: Python's own handlers wait until a collective has returned, and one that waits for
+    a rank that hangs does not return.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # only the main thread can handle signals
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # as set_wakeup_fd demands
+
+    def listen() -> None:
+        while number := reader.recv(1)[0]:
+            if number not in _ASKING:
+                continue
+            if request.is_asked:
+                end(number)
+            request.is_asked = True
+
+    thread = threading.Thread(target=listen, daemon=True, name="signals")
+    # What is ignored stays so, as SIGINT in a script's background job.
+    before = {number: handler for number in _ASKING if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda *_: None)
+    old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield request
+    finally:
+        signal.set_wakeup_fd(old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.write(writer.fileno(), b"\0")
+        thread.join()
+        reader.close()
+        writer.close()
