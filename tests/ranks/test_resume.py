@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from meshlora.adapter.peft_format import WEIGHTS_FILE
 from meshlora.errors import UserError
+from meshlora.oracle.inputs import write_twin
+from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
 from meshlora.train.checkpoint import MANIFEST, STATE_FILE
 from meshlora.train.prepare import Prepared, prepare
 from tests.pool import Pool
 from tests.processes import Started, wait_until
-from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
+from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_file
 
 __all__ = ["folder"]  # a fixture
 
@@ -102,6 +104,36 @@ def test_on_another_topology_only_the_rounding_differs(
     output, world = stopped(first), WORLD[second]
     pools(world).run(run_and_keep_groups, _file(folder, output.name, second), world, "auto", timeout_s=120)
     assert _difference(output, whole(first)) < 1e-9
+
+
+def test_dropout_goes_on_with_the_masks_of_its_step(folder: Path, pools: Callable[[int], Pool]) -> None:
+    """Of the adapter and of the model; on the same topology to the bit, on another to rounding."""
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    model = folder / "gpt2"
+    write_twin(twin_config("gpt2", vocab_size=2048, n_positions=128, **rates), model, dtype=torch.float64, seed=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EXAMPLES / "tiny_base" / name, model)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.2}
+
+    def run(name: str, topology: str, resume: str | None = None) -> Path:
+        changes = {"model__path": str(model), **{f"lora__{key}": value for key, value in lora.items()}}
+        file = _file(folder, name, topology, train__steps=4, train__eval_every=0, **changes)
+        pools(2).run(run_and_keep_groups, file, 2, resume, timeout_s=120)
+        return folder / name
+
+    whole = run("dropout", "dp=2")
+    for name, topology in (("dropout-same", "dp=2"), ("dropout-other", "tp=2,sp")):
+        shutil.copytree(whole, folder / name)
+        shutil.rmtree(folder / name / "adapter")
+        assert (folder / name / "checkpoints" / "step-000002").is_dir()
+        run(name, topology, "auto")
+    assert (folder / "dropout-same" / "adapter" / WEIGHTS_FILE).read_bytes() == (
+        whole / "adapter" / WEIGHTS_FILE
+    ).read_bytes()
+    assert _difference(folder / "dropout-other", whole) < 1e-9
+    off = json.loads((model / "config.json").read_text()) | dict.fromkeys(rates, 0.0)
+    (model / "config.json").write_text(json.dumps(off))
+    assert _difference(run("dropout-off", "dp=2"), whole) > 1e-3
 
 
 def test_moments_matter(

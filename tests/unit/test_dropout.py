@@ -31,7 +31,7 @@ ALONE = Axis(1, 0, (0,), None)
 TOKENS, FEATURES = token_numbers(torch.arange(8), 64).flatten(), torch.arange(256)  # [512], [256]
 KEY = mask_key(3, 5, "model.layers.0.mlp")
 # Worked out in whole numbers of Python, from the words of `meshlora.dropout`.
-FIXED_KEY, FIXED_BITS = 0xE8A3A2741FD26B91, ["11010111", "00000111", "10011100", "01110000"]
+FIXED_KEY, FIXED_BITS = 0xE8A3A2741FD26B91, ["00101000", "11111000", "01100011", "10001111"]
 
 
 def _kept(key: int = KEY, tokens: Tensor = TOKENS, features: Tensor = FEATURES, p: float = 0.1) -> Tensor:

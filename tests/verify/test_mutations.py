@@ -277,6 +277,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "topologies": ("tp=2,sp",),
             "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
             "lora": _ALL | {"lora_dropout": 0.1},
+            "steps": 2,
         },
         {
             "dropout_by_local_token": ("forward", "transformer.drop", "drops other elements"),

@@ -7,6 +7,7 @@ itself is that of `meshlora verify`, on CPUs, in float64.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import tempfile
@@ -152,11 +153,7 @@ def _command(proof: Proof) -> str:
 
 def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     """The proof that stands for `run`, and the key under which it is remembered."""
-    given = _config(run)
-    config = shrink_config(given, tp=run.topology.tp)
-    handle_dropout(given, disable=run.config.model.disable_dropout)
-    for name, rate in dropout_fields(given).items():  # a twin has none of its own
-        setattr(config, name, rate)
+    config = _twin_of(run)
     topology = provable(run.topology)
     request = Request(
         topologies=(str(topology),),
@@ -252,6 +249,16 @@ def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
     regions = {(kind_of(r.name), "split region" if r.is_split else "whole region") for r in plan.regions}
     experts = {(kind_of(name), f"experts, {rule.split}") for name, rule in plan.projections.items()}
     return regions | experts | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
+
+
+def _twin_of(run: Prepared) -> Any:
+    """The configuration of the run's twin, with the dropouts that the run has."""
+    given = copy.deepcopy(_config(run))
+    config = shrink_config(given, tp=run.topology.tp)
+    handle_dropout(given, disable=run.config.model.disable_dropout)
+    for name, rate in dropout_fields(given).items():  # a twin has none of its own
+        setattr(config, name, rate)
+    return config
 
 
 def _config(run: Prepared) -> Any:
