@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
 from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.samples import forget_after
+from meshlora.train.tracking import open_trackers
 from meshlora.train.trainer import Trainer
 
 
@@ -40,15 +42,19 @@ def train(run: Prepared, *, console: Console | None = None) -> None:
     is_main = runtime(model).mesh.rank == 0
     if is_main and run.resume is None:
         _clear(output)
-    if is_main and run.resume is not None:
-        forget_after(output / SAMPLES, run.resume.step)
+    done = run.resume.step if run.resume is not None else 0
+    if is_main and done:
+        forget_after(output / SAMPLES, done)
     with Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
         log_every=config.train.log_every,
         is_main=is_main,
         console=console,
-        done=run.resume.step if run.resume is not None else 0,
+        done=done,
+        trackers=open_trackers(config.train.track, output, config=dataclasses.asdict(config), done=done)
+        if is_main
+        else (),
     ) as reporter:
         for note in run.notes:
             reporter.say(note)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,8 @@ class Trainer:
             if options.eval_every and done % options.eval_every == 0 and done < self.run.steps:
                 self._report_evaluation(done)
             if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
-                self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
+                with self.reporter.doing("samples"):
+                    self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
             if options.save_every and done % options.save_every == 0 and done < self.run.steps:
                 self._save(f"{FOLDER}/step-{done:06d}", done=done, goes_on=True)
         self._report_evaluation(self.run.steps)
@@ -162,15 +163,21 @@ class Trainer:
 
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
         """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
-        return mean_loss(self.model, self._micro_batches(data, np.arange(data.num_examples)), self.objective)
+        size = self.run.config.train.micro_batch_size * self.mesh.dp.size
+        with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
+            batches = _each_then(advance, self._micro_batches(data, np.arange(data.num_examples)))
+            return mean_loss(self.model, batches, self.objective)
 
     def _save(self, name: str, *, done: int, goes_on: bool = False) -> None:
         """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
         if self.run.config.train.replica_check_every:
             check_replicas(self.model, step=done, last_saved=self.last_saved)
         state = state_writer(self.model, self.optimizer, step=done, identity=self.run.identity) if goes_on else None
-        save_adapter(self.model, self.output / name, also=state)
+        with self.reporter.doing("save"):
+            save_adapter(self.model, self.output / name, also=state)
         self.last_saved = self.output / name
+        if goes_on:
+            self.reporter.saved(done)
 
     def _report_evaluation(self, step: int) -> None:
         if self.run.eval_data is not None:
@@ -197,6 +204,12 @@ class Trainer:
             micro_batch_size=self.run.config.train.micro_batch_size,
             pad_token_id=self.run.pad_token_id,
         )
+
+
+def _each_then(advance: Callable[[], None], batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        advance()
 
 
 class _Sums:
