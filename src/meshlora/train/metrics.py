@@ -1,16 +1,18 @@
-"""What a run says about itself: `metrics.jsonl`, and a progress bar or lines on the terminal. Rank 0 only.
+"""What a run says about itself: `metrics.jsonl`, trackers, and progress bars or lines on the terminal. Rank 0
+only.
 
 Owns: the record of a step and where it is shown. Does not own: how the numbers come about (`train.trainer`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from meshlora.errors import SaveError
 from meshlora.state.files import write_atomically
+from meshlora.train.tracking import Tracker, tracked
 
 
 @dataclass(frozen=True)
@@ -59,28 +62,31 @@ class Reporter:
         console: Console | None = None,
         done: int = 0,
         goes_on_without: bool = False,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """done: steps that the run goes on from; what `file` says of later ones is forgotten.
 
         goes_on_without: a line that cannot be written, as on a full disk, is left out with a word.
+        trackers: get every line of `file` too.
         """
         self._goes_on_without, self._has_failed = goes_on_without, False
+        self._trackers = trackers
         self.console = console or Console()
         self.is_main, self.log_every, self.steps = is_main, log_every, steps
         self._file: IO[bytes] | None = None
         self._path, self._done = file, done
         self._progress = Progress(
-            TextColumn("step"),
+            TextColumn("{task.description}"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TextColumn("{task.fields[shown]}"),
             TimeRemainingColumn(),
             console=self.console,
             transient=False,
             disable=not (is_main and self.console.is_terminal),
         )
-        self._task = self._progress.add_task("train", total=steps, loss=float("nan"), speed=0.0)
+        self._task = self._progress.add_task("step", total=steps, completed=done, shown="")
+        self._saved = ""
 
     def __enter__(self) -> Self:
         if self.is_main:
@@ -96,6 +102,8 @@ class Reporter:
         self._progress.stop()
         if self._file is not None:
             self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step."""
@@ -104,7 +112,8 @@ class Reporter:
         values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
         self._write({name: value for name, value in {**values, **metrics.means}.items() if _is_value(value)})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
-        self._progress.update(self._task, completed=metrics.step, loss=metrics.loss, speed=speed)
+        shown = f"loss {metrics.loss:.4f}  {speed:,.0f} tokens/s{self._saved}"
+        self._progress.update(self._task, completed=metrics.step, shown=shown)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)
         if is_due and not self.console.is_terminal:
             self.say(
@@ -124,6 +133,19 @@ class Reporter:
         self._write(values)
         self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
 
+    @contextlib.contextmanager
+    def doing(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """A bar below that of the steps while the block runs; call what it yields after each of `total` parts."""
+        task = self._progress.add_task(what, total=total, shown="")
+        try:
+            yield lambda: self._progress.advance(task)
+        finally:
+            self._progress.remove_task(task)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is whole: shown from the next step on."""
+        self._saved = f"  saved {step}"
+
     def say(self, text: str) -> None:
         """One line on rank 0's terminal."""
         if self.is_main:
@@ -131,6 +153,8 @@ class Reporter:
 
     def _write(self, values: dict[str, object]) -> None:
         assert self._file is not None
+        for tracker in self._trackers:
+            tracker.log(*tracked(values))
         line = (json.dumps(values) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:

@@ -35,6 +35,7 @@ from meshlora.train.objectives import objective_of
 from meshlora.train.routing import check_routing
 from meshlora.train.samples import Samples, prepare_samples
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
+from meshlora.train.tracking import check_trackers
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
@@ -94,6 +95,7 @@ def prepare(
             "raise train.batch_size or lower dp",
         )
     _check_output(config, resumes=resume is not None)
+    check_trackers(config.train.track)
     lora = _lora(config)
     hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     dtype = resolve_dtype(config.model.dtype, hf_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from meshlora.train.prepare import Prepared
 from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.samples import forget_after
 from meshlora.train.stopping import noticing_signals
+from meshlora.train.tracking import open_trackers
 from meshlora.train.trainer import Trainer
 
 
@@ -46,18 +48,22 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
     is_main = runtime(model).mesh.rank == 0
     if is_main and run.resume is None:
         _clear(output)
+    done = run.resume.step if run.resume is not None else 0
     if is_main:
         clear_leftovers(output)
-        if run.resume is not None:
-            forget_after(output / SAMPLES, run.resume.step)
+        if done:
+            forget_after(output / SAMPLES, done)
     with Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
         log_every=config.train.log_every,
         is_main=is_main,
         console=console,
-        done=run.resume.step if run.resume is not None else 0,
+        done=done,
         goes_on_without=config.train.on_save_error == "continue",
+        trackers=open_trackers(config.train.track, output, config=dataclasses.asdict(config), done=done)
+        if is_main
+        else (),
     ) as reporter:
         for note in run.notes:
             reporter.say(note)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ class Trainer:
             if options.replica_check_every and done % options.replica_check_every == 0:
                 check_replicas(self.model, step=done, last_saved=self.last_saved)
             if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
-                self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
+                with self.reporter.doing("samples"):
+                    self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
             if done == self.run.steps:
                 break
             is_due = options.eval_every and done % options.eval_every == 0
@@ -225,13 +226,17 @@ class Trainer:
 
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
         """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
-        return mean_loss(self.model, self._micro_batches(data, np.arange(data.num_examples)), self.objective)
+        size = self.run.config.train.micro_batch_size * self.mesh.dp.size
+        with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
+            batches = _each_then(advance, self._micro_batches(data, np.arange(data.num_examples)))
+            return mean_loss(self.model, batches, self.objective)
 
     def _save(self, name: str, *, done: int, also: Callable[[Path], None] | None = None) -> None:
         """Write the adapter to folder `name` of the output, and what `also` adds; a drift saves nothing."""
         if self.run.config.train.replica_check_every:
             check_replicas(self.model, step=done, last_saved=self.last_saved)
-        save_adapter(self.model, self.output / name, also=also)
+        with self.reporter.doing("save"):
+            save_adapter(self.model, self.output / name, also=also)
         self.last_saved = self.output / name
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
@@ -247,6 +252,7 @@ class Trainer:
                 raise
             self.reporter.say(f"step {done}: {error}; the run goes on without")
             return
+        self.reporter.saved(done)
         if self.mesh.rank == 0:
             try:
                 self.keeping.saved(done, is_best=is_best, loss=loss)
@@ -287,6 +293,12 @@ class Trainer:
             micro_batch_size=self.run.config.train.micro_batch_size,
             pad_token_id=self.run.pad_token_id,
         )
+
+
+def _each_then(advance: Callable[[], None], batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        advance()
 
 
 class _Sums:
