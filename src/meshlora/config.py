@@ -63,6 +63,8 @@ class TrainConfig:
         clip_low, clip_high: of policy, how far below and above 1 the ratio to the old policy counts.
         kl_coef: of policy, how much the divergence from the frozen base weighs. dpo_beta: the same, of dpo.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
+        recompute: which decoder layers compute their activations once more in the backward instead of keeping them:
+            none, full, or a number n: every n-th.
         routing_record: folder to write the experts that every token of every step went to; routing_replay: folder of
             such a record, whose experts are taken instead of the routers' own.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
@@ -95,6 +97,7 @@ class TrainConfig:
     kl_coef: float = 0.0
     dpo_beta: float = 0.1
     router_aux_loss_coef: float = 0.0
+    recompute: str | int = "none"
     routing_record: str | None = None
     routing_replay: str | None = None
     lora_plus_ratio: float | None = None
@@ -118,6 +121,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
         _require(self.eps > 0, "train.eps", self.eps, "above 0")
+        is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
+        _require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
         self._check_schedule()
         self._check_objective()
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")

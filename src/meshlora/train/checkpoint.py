@@ -29,7 +29,7 @@ STATE_FILE, MANIFEST = "training_state.safetensors", "training_state.json"
 FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ between a run and the one that goes on from its checkpoint: it changes no step.
-_FREE = {"output", "overwrite", "epochs", "steps", "micro_batch_size"} | {
+_FREE = {"output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute"} | {
     f"{name}_every" for name in ("eval", "save", "log", "replica_check")
 }
 

@@ -32,6 +32,7 @@ from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint import Checkpoint, check_same_run, find_checkpoint, identity
 from meshlora.train.objectives import objective_of
+from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routing
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
@@ -117,6 +118,7 @@ def prepare(
             "it needs the frozen base, which has given its principal part to the adapter",
             "use init_lora_weights: true",
         )
+    check_recompute(model, config.train.recompute)
     if config.train.router_aux_loss_coef:
         check_load_balancing(model)
     trained = trained_parameters(model, plan, lora, targets)

@@ -33,6 +33,7 @@ from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.objectives import Sums, base_log_probabilities, objective_of
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
+from meshlora.train.recompute import recompute_layers
 from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
 from meshlora.train.schedule import learning_rate
@@ -53,6 +54,7 @@ class Trainer:
         self.output = Path(options.output)
         self.last_saved: Path | None = None
         self.objective = objective_of(options)
+        recompute_layers(self.model, options.recompute)
         coef = options.router_aux_loss_coef
         self.balance = LoadBalancing(self.model, coef=coef) if coef else None
         folder = options.routing_replay or options.routing_record
