@@ -32,7 +32,8 @@ class DataConfig:
 
     Attributes:
         train, eval: a path or a list of paths. columns: our field names -> theirs.
-        max_length: tokens a sequence is cut to. loss_on: which tokens are trained.
+        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens, kept
+            apart; a sequence sees what it sees alone. loss_on: which tokens are trained.
         cache_dir: where token files are kept.
     """
 
@@ -40,6 +41,7 @@ class DataConfig:
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
     max_length: int = 1024
+    packing: bool = False
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = "~/.cache/meshlora/tokens"
 
@@ -51,7 +53,8 @@ class TrainConfig:
     Attributes:
         output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: it may hold a run already.
         steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
-        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank.
+        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank, with packing
+            rows of several.
         lr: peak learning rate. schedule: how it goes on after a linear warm-up over warmup_steps, by optimizer step
             (`train.schedule`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
             linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
@@ -230,6 +233,8 @@ class RunConfig:
             raise UserError(
                 f"train.eval_every={self.train.eval_every}", "it has no effect without data.eval", "give data.eval"
             )
+        if self.data.packing and self.train.objective == "dpo":
+            raise UserError("data.packing with train.objective=dpo", "a pair is two rows", "set data.packing: false")
         Topology.parse(self.topology)
 
 

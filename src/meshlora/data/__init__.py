@@ -5,6 +5,7 @@ data, the options, and (in `share`) which dp rank asks.
 """
 
 from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_preferences
 from meshlora.data.records import Record
 from meshlora.data.rollouts import read_rollouts
@@ -21,9 +22,12 @@ __all__ = [
     "TokenizedDataset",
     "collate",
     "epoch_order",
+    "joined",
+    "packed_share",
     "read_preferences",
     "read_records",
     "read_rollouts",
     "share",
     "tokenize",
+    "with_positions",
 ]

@@ -32,6 +32,7 @@ class Batch:
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted as labels are and 0 where these are -100.
         is_dummy: it holds no sequence, only what keeps collectives going.
+        position_ids: int64 `[B, S]` of packed rows (`packing.py`), which begin again with each sequence; else None.
     """
 
     input_ids: Tensor
@@ -40,12 +41,14 @@ class Batch:
     num_trained_tokens: int
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     is_dummy: bool = False
+    position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on `device`."""
         columns = {name: column.to(device) for name, column in self.columns.items()}
         ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
-        return Batch(ids, mask, labels, self.num_trained_tokens, columns, self.is_dummy)
+        positions = None if self.position_ids is None else self.position_ids.to(device)
+        return Batch(ids, mask, labels, self.num_trained_tokens, columns, self.is_dummy, positions)
 
 
 def collate(

@@ -7,6 +7,7 @@ the data, files. Nothing here depends on the topology beyond which share of a ba
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.peft_format import save_adapter
-from meshlora.data import Batch, TokenizedDataset, collate, share
+from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
 from meshlora.errors import MeshloraError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
@@ -28,9 +29,8 @@ from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.gradsync import clip_gradients, finish_gradients
-from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
-from meshlora.train.objectives import Sums, base_log_probabilities, objective_of
+from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, objective_of
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
@@ -65,7 +65,7 @@ class Trainer:
                 self.run.train_data,
                 Path(folder),
                 replays=options.routing_replay is not None,
-                micro_batch_size=options.micro_batch_size,
+                rows=lambda indices: self._rows(self.run.train_data, indices),
             )
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, options),
@@ -139,7 +139,7 @@ class Trainer:
         if self.routing is not None:
             self.routing.before(number, batch)
         with lift(self.model.dtype == torch.float64):
-            return log_probabilities(self.model, batch.input_ids, batch.attention_mask, batch.labels)
+            return batch_log_probabilities(self.model, batch)
 
     def _backward(self, number: int, batch: Batch, *, is_only: bool) -> tuple[Tensor, Sums]:
         """Forward and backward of one micro-batch; what `_forward` returns, without the loss of load balancing."""
@@ -192,21 +192,35 @@ class Trainer:
         with lift(self.model.dtype == torch.float64):
             return self.objective.loss(self.model, batch, base)
 
+    def _rows(self, data: TokenizedDataset, indices: np.ndarray) -> list[list[list[int]]]:
+        """This dp rank's micro-batches: for each row the places of its examples among the global batch `indices`."""
+        config, dp = self.run.config, self.mesh.dp
+        if config.data.packing:
+            return packed_share(
+                np.diff(data.offsets)[indices].tolist(),
+                dp_rank=dp.rank,
+                dp_size=dp.size,
+                micro_batch_size=config.train.micro_batch_size,
+                row_length=config.data.max_length,
+            )
+        places = np.arange(len(indices))
+        shares = share(places, dp_rank=dp.rank, dp_size=dp.size, micro_batch_size=config.train.micro_batch_size)
+        return [[[int(place)] for place in part] for part in shares]
+
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This dp rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches."""
-        shares = share(
-            indices,
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
-            micro_batch_size=self.run.config.train.micro_batch_size,
-        )
-        for part in shares:
+        is_packed = self.run.config.data.packing
+        for rows in self._rows(data, indices):
+            examples = [[s for place in row for s in data.example(int(indices[place]))] for row in rows]
+            sequences = map(joined, examples) if is_packed else itertools.chain(*examples)
             batch = collate(
-                [sequence for index in part for sequence in data.example(int(index))],
+                list(sequences),
                 pad_token_id=self.run.pad_token_id,
                 token_multiple=self.mesh.tp.size if self.run.topology.sp else 1,
                 columns=tuple(data.columns),
             )
+            if is_packed:
+                batch = with_positions(batch, [[len(s.input_ids) for s in row] for row in examples])
             yield batch.to(self.mesh.device)
 
 

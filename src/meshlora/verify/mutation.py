@@ -33,7 +33,8 @@ class Mutation:
             or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights are applied to what comes out),
             "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens" (routers of
             some ranks see others); of the adapter and the run "pieces", "embedding_target", "trained" (what is no
-            LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen base).
+            LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen
+            base); "packing".
         changes: the functions it replaces.
     """
 

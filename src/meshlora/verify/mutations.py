@@ -1,8 +1,7 @@
 """Mutations: deliberate faults, each with the invariant that it breaks.
 
-Owns: the registry; its parts about layouts and experts are in `verify.mutations_of_layout` and `mutations_of_experts`.
-`meshlora verify --mutation all` shows that every fault that can show on a topology does; one that survives means that
-the proof proves less than it says.
+Owns: the registry, parts of which are in `verify.mutations_of_*`. `meshlora verify --mutation all` shows that every
+fault that can show on a topology does; one that survives means that the proof proves less than it says.
 Does not own: how a fault is put in (`verify.mutation`), the wrong code (`verify.faults`, `verify.misplaced`).
 """
 
@@ -30,6 +29,7 @@ from meshlora.verify.mutation import Mutation, instead, mutation, then
 from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
 from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
+from meshlora.verify.mutations_of_packing import OF_PACKING
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
@@ -368,7 +368,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "label_smoothing_ignored",
             "the loss is smoothed as configured",
             "smoothing sft",
-            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing: f(*args)),
+            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing, **rest: f(*args, **rest)),
         ),
         mutation(
             "lora_plus_ratio_ignored",
@@ -397,4 +397,4 @@ _OF_TRAINING: dict[str, Mutation] = dict(
     ]
 )
 
-MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES
+MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_PACKING
