@@ -145,6 +145,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
+    verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
@@ -214,7 +215,8 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.train.launch import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
-    from meshlora.verify.request import DEFAULT_LORA, Request, read_lora
+    from meshlora.verify.plans import read_lora
+    from meshlora.verify.request import DEFAULT_LORA, Request
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -234,6 +236,7 @@ def _verify(options: argparse.Namespace) -> None:
         lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
         dtype=options.dtype,
         objective=options.objective,
+        packing=options.packing,
         steps=options.steps,
         seed=options.seed,
         data=options.data,

@@ -33,7 +33,8 @@ class DataConfig:
 
     Attributes:
         train, eval: a path or a list of paths. columns: our field names -> theirs.
-        max_length: tokens a sequence is cut to. loss_on: which tokens are trained.
+        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens, kept
+            apart; a sequence sees what it sees alone. loss_on: which tokens are trained.
         cache_dir: where token files are kept.
         eval_limit: only the first N examples of eval. sample_prompts: what is continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -43,6 +44,7 @@ class DataConfig:
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
     max_length: int = 1024
+    packing: bool = False
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = "~/.cache/meshlora/tokens"
     eval_limit: int | None = None
@@ -99,7 +101,8 @@ class TrainConfig:
     Attributes:
         output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: it may hold a run already.
         steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
-        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank.
+        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank, with packing
+            rows of several.
         lr: peak learning rate. schedule: how it goes on after a linear warm-up over warmup_steps, by optimizer step
             (`train.schedule`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
             linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
@@ -111,6 +114,8 @@ class TrainConfig:
         clip_low, clip_high: of policy, how far below and above 1 the ratio to the old policy counts.
         kl_coef: of policy, how much the divergence from the frozen base weighs. dpo_beta: the same, of dpo.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
+        recompute: which decoder layers compute their activations once more in the backward instead of keeping them:
+            none, full, or a number n: every n-th.
         routing_record: folder to write the experts that every token of every step went to; routing_replay: folder of
             such a record, whose experts are taken instead of the routers' own.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
@@ -152,6 +157,7 @@ class TrainConfig:
     kl_coef: float = 0.0
     dpo_beta: float = 0.1
     router_aux_loss_coef: float = 0.0
+    recompute: str | int = "none"
     routing_record: str | None = None
     routing_replay: str | None = None
     lora_plus_ratio: float | None = None
@@ -182,6 +188,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
         _require(self.eps > 0, "train.eps", self.eps, "above 0")
+        is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
+        _require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
         self._check_schedule()
         self._check_objective()
         self._check_keeping()
@@ -311,6 +319,8 @@ class RunConfig:
             )
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
+        if self.data.packing and self.train.objective == "dpo":
+            raise UserError("data.packing with train.objective=dpo", "a pair is two rows", "set data.packing: false")
         Topology.parse(self.topology)
 
 

@@ -68,6 +68,26 @@ MISTAKES: dict[str, Case] = {
     "replica_check_less_often_than_never": case(
         setting("train.replica_check_every", -1), "train.replica_check_every=-1", "not negative"
     ),
+    "recompute_unknown": case(setting("train.recompute", "all"), "train.recompute=all", "none, full or a number"),
+    "recompute_every_zeroth_layer": case(setting("train.recompute", 0), "train.recompute=0", "none, full or a number"),
+    "recompute_beyond_the_model": case(setting("train.recompute", 3), "train.recompute=3", "use at most 2"),
+    "packing_pairs": case(
+        several(setting("data.packing", True), setting("train.objective", "dpo")),
+        "data.packing with train.objective=dpo",
+        "a pair is two rows",
+        "data.packing: false",
+    ),
+    "packing_with_another_attention": case(
+        several(setting("data.packing", True), setting("model.attn_implementation", "flex_attention")),
+        "model.attn_implementation=flex_attention",
+        "eager and sdpa",
+    ),
+    "packing_over_convolutions": case(
+        several(setting("data.packing", True), lambda s: s.family("lfm2"), setting("lora.target_modules", ["q_proj"])),
+        "data.packing with model_type 'lfm2'",
+        "mix sequences of one row",
+        "data.packing: false",
+    ),
     "zero_steps": case(setting("train.steps", 0), "train.steps=0", "at least 1"),
     "zero_micro_batch": case(setting("train.micro_batch_size", 0), "train.micro_batch_size=0", "at least 1"),
     "batch_smaller_than_dp": case(

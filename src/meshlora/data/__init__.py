@@ -5,6 +5,7 @@ data, the options, and (in `share`) which dp rank asks.
 """
 
 from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_preferences
 from meshlora.data.records import Record
 from meshlora.data.references import Prompt, prompts_of
@@ -23,10 +24,13 @@ __all__ = [
     "TokenizedDataset",
     "collate",
     "epoch_order",
+    "joined",
+    "packed_share",
     "prompts_of",
     "read_preferences",
     "read_records",
     "read_rollouts",
     "share",
     "tokenize",
+    "with_positions",
 ]

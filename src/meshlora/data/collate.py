@@ -35,6 +35,7 @@ class Batch:
         tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.dropout.token_numbers`):
             the same on every topology. Padding goes on counting.
         is_dummy: it holds no sequence, only what keeps collectives going.
+        position_ids: int64 `[B, S]` of packed rows (`packing.py`), which begin again with each sequence; else None.
     """
 
     input_ids: Tensor
@@ -44,13 +45,15 @@ class Batch:
     tokens: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     is_dummy: bool = False
+    position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on `device`."""
         columns = {name: column.to(device) for name, column in self.columns.items()}
         own = (self.input_ids, self.attention_mask, self.labels, self.tokens)
         ids, mask, labels, tokens = (t.to(device) for t in own)
-        return Batch(ids, mask, labels, self.num_trained_tokens, tokens, columns, self.is_dummy)
+        positions = None if self.position_ids is None else self.position_ids.to(device)
+        return Batch(ids, mask, labels, self.num_trained_tokens, tokens, columns, self.is_dummy, positions)
 
 
 def collate(

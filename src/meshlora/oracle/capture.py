@@ -10,7 +10,7 @@ forward of the whole model count; a module that is run again to recompute activa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class MicroBatchCapture:
     """One forward and its backward.
 
     Attributes:
-        input_ids, attention_mask: `[B, S]`.
+        input_ids: `[B, S]`. attention_mask: `[B, S]`, 0 at padding, else the number of the sequence in its row, from 1.
         forward: module -> output, in order of completion; several calls of a module are `name#word` or `name#1`. The
             whole model's output, its logits, has the name "". What comes into experts is `name#router scores` and
             `name#router choices`, `[B*S, k]`.
@@ -75,9 +75,7 @@ class Capture:
             handle.remove()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        # Without a mask every token is a real one, and padding shows as tokens that the reference does not have.
-        self.micro_batches.append(MicroBatchCapture(copy(ids), copy(torch.ones_like(ids) if mask is None else mask)))
+        self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs)))
         self.is_forward = True
         self._calls.clear()
         self._without_graph.clear()
@@ -130,6 +128,31 @@ class Capture:
         self._without_graph.discard(key)
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: micro.backward.__setitem__(key, copy(grad)))
+
+
+def sequence_numbers(kwargs: Mapping[str, Any]) -> Tensor:
+    """For each token that a model is called with the number of its sequence in its row, from 1; 0 at padding.
+
+    Where position ids are given and no mask, a sequence begins wherever a position does not follow that before it.
+    Padding then shows as sequences that the reference does not have, as it does where there is neither.
+    """
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        return copy(mask).long()
+    if positions is None:
+        return torch.ones_like(kwargs["input_ids"], device="cpu")
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    return 1 + torch.nn.functional.pad((~follows).long().cumsum(1), (1, 0)).cpu()
+
+
+def spans(input_ids: Tensor, numbers: Tensor) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(row, where it begins, token ids) of each sequence of a batch; numbers: as of `sequence_numbers`."""
+    found = []
+    for row, (ids, of_row) in enumerate(zip(input_ids.cpu(), numbers, strict=True)):
+        for number in of_row[of_row > 0].unique().tolist():
+            places = (of_row == number).nonzero().flatten()
+            found.append((row, int(places[0]), tuple(ids[places].tolist())))
+    return found
 
 
 def first_tensor(output: Any) -> Tensor | None:

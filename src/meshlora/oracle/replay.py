@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshlora.oracle.capture import sequence_numbers, spans
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import expert_modules, matrices
 from meshlora.routing import Routing, RoutingRecord
@@ -61,12 +62,12 @@ def routed(
     numbers = {tuple(s.input_ids.tolist()): start for s, start in zip(case.data, case.offsets, strict=False)}
 
     def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        ids, mask = kwargs["input_ids"].cpu(), kwargs["attention_mask"].cpu().bool()
+        ids = kwargs["input_ids"]
         rows = torch.full(ids.shape, -1, dtype=torch.int64)
-        for row, (own, real) in enumerate(zip(ids, mask, strict=True)):
-            start = numbers.get(tuple(own[real].tolist()))
+        for row, place, sequence in spans(ids, sequence_numbers(kwargs)):
+            start = numbers.get(sequence)
             if start is not None:
-                rows[row, real] = torch.arange(start, start + int(real.sum()))
+                rows[row, place : place + len(sequence)] = torch.arange(start, start + len(sequence))
         routing.tokens = cut(rows.flatten())
 
     with Routing(model, record, replays=replays) as routing:

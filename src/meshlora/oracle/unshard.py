@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshlora.oracle.capture import MicroBatchCapture
+from meshlora.oracle.capture import MicroBatchCapture, spans
 from meshlora.oracle.experts import stack_of
 from meshlora.oracle.ownership import places
 from meshlora.oracle.trace import Trace
@@ -101,16 +101,17 @@ class Tokens:
         result = []
         for micro in micros:
             rows = torch.full(micro.input_ids.shape, -1, dtype=torch.int64)
-            for row, sequence in enumerate(sequences_of(micro)):
+            for row, start, sequence in spans(micro.input_ids, micro.attention_mask):
                 if sequence in self.index:
-                    rows[row, : len(sequence)] = torch.arange(len(sequence)) + self.offsets[self.index[sequence]]
+                    here = torch.arange(len(sequence)) + self.offsets[self.index[sequence]]
+                    rows[row, start : start + len(sequence)] = here
             result.append(rows.flatten())
         return result
 
 
 def sequences_of(micro: MicroBatchCapture) -> list[tuple[int, ...]]:
-    """The token ids of each row, without padding."""
-    return [tuple(ids[mask.bool()].tolist()) for ids, mask in zip(micro.input_ids, micro.attention_mask, strict=True)]
+    """The token ids of each sequence, without padding."""
+    return [sequence for _, _, sequence in spans(micro.input_ids, micro.attention_mask)]
 
 
 def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[Tensor, Layout] | None:

@@ -7,30 +7,50 @@ itself (`data.collate`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from meshlora.data import Batch, TokenizedDataset, collate, share
+from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
 from meshlora.parallel.groups import Mesh
 
 
-def micro_batches(
-    data: TokenizedDataset, indices: np.ndarray, *, mesh: Mesh, micro_batch_size: int, pad_token_id: int
-) -> Iterator[Batch]:
-    """This dp rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches.
+@dataclass(frozen=True)
+class Batching:
+    """How the examples of an optimizer step become the micro-batches of one dp rank.
 
-    Each row knows its place in the global batch, whoever computes it.
+    row_length: sequences are packed into rows of at most so many tokens; None: each has a row of its own.
     """
-    rows = data.rows_per_example
-    parts = share(
-        np.arange(len(indices)), dp_rank=mesh.dp.rank, dp_size=mesh.dp.size, micro_batch_size=micro_batch_size
-    )
-    for part in parts:
-        batch = collate(
-            [sequence for place in part for sequence in data.example(int(indices[place]))],
-            pad_token_id=pad_token_id,
-            token_multiple=mesh.tp.size if mesh.topology.sp else 1,
-            columns=tuple(data.columns),
-            places=[int(place) * rows + row for place in part for row in range(rows)],
-        )
-        yield batch.to(mesh.device)
+
+    mesh: Mesh
+    micro_batch_size: int
+    pad_token_id: int
+    row_length: int | None = None
+
+    def rows(self, data: TokenizedDataset, indices: np.ndarray) -> list[list[list[int]]]:
+        """This rank's micro-batches: for each row the places of its sequences among those of the examples `indices`."""
+        each, dp = data.rows_per_example, self.mesh.dp
+        options = {"dp_rank": dp.rank, "dp_size": dp.size, "micro_batch_size": self.micro_batch_size}
+        if self.row_length is not None:
+            return packed_share(np.diff(data.offsets)[indices].tolist(), row_length=self.row_length, **options)
+        parts = share(np.arange(len(indices)), **options)
+        return [[[int(place) * each + row] for place in part for row in range(each)] for part in parts]
+
+    def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
+        """This rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches.
+
+        Each sequence keeps the number of its place in the global batch, whoever computes it.
+        """
+        each = data.rows_per_example
+        for rows in self.rows(data, indices):
+            of_rows = [[data[int(indices[place // each]) * each + place % each] for place in row] for row in rows]
+            batch = collate(
+                [row[0] if self.row_length is None else joined(row) for row in of_rows],
+                pad_token_id=self.pad_token_id,
+                token_multiple=self.mesh.tp.size if self.mesh.topology.sp else 1,
+                columns=tuple(data.columns),
+                places=[row[0] for row in rows],
+            )
+            if self.row_length is not None:
+                batch = with_positions(batch, [[len(s.input_ids) for s in row] for row in of_rows], rows)
+            yield batch.to(self.mesh.device)

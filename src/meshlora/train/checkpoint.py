@@ -29,7 +29,8 @@ STATE_FILE, MANIFEST = "training_state.safetensors", "training_state.json"
 FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ between a run and the one that goes on from its checkpoint: it changes no step.
-_FREE = {"output", "overwrite", "epochs", "steps", "micro_batch_size", "track", "keep_last", "keep_best"} | {
+_CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track")
+_FREE = {*_CHOICES, "keep_last", "keep_best"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
     *("on_save_error", "on_nonfinite", "timeout_s"),
 }

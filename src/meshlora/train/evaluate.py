@@ -31,7 +31,7 @@ from meshlora.parallel.groups import join
 from meshlora.plan.families import check_proved
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
-from meshlora.train.batches import micro_batches
+from meshlora.train.batches import Batching
 from meshlora.train.objectives import Objective, base_log_probabilities, objective_of
 from meshlora.train.prepare import check_fits, read_data
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
@@ -140,13 +140,8 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     join(run.config.device)
     model = load_for_evaluation(run)
     objective = objective_of(dataclasses.replace(run.config.train, label_smoothing=0.0))
-    batches = micro_batches(
-        run.data,
-        np.arange(run.data.num_examples),
-        mesh=runtime(model).mesh,
-        micro_batch_size=run.config.train.micro_batch_size,
-        pad_token_id=run.pad_token_id,
-    )
+    batching = Batching(runtime(model).mesh, run.config.train.micro_batch_size, run.pad_token_id)
+    batches = batching.batches(run.data, np.arange(run.data.num_examples))
     loss, count = mean_loss(model, batches, objective)
     found: dict[str, Any] = {
         "model": run.config.model.path,

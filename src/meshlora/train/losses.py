@@ -22,23 +22,37 @@ from meshlora.parallel.vocabulary import IGNORED, log_probabilities_from_hidden,
 
 
 def language_model_loss(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor, *, label_smoothing: float = 0.0
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of (1-e) -log p(label) + e times the mean of -log p over the vocabulary.
 
     input_ids, attention_mask, labels: `[B, S]`; labels are shifted already (labels[b, t] is the token after t), and
     -100 where untrained. The logits `[B, S, V]` never exist: the head runs on some tokens at a time.
+    position_ids: `[B, S]` of packed rows, which begin again with each sequence.
     """
-    found = _forward(model, input_ids, attention_mask)
+    found = _forward(model, input_ids, attention_mask, position_ids)
     if isinstance(found, Tensor):
         return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
     hidden, head, options = found
     return summed_cross_entropy_from_hidden(hidden, head, labels.flatten(), **options, label_smoothing=label_smoothing)
 
 
-def log_probabilities(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
+def log_probabilities(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+) -> Tensor:
     """log p(label) of each token, `[B, S]`, 0 where untrained; arguments as of `language_model_loss`."""
-    found = _forward(model, input_ids, attention_mask)
+    found = _forward(model, input_ids, attention_mask, position_ids)
     if isinstance(found, Tensor):
         exact = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -exact.view_as(labels)
@@ -46,12 +60,19 @@ def log_probabilities(model: Any, input_ids: Tensor, attention_mask: Tensor | No
     return log_probabilities_from_hidden(hidden, head, labels.flatten(), **options).view_as(labels)
 
 
+def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
+    """Arguments of a model's forward. Without a mask transformers reads from position ids where a sequence begins."""
+    if position_ids is not None:
+        return {"input_ids": input_ids, "attention_mask": None, "position_ids": position_ids, "use_cache": False}
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+
+
 def _forward(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor | tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]:
     """What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given; or logits `[B, S, V]`."""
     state = runtime(model)
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    inputs = model_inputs(input_ids, attention_mask, position_ids)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
     if not isinstance(head, ParallelHead):
         logits = model(**inputs).logits

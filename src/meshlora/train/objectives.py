@@ -47,7 +47,12 @@ class Sft:
         """
         smoothing = self.label_smoothing if model.training else 0.0
         loss = language_model_loss(
-            model, batch.input_ids, batch.attention_mask, batch.labels, label_smoothing=smoothing
+            model,
+            batch.input_ids,
+            batch.attention_mask,
+            batch.labels,
+            label_smoothing=smoothing,
+            position_ids=batch.position_ids,
         )
         return loss, {}
 
@@ -76,7 +81,7 @@ class Policy:
 
     def loss(self, model: Any, batch: Batch, base: Tensor | None) -> tuple[Tensor, Sums]:
         """As of `Sft`."""
-        log_p = log_probabilities(model, batch.input_ids, batch.attention_mask, batch.labels)
+        log_p = batch_log_probabilities(model, batch)
         advantage, old, weight = (batch.columns[n].to(log_p.dtype) for n in ("advantage", "old_log_prob", "weight"))
         # Without a recorded one (NaN) the policy that is trained wrote the record: the ratio is 1, its gradient is not.
         log_ratio = log_p - torch.where(old.isnan(), log_p.detach(), old)
@@ -115,7 +120,7 @@ class Dpo:
     def loss(self, model: Any, batch: Batch, base: Tensor | None) -> tuple[Tensor, Sums]:
         """As of `Sft`."""
         assert base is not None
-        log_p = log_probabilities(model, batch.input_ids, batch.attention_mask, batch.labels)
+        log_p = batch_log_probabilities(model, batch)
         if batch.is_dummy:
             return log_p.sum() * 0, {"accuracy": log_p.new_zeros(()), "margin": log_p.new_zeros(())}
         rewards = self.beta * (log_p - base).sum(1)  # untrained tokens have 0 in both
@@ -138,6 +143,13 @@ def objective_of(options: TrainConfig) -> Objective:
     return Sft(options.label_smoothing)
 
 
+def batch_log_probabilities(model: Any, batch: Batch) -> Tensor:
+    """What `model` says of the labels: `[B, S]`, 0 where untrained."""
+    return log_probabilities(
+        model, batch.input_ids, batch.attention_mask, batch.labels, position_ids=batch.position_ids
+    )
+
+
 @torch.no_grad()
 def base_log_probabilities(model: Any, batch: Batch) -> Tensor:
     """What the frozen base, without the adapter and without dropout, says of the labels: `[B, S]`, 0 where untrained.
@@ -148,6 +160,6 @@ def base_log_probabilities(model: Any, batch: Batch) -> Tensor:
     model.eval()
     try:
         with disable_adapter(model):
-            return log_probabilities(model, batch.input_ids, batch.attention_mask, batch.labels)
+            return batch_log_probabilities(model, batch)
     finally:
         model.train(is_training)

@@ -1,7 +1,7 @@
 """Preparing a run: everything that can be known, and refused, before any process starts or any weight is read.
 
 Owns: whether model, adapter, data and topology of a run fit together. `meshlora check` is this and nothing else;
-`meshlora train` does it first. Nothing here uses a process group or allocates a weight.
+`meshlora train` does it first. Nothing here uses a process group or allocates a weight of the model.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint import Checkpoint, check_same_run, find_checkpoint, identity
 from meshlora.train.objectives import objective_of
+from meshlora.train.packing import check_packing
+from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routing
 from meshlora.train.samples import Samples, prepare_samples
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
@@ -123,6 +125,13 @@ def prepare(
             "it needs the frozen base, which has given its principal part to the adapter",
             "use init_lora_weights: true",
         )
+    if config.data.packing:
+        check_packing(
+            hf_config,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    check_recompute(model, config.train.recompute)
     if config.train.router_aux_loss_coef:
         check_load_balancing(model)
     trained = trained_parameters(model, plan, lora, targets)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshlora.adapter.manage import runtime
-from meshlora.data import Batch, TokenizedDataset, share
+from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import MeshloraError, UserError
 from meshlora.parallel.collectives import all_gather, broadcast_in_place
 from meshlora.plan.rules import ModelPlan
@@ -33,15 +33,22 @@ from meshlora.state.files import is_writable, write_atomically
 class RunRouting:
     """Records the choices of a run in a folder, or replays those of another.
 
-    folder: where the files are. replays: which of the two. micro_batch_size: as in the run.
+    folder: where the files are. replays: which of the two.
+    rows: the global batch of a step -> this rank's micro-batches, for each row the places of its sequences in it.
     """
 
     def __init__(
-        self, model: Any, data: TokenizedDataset, folder: Path, *, replays: bool, micro_batch_size: int
+        self,
+        model: Any,
+        data: TokenizedDataset,
+        folder: Path,
+        *,
+        replays: bool,
+        rows: Callable[[np.ndarray], list[list[list[int]]]],
     ) -> None:
         self.model, self.data, self.folder, self.replays = model, data, folder, replays
         self.mesh, self.plan = runtime(model).mesh, runtime(model).plan
-        self.micro_batch_size = micro_batch_size
+        self.rows = rows
         self._tokens: list[Tensor] = []
         self._routing: Routing | None = None
         self._has_begun = False
@@ -58,13 +65,9 @@ class RunRouting:
             self._on_rank_0(lambda: _make_room(self.folder, step))
             self._has_begun = True
         numbers = _numbers(self.data, indices)
-        own = share(
-            np.arange(len(indices)),
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
-            micro_batch_size=self.micro_batch_size,
-        )
-        self._tokens = [_padded([numbers[int(place)] for place in part]) for part in own]
+        self._tokens = [
+            _padded([torch.cat([numbers[place] for place in row]) for row in part]) for part in self.rows(indices)
+        ]
         total = sum(map(len, numbers))
         experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
         digest = _digest(self.data, indices)

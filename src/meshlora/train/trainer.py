@@ -28,17 +28,17 @@ from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum, broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
-from meshlora.train.batches import micro_batches
+from meshlora.train.batches import Batching
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.keeping import Keeping, folder_name
-from meshlora.train.losses import log_probabilities
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.nonfinite import find_not_finite
-from meshlora.train.objectives import Sums, base_log_probabilities, objective_of
+from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, objective_of
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
+from meshlora.train.recompute import recompute_layers
 from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
 from meshlora.train.samples import FILE as SAMPLES
@@ -69,7 +69,10 @@ class Trainer:
         self.keeping = Keeping(
             self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
         )
+        row_length = self.run.config.data.max_length if self.run.config.data.packing else None
+        self.batching = Batching(self.mesh, options.micro_batch_size, self.run.pad_token_id, row_length)
         self.objective = objective_of(options)
+        recompute_layers(self.model, options.recompute)
         coef = options.router_aux_loss_coef
         self.balance = LoadBalancing(self.model, coef=coef) if coef else None
         folder = options.routing_replay or options.routing_record
@@ -80,7 +83,7 @@ class Trainer:
                 self.run.train_data,
                 Path(folder),
                 replays=options.routing_replay is not None,
-                micro_batch_size=options.micro_batch_size,
+                rows=functools.partial(self.batching.rows, self.run.train_data),
             )
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, options),
@@ -206,7 +209,7 @@ class Trainer:
         if self.routing is not None:
             self.routing.before(number, batch)
         with self.masks(step, batch), lift(self.model.dtype == torch.float64):
-            return log_probabilities(self.model, batch.input_ids, batch.attention_mask, batch.labels)
+            return batch_log_probabilities(self.model, batch)
 
     def _backward(self, number: int, batch: Batch, *, is_only: bool) -> tuple[Tensor, Sums]:
         """Forward and backward of one micro-batch; what `_forward` returns, without the loss of load balancing."""
@@ -286,13 +289,7 @@ class Trainer:
             return self.objective.loss(self.model, batch, base)
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
-        return micro_batches(
-            data,
-            indices,
-            mesh=self.mesh,
-            micro_batch_size=self.run.config.train.micro_batch_size,
-            pad_token_id=self.run.pad_token_id,
-        )
+        return self.batching.batches(data, indices)
 
 
 def _each_then(advance: Callable[[], None], batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -1,7 +1,7 @@
 """Mutations: deliberate faults, each with the invariant that it breaks.
 
-Owns: the registry; `verify.mutations_of_layout`, `_experts`, `_objectives` and `_dropout` have parts of it. One that
-survives `--mutation all` on a topology that it can show on means that the proof proves less than it says.
+Owns: the registry, parts of which are in `verify.mutations_of_*`. One that survives `meshlora verify --mutation all`
+on a topology that it can show on means that the proof proves less than it says.
 Does not own: how a fault is put in (`verify.mutation`), the wrong code (`verify.faults`, `verify.misplaced`).
 """
 
@@ -30,6 +30,7 @@ from meshlora.verify.mutations_of_dropout import OF_DROPOUT
 from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
 from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
+from meshlora.verify.mutations_of_packing import OF_PACKING
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
@@ -368,7 +369,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "label_smoothing_ignored",
             "the loss is smoothed as configured",
             "smoothing sft",
-            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing: f(*args)),
+            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing, **rest: f(*args, **rest)),
         ),
         mutation(
             "lora_plus_ratio_ignored",
@@ -396,5 +397,4 @@ _OF_TRAINING: dict[str, Mutation] = dict(
         ),
     ]
 )
-
-MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT
+MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT | OF_PACKING

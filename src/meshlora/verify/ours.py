@@ -35,6 +35,7 @@ from meshlora.plan.topology import Topology
 from meshlora.routing import RoutingRecord
 from meshlora.train import trainer as trainer_module
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.losses import model_inputs
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
@@ -137,8 +138,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     found = []
     for batch in batches:
         with trainer.masks(0, batch), lift(model.dtype == torch.float64):
-            ids, mask = (t.to(trainer.mesh.device) for t in (batch.input_ids, batch.attention_mask))
-            found.append(copy(model(input_ids=ids, attention_mask=mask, use_cache=False).logits))
+            found.append(copy(model(**model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids)).logits))
     return found
 
 
@@ -263,9 +263,10 @@ def _of_objective(case: Case) -> dict[str, Any]:
 
 def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
+    longest = max(map(len, (sequence.input_ids for sequence in case.data)))
     return RunConfig(
         model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code),
-        data=DataConfig("unused"),
+        data=DataConfig("unused", packing=case.packing, max_length=2 * longest),  # two or three sequences in a row
         train=TrainConfig(
             str(folder / Path(LAST).parent),
             steps=case.steps,

@@ -1,7 +1,7 @@
 """Which topologies a proof runs on, with their plans, and which adapter it trains there.
 
-Owns: what "auto" means; what the default adapter is on; the targets of an adapter on experts by their full names. Does
-not own: the other rules of a request (`verify.request`).
+Owns: what "auto" means; what the default adapter is on; one that a file asks for; the targets of an adapter on experts
+by their full names. Does not own: the other rules of a request (`verify.request`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import copy
 import dataclasses
 import re
 from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.expert_targets import with_whole_projections
 from meshlora.adapter.targets import resolve_targets
 from meshlora.api import build_meta
-from meshlora.errors import UserError
+from meshlora.errors import UserError, reason
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
 
@@ -111,3 +114,22 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
     found.target_parameters = experts + [f"{name}.weight" for name in weights]
     found.target_modules = [name for name in targets if name not in {*experts, *weights}]
     return found
+
+
+def read_lora(path: str | Path) -> dict[str, Any]:
+    """Fields of `peft.LoraConfig` from a YAML file, alone or under the key `lora`, as in a run file.
+
+    Raises:
+        UserError: not readable, not a mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--lora {path}", "there is no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({reason(error)})") from None
+    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
+        values = values["lora"]
+    if not isinstance(values, dict):
+        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
+    return values

@@ -161,6 +161,7 @@ def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         lora=_lora_on_twin(run, config, topology),
         label_smoothing=run.config.train.label_smoothing,
         objective=run.config.train.objective,
+        packing=run.config.data.packing,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,

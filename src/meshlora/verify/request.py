@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
@@ -43,6 +42,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
+from meshlora.train.packing import check_packing
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 from meshlora.verify.mutations import find
 from meshlora.verify.plans import plans_and_adapter
@@ -67,7 +67,7 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio,
-            lora_plus_embedding_lr: as in a run file. objective: sft, policy (with a divergence from the base) or dpo.
+            lora_plus_embedding_lr, packing: as in a run file. objective: sft, policy (held to the base) or dpo.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -84,6 +84,7 @@ class Request:
     seed: int = 0
     label_smoothing: float = 0.0
     objective: str = "sft"
+    packing: bool = False
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -172,6 +173,7 @@ class Proof:
             "lora_dropout": config.lora_dropout > 0,
             "model_dropout": bool(case.dropout),
             "smoothing": case.label_smoothing > 0,
+            "packing": case.packing,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
             "lora_plus": case.lora_plus_ratio is not None,
@@ -204,6 +206,8 @@ def prepare_proof(request: Request) -> Proof:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
     if request.objective not in OBJECTIVES:
         raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
+    if request.packing and request.objective == "dpo":
+        raise UserError("--packing with --objective dpo", "a pair is two rows", "leave out --packing")
     for name in request.mutations:
         find(name)
     given = _topologies(request)
@@ -212,6 +216,8 @@ def prepare_proof(request: Request) -> Proof:
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
+    if request.packing:
+        check_packing(config, attn_implementation="eager", trust_remote_code=request.trust_remote_code)
     plans, lora = plans_and_adapter(
         config,
         given,
@@ -250,6 +256,7 @@ def prepare_proof(request: Request) -> Proof:
         share_experts=bool(getattr(lora, "share_experts", False)),
         label_smoothing=request.label_smoothing,
         objective=request.objective,
+        packing=request.packing,
         kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
         columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
         rows_per_example=data.rows_per_example,
@@ -278,25 +285,6 @@ def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topol
         return request.router_aux_loss_coef
     has_experts = any(plan.experts for plan in plans.values())
     return _AUX_LOSS_COEF if request.family is not None and has_experts and has_load_balancing(config) else 0.0
-
-
-def read_lora(path: str | Path) -> dict[str, Any]:
-    """Fields of `peft.LoraConfig` from a YAML file, alone or under the key `lora`, as in a run file.
-
-    Raises:
-        UserError: not readable, not a mapping.
-    """
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--lora {path}", "there is no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--lora {path}", f"it is not readable YAML ({reason(error)})") from None
-    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
-        values = values["lora"]
-    if not isinstance(values, dict):
-        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
-    return values
 
 
 def _topologies(request: Request) -> list[Topology]:

@@ -1,0 +1,96 @@
+"""Packing: several sequences in one row, kept apart by position ids that begin again with each of them.
+
+Owns: which sequences of a step share a row and which dp rank takes them, the joined sequence, its position ids. Does
+not own: the tensors (`collate.py`), the attention that reads a border from position ids (transformers' masks do), or
+whether a model's every layer does (`train.packing`).
+
+Who computes what depends on dp; what is computed does not: the sequences of a step, their trained tokens and their
+loss are those of the same step without packing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence as AbstractSequence
+
+import numpy as np
+import torch
+
+from meshlora.data.collate import Batch
+from meshlora.data.tokenization import Sequence
+from meshlora.dropout import token_numbers
+
+Rows = list[list[int]]  # of a micro-batch: for each row the places, in the global batch, of its sequences in order
+
+
+def packed_share(
+    lengths: AbstractSequence[int], *, dp_rank: int, dp_size: int, micro_batch_size: int, row_length: int
+) -> list[Rows]:
+    """The micro-batches of one dp rank, each of at most `micro_batch_size` rows of at most `row_length` tokens.
+
+    Longest first, each sequence goes to the rank that has the fewest tokens so far, and there into the first row with
+    room. So ranks differ by at most one sequence's tokens. Every rank gets the same number of micro-batches; where one
+    has none left it gets an empty one (`collate([])`).
+
+    Args:
+        lengths: tokens of each sequence of the global batch, in its order.
+        row_length: a longer sequence has a row of its own.
+    """
+    assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+    shares: list[list[int]] = [[] for _ in range(dp_size)]
+    tokens = [0] * dp_size
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        lightest = min(range(dp_size), key=lambda rank: (tokens[rank], rank))
+        shares[lightest].append(place)
+        tokens[lightest] += lengths[place]
+    rows = [_first_fit(share, lengths, row_length) for share in shares]
+    number = max(-(-len(of_rank) // micro_batch_size) for of_rank in rows)
+    mine = rows[dp_rank]
+    return [mine[j * micro_batch_size : (j + 1) * micro_batch_size] for j in range(number)]
+
+
+def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: int) -> Rows:
+    """Rows of `places`, which come longest first; rows that are alike in length stand together."""
+    rows: Rows = []
+    filled: list[int] = []
+    for place in places:
+        row = next((r for r, tokens in enumerate(filled) if tokens + lengths[place] <= row_length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[row].append(place)
+        filled[row] += lengths[place]
+    return [rows[row] for row in sorted(range(len(rows)), key=lambda row: (-filled[row], row))]
+
+
+def joined(sequences: AbstractSequence[Sequence]) -> Sequence:
+    """One sequence of several. The first token of each is predicted by nothing, so that no label crosses a border."""
+    is_trained = np.concatenate([sequence.is_trained for sequence in sequences])
+    is_trained[list(itertools.accumulate((len(s.input_ids) for s in sequences[:-1]), initial=0))] = False
+    columns = {name: np.concatenate([s.columns[name] for s in sequences]) for name in sequences[0].columns}
+    return Sequence(np.concatenate([sequence.input_ids for sequence in sequences]), is_trained, columns)
+
+
+def with_positions(
+    batch: Batch, lengths: AbstractSequence[AbstractSequence[int]], places: AbstractSequence[AbstractSequence[int]]
+) -> Batch:
+    """`batch` with position ids that begin at 0 with each sequence, and once more with the padding after the last.
+
+    The numbers of its tokens are those that they have unpacked.
+
+    lengths, places: of the sequences in each row of the batch, their tokens and their places in the global batch; of a
+        dummy none.
+    """
+    position_ids, tokens = torch.zeros_like(batch.input_ids), torch.zeros_like(batch.tokens)
+    for row, of_row in enumerate(lengths or [[]]):
+        rest = position_ids.shape[1] - sum(of_row)
+        position_ids[row] = torch.cat([torch.arange(length) for length in (*of_row, rest)])
+        own = (*(places[row] if lengths else ()), 0)
+        tokens[row] = torch.cat(
+            [
+                token_numbers(torch.tensor([place]), length)[0]
+                for place, length in zip(own, (*of_row, rest), strict=True)
+            ]
+        )
+    return dataclasses.replace(batch, position_ids=position_ids, tokens=tokens)

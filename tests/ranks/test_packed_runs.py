@@ -1,0 +1,92 @@
+"""A run with packed rows, from file to adapter, is the run without: loss, gradient, evaluation, routing record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshlora.oracle.compare import compare_adapters
+from meshlora.routing import RoutingRecord
+from meshlora.run_file import read_run
+from meshlora.train import trainer
+from meshlora.train.prepare import prepare
+from meshlora.train.routing import step_file
+from tests.pool import Pool
+from tests.ranks import test_trainer as dense
+from tests.ranks import test_training_experts as experts
+from tests.ranks.test_trainer import folder, run_and_keep_groups
+
+__all__ = ["folder"]  # a fixture
+expert_folder = experts.folder
+
+
+def _metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def _assert_same_run(ours: Path, theirs: Path) -> None:
+    assert compare_adapters(ours / "adapter", theirs / "adapter").relative < 1e-6
+    for one, other in zip(_metrics(ours), _metrics(theirs), strict=True):
+        assert one.keys() == other.keys()
+        limit = 1e-11 if other["step"] == 1 else 1e-6  # then AdamW has divided by tiny moments
+        for name in one.keys() - {"step_time_s"}:
+            assert one[name] == pytest.approx(other[name], rel=limit), name
+
+
+@pytest.fixture(scope="module")
+def unpacked(folder: Path, pools: Callable[[int], Pool]) -> Path:
+    pools(1).run(run_and_keep_groups, dense.run_file(folder, "unpacked", ""), 1)
+    return folder / "unpacked"
+
+
+@pytest.mark.parametrize(("topology", "recompute"), [("", "none"), ("dp=2", "none"), ("tp=2,sp", "full")])
+def test_packed_run_is_the_run_one_sequence_a_row(
+    topology: str, recompute: str, folder: Path, unpacked: Path, pools: Callable[[int], Pool]
+) -> None:
+    name, world = f"packed-{topology}", 2 if topology else 1
+    options = {"data__packing": True, "train__recompute": recompute, "train__micro_batch_size": 1}
+    file = dense.run_file(folder, name, topology, **options)
+    pools(world).run(run_and_keep_groups, file, world)
+    _assert_same_run(folder / name, unpacked)
+
+
+def test_rows_hold_several_sequences(folder: Path) -> None:
+    """What the runs above compare: fewer rows than sequences, and positions that begin again."""
+    run = prepare(read_run(dense.run_file(folder, "rows", "", data__packing=True)))
+    rows = trainer.packed_share(
+        [len(run.train_data[int(i)].input_ids) for i in run.batches.batch(0)],
+        dp_rank=0,
+        dp_size=1,
+        micro_batch_size=1,
+        row_length=run.config.data.max_length,
+    )
+    assert sum(len(row) for micro in rows for row in micro) == 7
+    assert len(rows) < 7
+
+
+def test_numbers_of_tokens_in_a_record_do_not_depend_on_packing(
+    expert_folder: Path, pools: Callable[[int], Pool]
+) -> None:
+    """Recorded in packed rows on two meshes and without; with load balancing, which counts real tokens."""
+    words = (expert_folder / "train.jsonl").read_text().split()
+    short = expert_folder / "short.jsonl"
+    texts = [" ".join(words[20 * number : 20 * number + 2 + number]) for number in range(9)]
+    short.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options: dict[str, Any] = {"router_aux_loss_coef": 1.0, "steps": 2}
+    for name, mesh in (("plain", "dp=1"), ("dp", "dp=2,ep=2"), ("tp", "tp=2,sp,ep=2")):
+        data = {"train": str(short), "packing": name != "plain"}
+        record = {"routing_record": str(expert_folder / f"routes-{name}")}
+        experts._run(pools, expert_folder, name, mesh, data=data, **options, **record)
+    for name in ("dp", "tp"):
+        _assert_same_run(expert_folder / name, expert_folder / "plain")
+        for step in range(2):
+            ours, theirs = (
+                RoutingRecord.load(step_file(expert_folder / f"routes-{where}", step)) for where in (name, "plain")
+            )
+            assert ours.choices.keys() == theirs.choices.keys()
+            assert all(torch.equal(ours.choices[key], table) for key, table in theirs.choices.items())

@@ -1,0 +1,183 @@
+"""Layers that are computed twice give the bits of layers that are computed once, and keep less in between."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import meshlora
+from meshlora.adapter.manage import active_factors, runtime
+from meshlora.adapter.peft_format import WEIGHTS_FILE
+from meshlora.api import build_meta
+from meshlora.errors import UnsupportedError
+from meshlora.lift import lift
+from meshlora.oracle.capture import CollectiveCounter
+from meshlora.oracle.compare import compare_adapters
+from meshlora.plan.derive import decoder_layers
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.routing import RoutingRecord
+from meshlora.train.losses import language_model_loss
+from meshlora.train.recompute import check_recompute, recompute_layers
+from meshlora.train.routing import step_file
+from tests.pool import Pool
+from tests.ranks import test_training_experts as experts
+
+folder = experts.folder  # a fixture
+LAYERS, MODES = 4, ("none", 2, "full")
+Found = dict[str | int, dict[str, Any]]
+
+
+def _one_step(family: str, topology: str, dtype: str) -> Found:
+    """Of each mode: gradients, collectives by phase, and bytes that the forward leaves for the backward."""
+    config = twin_config(family, num_hidden_layers=LAYERS)
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj"]} if family == "qwen3_moe" else {}
+    lora = LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False, **targets)
+    model = meshlora.load(config, lora=lora, topology=topology, dtype=dtype)
+    model.train()
+    mesh = runtime(model).mesh
+    ids = torch.randint(3, 200, (2, 16), generator=torch.Generator().manual_seed(mesh.dp.rank))
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: Found = {}
+    counter = CollectiveCounter()
+    for layer in decoder_layers(model)[1]:
+        layer.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "layers"))
+        layer.register_forward_hook(lambda *_: setattr(counter, "phase", "outside"), prepend=True)
+    for mode in MODES:
+        recompute_layers(model, mode)
+        model.zero_grad()
+        saved: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address comes twice
+            return tensor
+
+        counter.phase, counter.counts = "outside", Counter()
+        with counter:
+            with lift(dtype == "float64"), saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = language_model_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
+            held = sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in own)
+            counter.phase = "backward"
+            loss.backward()
+        gradients = {f.name: f.parameter.grad.clone() for f in active_factors(model) if f.parameter.grad is not None}
+        found[mode] = {"loss": loss.detach(), "gradients": gradients, "collectives": dict(counter.counts), "held": held}
+    return found
+
+
+def _counts(found: dict[str, Any], phase: str) -> Counter[str]:
+    return Counter({kind: number for (when, kind), number in found["collectives"].items() if when == phase})
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "topology"),
+    [("qwen3", ""), ("qwen3", "tp=2"), ("qwen3", "tp=2,sp"), ("qwen3_moe", "tp=2,sp,ep=2")],
+)
+def test_gradients_are_the_same_bits_and_less_is_kept(
+    family: str, topology: str, dtype: str, pools: Callable[[int], Pool]
+) -> None:
+    for found in pools(2 if topology else 1).run(_one_step, family, topology, dtype):
+        plain = found["none"]
+        assert plain["gradients"]
+        for mode in (2, "full"):
+            again = found[mode]
+            assert torch.equal(again["loss"], plain["loss"])
+            assert again["gradients"].keys() == plain["gradients"].keys()
+            for name, gradient in plain["gradients"].items():
+                assert torch.equal(again["gradients"][name], gradient), name
+        forward, backward = _counts(plain, "layers"), _counts(plain, "backward")
+        assert _counts(found["full"], "backward") == backward + forward, "all of a layer's forward, once more"
+        assert _counts(found[2], "backward") == backward + Counter({kind: n // 2 for kind, n in forward.items()})
+        assert found["full"]["held"] < 0.75 * found[2]["held"] < 0.75 * 0.8 * plain["held"]
+
+
+@pytest.fixture(scope="module")
+def routed_elsewhere(folder: Path, pools: Callable[[int], Pool]) -> Path:
+    """A record that sends every token to the experts next to those that it would choose."""
+    experts._run(pools, folder, "own-choice", "dp=1", routing_record=str(folder / "own"))
+    other = folder / "elsewhere"
+    other.mkdir()
+    for step in range(experts.STEPS):
+        record = RoutingRecord.load(step_file(folder / "own", step))
+        for key, table in record.choices.items():
+            record.choices[key] = (table + 1) % record.num_experts[key[1]]
+        record.save(step_file(other, step))
+    return other
+
+
+@pytest.mark.parametrize("mesh", ["tp=2,sp,ep=2", "dp=2,ep=2"])
+def test_experts_of_the_second_forward_are_those_of_the_first(
+    mesh: str, folder: Path, routed_elsewhere: Path, pools: Callable[[int], Pool]
+) -> None:
+    """Where the record decides and not the router, whose own choice is another; with load balancing beside it."""
+    outputs = []
+    for mode in ("none", "full"):
+        name = f"{mode}-{mesh}"
+        experts._run(
+            pools,
+            folder,
+            name,
+            mesh,
+            recompute=mode,
+            routing_replay=str(routed_elsewhere),
+            router_aux_loss_coef=1.0,
+        )
+        outputs.append(folder / name)
+    plain, again = outputs
+    assert compare_adapters(plain / "adapter", folder / "own-choice" / "adapter").relative > 1e-2
+    assert (again / "adapter" / WEIGHTS_FILE).read_bytes() == (plain / "adapter" / WEIGHTS_FILE).read_bytes()
+    assert _metrics(again) == _metrics(plain)
+
+
+def test_recording_beside_recomputation_writes_the_same_choices(
+    folder: Path, routed_elsewhere: Path, pools: Callable[[int], Pool]
+) -> None:
+    experts._run(pools, folder, "again", "tp=2,sp,ep=2", recompute=1, routing_record=str(folder / "again-routes"))
+    for step in range(experts.STEPS):
+        ours, theirs = (RoutingRecord.load(step_file(folder / name, step)) for name in ("again-routes", "own"))
+        assert ours.choices.keys() == theirs.choices.keys()
+        assert all(torch.equal(ours.choices[key], table) for key, table in theirs.choices.items())
+
+
+def _metrics(output: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "step_time_s"} for line in lines]
+
+
+def test_evaluation_keeps_nothing_and_computes_once() -> None:
+    model = meshlora.load(twin_config("qwen3"), lora=LoraConfig(target_modules=["q_proj"]))
+    recompute_layers(model, "full")
+    passes = []
+    attention = model.get_submodule("model.layers.0.self_attn")
+    attention.register_forward_hook(lambda *_: passes.append(1))
+    ids = torch.arange(3, 19).view(1, 16)
+    for train, expected in ((True, 2), (False, 1)):
+        passes.clear()
+        model.train(train)
+        language_model_loss(model, ids, None, ids).backward()
+        assert len(passes) == expected
+
+
+def test_more_layers_than_the_model_has_are_refused() -> None:
+    config = twin_config("qwen3", num_hidden_layers=2)
+    model, _ = build_meta(config, Topology.parse("tp=2"), dtype=torch.float32)
+    check_recompute(model, 2)
+    with pytest.raises(UnsupportedError, match="the model has 2 layers"):
+        check_recompute(model, 3)
+
+
+def test_layers_that_do_not_know_it_are_refused() -> None:
+    model, _ = build_meta(twin_config("qwen3"), Topology.parse(""), dtype=torch.float32)
+    decoder_layers(model)[1][1] = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match=r"train.recompute=full with model_type 'qwen3': its Identity cannot"):
+        check_recompute(model, "full")
+    check_recompute(model, "none")

@@ -1,0 +1,43 @@
+"""Which models keep packed sequences apart is shown on their twin; the others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import masking_utils
+
+from meshlora.errors import UnsupportedError
+from meshlora.plan.twin import twin_config
+from meshlora.train.packing import check_packing
+
+
+def _check(model_type: str, **overrides: Any) -> None:
+    check_packing(twin_config(model_type, **overrides), attn_implementation=None, trust_remote_code=False)
+
+
+# Rotary and learned positions, sliding windows, chunked attention, experts, latent attention.
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3"])
+def test_attention_that_reads_borders_from_positions_is_taken(family: str) -> None:
+    _check(family)
+
+
+# Convolutions, states, alibi, positions that are counted from the mask, masks made without positions.
+@pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_next", "bloom", "mpt", "opt", "gpt_oss"])
+def test_layers_that_run_across_are_refused(family: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{family}': its layers mix sequences of one row"):
+        _check(family)
+
+
+@pytest.mark.parametrize("name", [None, "eager", "sdpa"])
+def test_every_attention_is_shown_by_itself(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = twin_config("llama")
+    check_packing(config, attn_implementation=name, trust_remote_code=False)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    with pytest.raises(UnsupportedError, match="mix sequences"):
+        check_packing(config, attn_implementation=name, trust_remote_code=False)
+
+
+def test_attention_that_was_not_looked_at_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="attn_implementation=flash_attention_2"):
+        check_packing(twin_config("llama"), attn_implementation="flash_attention_2", trust_remote_code=False)
