@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -233,6 +234,19 @@ def test_training_with_dropout_without_saying_of_which_tokens_is_an_error() -> N
         pass
     with pytest.raises(UserError, match="nobody has said"):
         linear.train()(_x())
+
+
+def test_an_adapter_that_comes_to_a_model_in_evaluation_has_no_dropout_there() -> None:
+    model = meshlora.load(twin_config("llama")).eval()
+    config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    meshlora.add_adapter(model, "one", config)
+    meshlora.set_adapter(model, "one")
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    found = model(input_ids=ids).logits
+    with pytest.raises(UserError, match="nobody has said"):
+        model.train()(input_ids=ids)
+    with model.meshlora.dropout.at(0, 0, token_numbers(torch.tensor([0]), 4)):
+        assert not torch.equal(model(input_ids=ids).logits, found)
 
 
 # --- which dropouts there are

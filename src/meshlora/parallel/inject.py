@@ -90,6 +90,7 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
     leaf.weight = nn.Parameter(module.weight.T, requires_grad=False) if rule.is_transposed else module.weight
     leaf.register_parameter("bias", module.bias)
+    leaf.train(module.training)
     _replace(model, leaf)
     return leaf
 
