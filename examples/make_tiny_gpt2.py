@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 EOS = "<|endoftext|>"
 BATCH_SIZE, LR = 16, 1e-3
 
 
 def main(data: str, out: str, width: int, layers: int, pretrain: int) -> None:
+    logging.disable_progress_bar()
     lines = Path(data).read_text(encoding="utf-8").splitlines()
     pairs = [tuple(side.strip() for side in line.split("||")) for line in lines if line.strip()]
     bpe = ByteLevelBPETokenizer()
@@ -32,7 +34,6 @@ def main(data: str, out: str, width: int, layers: int, pretrain: int) -> None:
         n_head=width // 32,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        loss_type="ForCausalLM",
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
@@ -50,12 +51,13 @@ def train(model: GPT2LMHeadModel, texts: list[list[int]], steps: int) -> None:
         batch = [torch.tensor(ids) for ids in chosen.sample(texts, BATCH_SIZE)]
         labels = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
         mask = labels >= 0
-        loss = model(input_ids=labels.clamp_min(0), attention_mask=mask.long(), labels=labels).loss
+        logits = model(input_ids=labels.clamp_min(0), attention_mask=mask.long()).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1}/{steps}  loss {float(loss):.3f}", flush=True)
+            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}", flush=True)
 
 
 if __name__ == "__main__":

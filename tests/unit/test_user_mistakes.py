@@ -41,6 +41,38 @@ MISTAKES: dict[str, Case] = {
     "unknown_choice": case(
         setting("model.dtype", "bfloat"), "model.dtype", "'bfloat'", "float32", "did you mean 'bfloat16'?"
     ),
+    "unknown_preset": case(
+        setting("preset", "microsoft-e2"), "preset: 'microsoft-e2'", "did you mean 'microsoft-e2e'?"
+    ),
+    "preset_is_a_list": case(setting("preset", ["x"]), "preset: ['x']", "no such preset"),
+    "preset_for_another_family": case(
+        several(setting("preset", "microsoft-e2e"), setting("lora", {"lora_dropout": 0.0}), setting("train.eps", 1e-8)),
+        "c_attn",
+    ),
+    "unknown_tracker": case(setting("train.track", ["tensorbord"]), "'tensorbord'", "did you mean 'tensorboard'?"),
+    "tracker_not_installed": case(setting("train.track", ["trackio"]), "'trackio'", "pip install trackio"),
+    "eval_limit_without_eval_data": case(
+        several(setting("data.eval_limit", 2), lambda s: s.drop("data.eval")), "data.eval_limit=2", "without data.eval"
+    ),
+    "samples_of_nothing": case(
+        several(setting("train.sample_every", 2), lambda s: s.drop("data.eval")),
+        "train.sample_every=2",
+        "data.sample_prompts",
+    ),
+    "sample_prompts_that_are_never_used": case(
+        setting("data.sample_prompts", ["a"]), "data.sample_prompts", "no effect without train.sample_every"
+    ),
+    "samples_on_sp": case(
+        several(setting("train.sample_every", 2), setting("topology", "tp=2,sp")), "train.sample_every=2", "sp"
+    ),
+    "sample_prompt_beyond_the_positions": case(
+        several(setting("train.sample_every", 2), setting("data.sample_prompts", ["a " * 100])),
+        "generate.max_new_tokens 64",
+        "128 positions",
+    ),
+    "sampling_options_without_sampling": case(
+        setting("generate", {"temperature": 0.5}), "generate.temperature", "no effect without do_sample"
+    ),
     "required_key_missing": case(lambda s: s.drop("train.output"), "train.output", "required"),
     "required_group_missing": case(lambda s: s.drop("data"), "data", "required"),
     "set_without_value": case(
