@@ -62,7 +62,11 @@ def test_labels_and_columns_stay_within_their_sequence() -> None:
     assert batch.labels.tolist() == [[12, 13, no, 22, no, no], [42, no, no, no, no, no]]
     assert batch.num_trained_tokens == sum(len(s.input_ids) - 1 for s in parts) + 1
     assert batch.columns["weight"][0].tolist() == pytest.approx([1.2, 1.3, 0, 2.2, 0, 0])
-    batch = with_positions(batch, [[3, 2, 1], [2]])
+    batch = with_positions(batch, [[3, 2, 1], [2]], [[5, 0, 2], [1]])
+    places, positions = batch.tokens >> 32, batch.tokens & 0xFFFFFFFF
+    assert places[:, :2].tolist() == [[5, 5], [1, 1]], "dropout's numbers are those of the unpacked run"
+    assert places[0].tolist() == [5, 5, 5, 0, 0, 2]
+    assert positions[0].tolist() == [0, 1, 2, 0, 1, 0]
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
     assert batch.to("cpu").position_ids is not None
@@ -75,7 +79,7 @@ def test_joining_leaves_the_sequences_as_they_are() -> None:
 
 
 def test_dummy_has_positions_and_no_labels() -> None:
-    batch = with_positions(collate([], pad_token_id=0, token_multiple=4), [])
+    batch = with_positions(collate([], pad_token_id=0, token_multiple=4), [], [])
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]]
     assert (batch.is_dummy, batch.num_trained_tokens) == (True, 0)

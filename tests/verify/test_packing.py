@@ -43,3 +43,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
         prepare_proof(Request(family="qwen3", topologies=("dp=2",), packing=True, objective="dpo"))
     with pytest.raises(UnsupportedError, match="its layers mix sequences of one row"):
         prepare_proof(Request(family="lfm2", topologies=("dp=2",), packing=True))
+
+
+def test_dropout_of_packed_tokens_is_that_of_the_same_tokens_unpacked(prove: Prove) -> None:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
+    outcomes = prove(family="qwen3", packing=True, lora=lora, topologies=("dp=2", "tp=2,sp"))
+    assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
