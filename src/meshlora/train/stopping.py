@@ -24,8 +24,11 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def noticing_signals(end: Callable[[int], None]) -> Iterator[StopRequest]:
-    """Inside the block signals are noticed. end: called with the number of a second one, to end this process at once.
+def noticing_signals(end: Callable[[int], None], *, is_lost: Callable[[], bool]) -> Iterator[StopRequest]:
+    """Inside the block signals are noticed.
+
+    end: called with the number of a second one, to end this process at once; of the first one where `is_lost()`: the
+    run has failed elsewhere, and the launcher ends what is left.
 
     A thread reads them from a pipe: Python's own handlers wait until a collective has returned, and one that waits for
     a rank that hangs does not return.
@@ -41,7 +44,7 @@ def noticing_signals(end: Callable[[int], None]) -> Iterator[StopRequest]:
         while number := reader.recv(1)[0]:
             if number not in _ASKING:
                 continue
-            if request.is_asked:
+            if request.is_asked or is_lost():
                 end(number)
             request.is_asked = True
 
