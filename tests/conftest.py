@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Workers of xdist take the longest files first.
     """
     left_out = [] if torch.cuda.is_available() else ["gpu"]
-    left_out += [name for name in ("eight_ranks", "every_family") if name not in config.option.markexpr]
+    left_out += [name for name in ("eight_ranks", "every_family", "long") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if others:
         config.hook.pytest_deselected(items=others)

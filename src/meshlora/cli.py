@@ -170,7 +170,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> None:
     from meshlora.parallel.groups import join, launcher_place, on_gpus
     from meshlora.run_file import read_run
-    from meshlora.train.launch import how_to_go_on, launch, launched_by_us, rank_edge
+    from meshlora.train.launch import how_to_go_on, launch, launched_by_us, log_to_file, rank_edge
     from meshlora.train.prepare import prepare
     from meshlora.train.run import train
     from meshlora.verify.preflight import preflight
@@ -207,6 +207,8 @@ def _train(options: argparse.Namespace) -> None:
             # Joined first, so that the ranks that wait for this one notice when it ends here.
             join(run.config.device)
             preflight(run, skip=options.no_preflight)
+        if place is not None and place.rank > 0:
+            log_to_file(Path(run.config.train.output), place.rank, goes_on=run.resume is not None)
         train(run, go_on=how_to_go_on(options.words))
 
 

@@ -24,6 +24,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from meshlora.plan.twin import twin_config
+from meshlora.train.checkpoint import read_checkpoint
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
 # From the fault to the end of every process.
@@ -66,6 +67,25 @@ if "RANK" in os.environ:
     def die(_=None):
         os.kill(os.getpid(), signal.SIGKILL)
 '''
+
+
+FULL_DISK = """
+    import resource
+    from meshlora.train.trainer import Trainer
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then raises
+    save = Trainer._save
+
+    def save_on_full_disk(self, name, **options):
+        if rank == 0 and name.endswith("step-000003"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        try:
+            save(self, name, **options)
+        finally:
+            if rank == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    Trainer._save = save_on_full_disk
+"""
 
 
 @dataclass
@@ -114,6 +134,13 @@ class Job:
             assert time.time() - float(fault_at.read_text()) < PATIENCE_S
         assert self.living_ranks() == []
         return process.returncode, out, err
+
+    def trains(self) -> bool:
+        file = self.output / "metrics.jsonl"
+        return file.exists() and file.stat().st_size > 0
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.output / "checkpoints").glob("step-*"))
 
     def started_ranks(self) -> list[int]:
         return sorted(int(file.read_text()) for file in (self.folder / "faults").glob("pid-*"))
@@ -207,19 +234,108 @@ def test_user_mistake_under_torchrun_is_said_once(job: Job) -> None:
     assert not job.output.exists()
 
 
-def test_interrupt_ends_all_ranks(job: Job) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_saves_and_says_how_to_go_on(number: signal.Signals, job: Job) -> None:
     job.write(steps=1_000_000)
-    process = job.start()
-    _wait_until(lambda: (job.output / "metrics.jsonl").exists() and (job.output / "metrics.jsonl").stat().st_size > 0)
-    started = time.monotonic()
-    assert len(job.living_ranks()) == 2
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert time.monotonic() - started < PATIENCE_S
-    assert process.returncode == 130
-    assert err.splitlines() == ["interrupted"]
+    process = job.start(*TRAIN, "--set", "train.schedule=constant")
+    _wait_until(job.trains)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, ""), err
     assert job.living_ranks() == []
+    (saved,) = job.checkpoints()
+    assert int(saved.name.removeprefix("step-")) == len((job.output / "metrics.jsonl").read_text().splitlines())
+    assert out.splitlines()[-2:] == [
+        f"stopped as asked; saved in output/checkpoints/{saved.name}. Go on with:",
+        "meshlora train run.yaml --nproc 2 --no-preflight --set train.schedule=constant --resume auto",
+    ]
     assert not (job.output / "adapter").exists()
+
+
+def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
+    job.write(steps=1_000_000)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshlora", "train", "run.yaml")
+    process = job.start(*torchrun, "--no-preflight")
+    _wait_until(job.trains)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert job.living_ranks() == []
+    (saved,) = job.checkpoints()
+    assert f"saved in output/checkpoints/{saved.name}" in out
+    assert "meshlora train run.yaml --no-preflight --resume auto" in out
+
+
+def test_signal_to_a_single_process_saves(job: Job) -> None:
+    job.write(steps=1_000_000)
+    process = job.start("-m", "meshlora", "train", "run.yaml", "--no-preflight", "--set", "topology=''")
+    _wait_until(job.trains)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, "")
+    (saved,) = job.checkpoints()
+    assert (job.output / "checkpoints" / "latest").resolve() == saved.resolve()
+    assert out.splitlines()[-1].endswith("--resume auto")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) -> None:
+    # Rank 1 never ends its step, so the first signal cannot be followed.
+    job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n")
+    process = job.start()
+    _wait_until((job.folder / "faults" / "fault-at").exists)
+    process.send_signal(number)
+    time.sleep(1)
+    assert process.poll() is None
+    begun = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - begun < 10
+    assert process.returncode == 128 + number
+    assert err.splitlines() == ["interrupted" if number == signal.SIGINT else "error: ended by signal 15 (SIGTERM)"]
+    assert job.living_ranks() == []
+
+
+def test_rank_that_hangs_is_named_with_the_collective(job: Job) -> None:
+    job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n", timeout_s=4)
+    code, _, err = job.run()
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert "was given up after 4 s (train.timeout_s): rank 1 did not arrive; rank 1 was last in" in err
+    assert err.startswith("error: rank 0: all_reduce over ranks 0, 1 (number ")
+
+
+def test_only_rank_0_speaks_on_the_terminal(job: Job) -> None:
+    job.write("\n    import warnings\n    at(3, 1, lambda loss: warnings.warn('from rank 1') or loss)\n")
+    code, out, err = job.run()
+    assert (code, err) == (0, "")
+    assert "from rank 1" not in out
+    assert "UserWarning: from rank 1" in (job.output / "logs" / "rank-1.log").read_text()
+    assert [file.name for file in (job.output / "logs").iterdir()] == ["rank-1.log"]
+
+
+def test_full_disk_ends_all_ranks_and_leaves_the_last_checkpoint(job: Job) -> None:
+    """From step 3 on no file may be written beyond 100 bytes, as the limit of this process says."""
+    job.write(FULL_DISK, save_every=1)
+    code, _, err = job.run()
+    assert code == 1
+    assert err.startswith("error: rank 0: output/checkpoints/step-000003: the adapter could not be written (")
+    assert "File too large" in err
+    assert len(err.splitlines()) == 1
+    assert [folder.name for folder in job.checkpoints()] == ["step-000001", "step-000002"]
+    names = {file.name for file in (job.output / "checkpoints").iterdir()}
+    assert names == {"step-000001", "step-000002", "latest"}, "nothing half is left"
+    assert read_checkpoint(job.output / "checkpoints" / "latest").step == 2
+
+
+def test_full_disk_for_a_while_is_gone_through_where_the_run_file_says_so(job: Job) -> None:
+    job.write(FULL_DISK, save_every=1, on_save_error="continue")
+    code, out, err = job.run()
+    assert (code, err) == (0, "")
+    assert "step 3: output/checkpoints/step-000003: the adapter could not be written (" in out
+    assert [folder.name for folder in job.checkpoints()] == ["step-000001", "step-000002", "step-000004"]
+    steps = [json.loads(line)["step"] for line in (job.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]
+    assert (job.output / "adapter").is_dir()
 
 
 def test_loss_that_is_not_finite_stops_the_run(job: Job) -> None:

@@ -120,7 +120,8 @@ def test_run_gives_the_adapter_of_one_process(
 def test_everything_a_user_expects_lies_in_the_output_folder(folder: Path, reference: tuple[Path, list[float]]) -> None:
     output = folder / "for-reference"
     assert sorted(p.name for p in output.iterdir()) == ["adapter", "checkpoints", "initial", "metrics.jsonl"]
-    assert [p.name for p in (output / "checkpoints").iterdir()] == ["step-000002"]
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["latest", "step-000002"]
+    assert (output / "checkpoints" / "latest").resolve() == (output / "checkpoints" / "step-000002").resolve()
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]

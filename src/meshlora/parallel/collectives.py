@@ -32,7 +32,8 @@ def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=axis.group)
+    with axis.arrivals.at("all_reduce", axis.ranks):
+        dist.all_reduce(result, group=axis.group)
     return result
 
 
@@ -41,7 +42,8 @@ def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     result = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
-    _all_gather(result, tensor.contiguous(), group=axis.group)
+    with axis.arrivals.at("all_gather", axis.ranks):
+        _all_gather(result, tensor.contiguous(), group=axis.group)
     return result
 
 
@@ -50,7 +52,8 @@ def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     result = tensor.new_empty((_share(tensor, axis), *tensor.shape[1:]))
-    _reduce_scatter(result, tensor.contiguous(), group=axis.group)
+    with axis.arrivals.at("reduce_scatter", axis.ranks):
+        _reduce_scatter(result, tensor.contiguous(), group=axis.group)
     return result
 
 
@@ -69,14 +72,16 @@ def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequ
     if axis.size == 1:
         return tensor
     result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
+    with axis.arrivals.at("all_to_all", axis.ranks):
+        dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
     return result
 
 
 def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """Overwrite `tensor` on every rank with that of the group's first rank, which sends from its own memory."""
     if axis.size > 1:
-        dist.broadcast(tensor, group_src=0, group=axis.group)
+        with axis.arrivals.at("broadcast", axis.ranks):
+            dist.broadcast(tensor, group_src=0, group=axis.group)
     return tensor
 
 

@@ -7,17 +7,19 @@ Does not own: the collectives themselves (`parallel.collectives`), starting proc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from meshlora.errors import UserError
+from meshlora.parallel.arrivals import Arrivals, telling_the_others
 from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
 
 _GLOO_SETTLES_S = 0.2
@@ -30,12 +32,14 @@ class Axis:
     Attributes:
         size: number of ranks. rank: this rank's place among them.
         ranks: their global ranks, in order. group: the process group, None where size is 1.
+        arrivals: of this rank at the collectives of all its groups.
     """
 
     size: int
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
+    arrivals: Arrivals = field(default_factory=Arrivals, compare=False)
 
 
 class Mesh:
@@ -63,6 +67,24 @@ class Mesh:
     def over(self, axes: set[str] | frozenset[str]) -> Axis:
         """The group that spans `axes`: the ranks that agree with this one on every other axis; alone over none."""
         return self._axes[frozenset(axes)]
+
+    @contextlib.contextmanager
+    def patient_for(self, timeout_s: float) -> Iterator[None]:
+        """Inside the block a collective waits `timeout_s` seconds for the other ranks, and then says who is missing.
+
+        Before it the limit is that of `join`, for ranks may load and prove for long. On NCCL the limit holds too, and
+        NCCL itself names the collective.
+        """
+        if self.topology.world == 1:
+            yield
+            return
+        for axis in self._axes.values():
+            if axis.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
+        store = dist.distributed_c10d._get_default_store()
+        arrivals, world = self.world.arrivals, self.topology.world
+        with telling_the_others(arrivals, store, rank=self.rank, world=world, timeout_s=timeout_s):
+            yield
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         return self  # process groups cannot be copied, and copies of a model share them
@@ -201,7 +223,8 @@ def open_mesh(
     for number in sorted(copies):
         subsets += [frozenset({copies_axis(number)}), frozenset({copies_axis(number), "dp"})]
     opened: dict[tuple[tuple[int, ...], ...], Axis] = {}  # two sets of axes may span the same ranks
-    axes = {subset: _open_axis(topology.groups_over(subset), rank, world, opened) for subset in subsets}
+    arrivals = Arrivals()
+    axes = {subset: _open_axis(topology.groups_over(subset), rank, world, opened, arrivals) for subset in subsets}
     return Mesh(topology, rank, device or torch.device("cpu"), axes)
 
 
@@ -210,21 +233,27 @@ def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
     return [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
 
 
-def _open_axis(groups: list[list[int]], rank: int, world: int, opened: dict[tuple[tuple[int, ...], ...], Axis]) -> Axis:
+def _open_axis(
+    groups: list[list[int]],
+    rank: int,
+    world: int,
+    opened: dict[tuple[tuple[int, ...], ...], Axis],
+    arrivals: Arrivals,
+) -> Axis:
     key = tuple(map(tuple, groups))
     if key not in opened:
-        opened[key] = _new_axis(groups, rank, world)
+        opened[key] = _new_axis(groups, rank, world, arrivals)
     return opened[key]
 
 
-def _new_axis(groups: list[list[int]], rank: int, world: int) -> Axis:
+def _new_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrivals) -> Axis:
     ranks = next(group for group in groups if rank in group)
     group: dist.ProcessGroup | None = None
     if len(ranks) == world > 1:
         group = dist.group.WORLD
     elif len(ranks) > 1:
         group, _ = dist.new_subgroups_by_enumeration(groups)
-    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group)
+    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group, arrivals)
 
 
 def _set_slurm_rendezvous() -> None:

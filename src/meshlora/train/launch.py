@@ -119,6 +119,25 @@ def say_in_training() -> None:
         (Path(folder) / str(os.getpid())).touch()
 
 
+def another_rank_failed() -> bool:
+    """Whether a rank of this machine has left word of a failure."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}"))
+
+
+def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
+    """Send what this process says to `OUTPUT/logs/rank-N.log`. goes_on: after what is there already.
+
+    Where the file cannot be made, as on a full disk, it stays on the terminal.
+    """
+    with contextlib.suppress(OSError):
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+        with (output / "logs" / f"rank-{rank}.log").open("ab" if goes_on else "wb") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
+
+
 def how_to_go_on(words: str) -> str:
     """The command by which the run that `words` started goes on from its last checkpoint."""
     given, kept = shlex.split(os.environ.get("MESHLORA_COMMAND") or words), []
@@ -210,8 +229,10 @@ def _message(message: object) -> str:
 def rank_edge() -> Iterator[None]:
     """The edge of a rank's process: an error is said once, left for the launcher, and ends this process at once.
 
-    At once, without closing process groups: closing them can wait for ranks that wait for us.
+    At once, without closing process groups: closing them can wait for ranks that wait for us. It is said on the
+    terminal, and in the log of a rank that has one.
     """
+    terminal = os.fdopen(os.dup(2), "w")
     try:
         yield
     except KeyboardInterrupt:
@@ -226,12 +247,15 @@ def rank_edge() -> Iterator[None]:
         rank = place.rank if place else 0
         text = describe(error)
         leave_word(text)
+        line = f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}"
+        if not os.path.sameopenfile(2, terminal.fileno()):
+            print(line, file=sys.stderr, flush=True)
         if not launched_by_us():
             if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
                 # Every rank finds the same mistake, or misses the one that ended, and the launcher ends the others when
                 # the first one ends: rank 0 is given the time to say it. Who is still alive then is alone with it.
                 time.sleep(_RANK_0_FIRST_S)
-            print(f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}", file=sys.stderr)
+            print(line, file=terminal, flush=True)
         _end(error.exit_code if isinstance(error, MeshloraError) else 1)
 
 

@@ -13,7 +13,7 @@ from meshlora.adapter.manage import runtime
 from meshlora.api import load_without_proof
 from meshlora.parallel.groups import join, leave
 from meshlora.train.keeping import clear_leftovers
-from meshlora.train.launch import end_at_once, say_in_training
+from meshlora.train.launch import another_rank_failed, end_at_once, say_in_training
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
 from meshlora.train.samples import FILE as SAMPLES
@@ -75,7 +75,11 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
             reporter.say(line)
         if run.resume is not None:
             reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
-        with noticing_signals(end_at_once) as stop:
+        mesh = runtime(model).mesh
+        with (
+            noticing_signals(end_at_once, is_lost=another_rank_failed) as stop,
+            mesh.patient_for(config.train.timeout_s),
+        ):
             trainer = Trainer(run, model, reporter, stop)
             say_in_training()
             if trainer.train():

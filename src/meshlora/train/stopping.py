@@ -11,9 +11,12 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 _ASKING = (signal.SIGINT, signal.SIGTERM)
+# A signal to all processes of a job comes to a rank twice, directly and from its launcher: that is one request.
+_ONE_REQUEST_S = 0.3
 
 
 class StopRequest:
@@ -24,8 +27,11 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def noticing_signals(end: Callable[[int], None]) -> Iterator[StopRequest]:
-    """Inside the block signals are noticed. end: called with the number of a second one, to end this process at once.
+def noticing_signals(end: Callable[[int], None], *, is_lost: Callable[[], bool]) -> Iterator[StopRequest]:
+    """Inside the block signals are noticed.
+
+    end: called with the number of a second one, to end this process at once; of the first one where `is_lost()`: the
+    run has failed elsewhere, and the launcher ends what is left.
 
     A thread reads them from a pipe: Python's own handlers wait until a collective has returned, and one that waits for
     a rank that hangs does not return.
@@ -38,12 +44,14 @@ def noticing_signals(end: Callable[[int], None]) -> Iterator[StopRequest]:
     writer.setblocking(False)  # as set_wakeup_fd demands
 
     def listen() -> None:
+        asked_at = 0.0
         while number := reader.recv(1)[0]:
             if number not in _ASKING:
                 continue
-            if request.is_asked:
+            if is_lost() or (request.is_asked and time.monotonic() - asked_at > _ONE_REQUEST_S):
                 end(number)
-            request.is_asked = True
+            if not request.is_asked:
+                request.is_asked, asked_at = True, time.monotonic()
 
     thread = threading.Thread(target=listen, daemon=True, name="signals")
     # What is ignored stays so, as SIGINT in a script's background job.
