@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,17 @@ _FREE = {"output", "overwrite", "epochs", "steps", "micro_batch_size", "recomput
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint. step: optimizer steps that were done; topology: of the run that wrote it."""
+    """A whole checkpoint.
+
+    Attributes:
+        step: steps that were done. topology: of the run that wrote it.
+        loss_scale: state of the loss scale, of a float16 run; `skipped` of the steps changed nothing.
+    """
 
     folder: Path
     step: int
     topology: str
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str, str]:
@@ -72,7 +78,12 @@ def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str,
 
 
 def state_writer(
-    model: Any, optimizer: torch.optim.Optimizer, *, step: int, identity: Mapping[str, str]
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    identity: Mapping[str, str],
+    loss_scale: Mapping[str, float],
 ) -> Callable[[Path], None]:
     """A function that adds the training state to the folder of an adapter. Collective; rank 0 calls what it returns."""
     state = runtime(model)
@@ -80,7 +91,9 @@ def state_writer(
     for factor in active_factors(model):
         held = optimizer.state[factor.parameter]
         for moment in _MOMENTS:
-            full = full_factor(held[moment], factor.rule, state.mesh)
+            # There are none yet where every step so far was skipped.
+            own = held[moment] if held else torch.zeros_like(factor.parameter.detach())
+            full = full_factor(own, factor.rule, state.mesh)
             if state.mesh.rank == 0:
                 tensors[f"{moment}/{factor.name}"] = full.to("cpu", copy=True).contiguous()
 
@@ -93,6 +106,7 @@ def state_writer(
             "step": step,
             "topology": str(state.mesh.topology),
             "identity": dict(identity),
+            "loss_scale": dict(loss_scale),
             "files": dict(sorted(files.items())),
         }
         write_json_atomically(folder / MANIFEST, manifest)
@@ -139,7 +153,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise UserError(f"checkpoint {folder}", f"{name} is missing", "use an earlier one")
         if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
             raise UserError(f"checkpoint {folder}", f"{name} is damaged", "use an earlier one")
-    return Checkpoint(folder, manifest["step"], manifest["topology"])
+    return Checkpoint(folder, manifest["step"], manifest["topology"], manifest.get("loss_scale", {}))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -199,5 +213,6 @@ def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: 
                 if part.shape != value.shape:
                     raise UserError(f"{file}: {moment}/{factor.name}", "its shape is not that of the factor")
                 held[moment] = torch.empty_like(value).copy_(part)
-            step = torch.tensor(float(checkpoint.step), dtype=torch.float32, device=value.device)
+            taken = checkpoint.step - checkpoint.loss_scale.get("skipped", 0)
+            step = torch.tensor(float(taken), dtype=torch.float32, device=value.device)
             optimizer.state[value] = {"step": step, **held}

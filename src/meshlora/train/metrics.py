@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ class StepMetrics:
         tokens: trained tokens of the step. step_time_s: wall time on rank 0.
         aux_loss: of load balancing, before its coefficient; None where it is off.
         means: what the objective reports besides, by name.
+        loss_scale, skipped: of float16: the scale of the next step, the steps so far whose gradient overflowed.
     """
 
     step: int
@@ -38,6 +40,8 @@ class StepMetrics:
     step_time_s: float
     aux_loss: float | None = None
     means: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+    skipped: int | None = None
 
 
 class Reporter:
@@ -84,7 +88,9 @@ class Reporter:
         if self._file is None:
             return
         values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
-        self._write({name: value for name, value in {**values, **metrics.means}.items() if value is not None})
+        # The norm of a step that was skipped is no number, and has no place in JSON.
+        shown = {n: v for n, v in {**values, **metrics.means}.items() if v is not None and math.isfinite(v)}
+        self._write(shown)
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
         self._progress.update(self._task, completed=metrics.step, loss=metrics.loss, speed=speed)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)

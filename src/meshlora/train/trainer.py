@@ -7,6 +7,7 @@ the data, files. Nothing here depends on the topology beyond which share of a ba
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -29,6 +30,7 @@ from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.loss_scale import LossScale
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, objective_of
 from meshlora.train.optimizer import parameter_groups
@@ -67,6 +69,8 @@ class Trainer:
                 replays=options.routing_replay is not None,
                 rows=lambda indices: self._rows(self.run.train_data, indices),
             )
+        # float16 has few exponents: what it rounds to zero would be lost.
+        self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, options),
             lr=options.lr,
@@ -76,6 +80,8 @@ class Trainer:
             fused=True,  # one pass over each parameter and its moments: experts have many
         )
         if self.run.resume is not None:
+            if self.loss_scale is not None:
+                self.loss_scale.restore(self.run.resume.loss_scale)
             restore_optimizer(self.model, self.optimizer, self.run.resume)
             self.last_saved = self.run.resume.folder
 
@@ -116,17 +122,27 @@ class Trainer:
         tokens, means = sums.over_all_ranks(count)
         if not math.isfinite(means["loss"]):
             raise MeshloraError(f"step {step + 1}: the loss is {means['loss']}; lower train.lr, or look at the data")
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.model)
         grad_norm = clip_gradients(self.model, options.max_grad_norm)
-        if not math.isfinite(grad_norm):
+        is_taken = self.loss_scale is None or self.loss_scale.takes_step(grad_norm, step=step)
+        if is_taken and not math.isfinite(grad_norm):
             raise MeshloraError(
                 f"step {step + 1}: the gradient norm is {grad_norm}; lower train.lr, or look at the data"
             )
         rate = learning_rate(step, options=options, steps=self.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["times_lr"]
-        self.optimizer.step()
+        if is_taken:
+            self.optimizer.step()
         loss = means.pop("loss")
-        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss, means)
+        found = StepMetrics(step + 1, loss, rate, grad_norm, tokens, time.perf_counter() - started, aux_loss, means)
+        if self.loss_scale is None:
+            return found
+        return dataclasses.replace(found, loss_scale=self.loss_scale.scale, skipped=self.loss_scale.skipped)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
 
     def _forward(self, number: int, batch: Batch, base: Tensor | None = None) -> tuple[Tensor, Sums]:
         """The summed loss of micro-batch `number` of this step, and what is reported besides."""
@@ -146,7 +162,7 @@ class Trainer:
         base = self._of_base(batch)
         if self.balance is None:
             loss, sums = self._forward(number, batch, base)
-            loss.backward()
+            self._scaled(loss).backward()
             return loss.detach(), sums
         with self.balance.watching():
             loss, sums = self._forward(number, batch, base)
@@ -154,7 +170,7 @@ class Trainer:
             self.balance.count_here(batch)
         with lift(self.model.dtype == torch.float64):
             term = self.balance.term(batch)
-        (loss + term).backward()
+        self._scaled(loss + term).backward()
         return loss.detach(), sums
 
     @torch.no_grad()
@@ -173,7 +189,10 @@ class Trainer:
         """Write the adapter to folder `name` of the output, with what a run needs to go on; a drift saves nothing."""
         if self.run.config.train.replica_check_every:
             check_replicas(self.model, step=done, last_saved=self.last_saved)
-        state = state_writer(self.model, self.optimizer, step=done, identity=self.run.identity) if goes_on else None
+        scale = self.loss_scale.state() if self.loss_scale is not None else {}
+        state = None
+        if goes_on:
+            state = state_writer(self.model, self.optimizer, step=done, identity=self.run.identity, loss_scale=scale)
         save_adapter(self.model, self.output / name, also=state)
         self.last_saved = self.output / name
 
