@@ -27,10 +27,17 @@ class Batching:
     pad_token_id: int
     row_length: int | None = None
 
-    def rows(self, data: TokenizedDataset, indices: np.ndarray) -> list[list[list[int]]]:
-        """This rank's micro-batches: for each row the places of its sequences among those of the examples `indices`."""
+    def rows(self, data: TokenizedDataset, indices: np.ndarray, *, dp_rank: int | None = None) -> list[list[list[int]]]:
+        """The micro-batches of this rank, or of `dp_rank`: for each row the places of its sequences in the step.
+
+        indices: the examples of the step.
+        """
         each, dp = data.rows_per_example, self.mesh.dp
-        options = {"dp_rank": dp.rank, "dp_size": dp.size, "micro_batch_size": self.micro_batch_size}
+        options = {
+            "dp_rank": dp.rank if dp_rank is None else dp_rank,
+            "dp_size": dp.size,
+            "micro_batch_size": self.micro_batch_size,
+        }
         if self.row_length is not None:
             return packed_share(np.diff(data.offsets)[indices].tolist(), row_length=self.row_length, **options)
         parts = share(np.arange(len(indices)), **options)

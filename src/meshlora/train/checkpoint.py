@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Checkpoint:
         step: optimizer steps that were done. topology: of the run that wrote it.
         updates: how many of the steps changed the adapter: all but those that were skipped.
         eval_loss: of the evaluation at that step, None where there was none.
+        loss_scale: state of the loss scale, of a float16 run.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class Checkpoint:
     topology: str
     updates: int
     eval_loss: float | None = None
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str, str]:
@@ -90,6 +92,7 @@ def state_writer(
     updates: int,
     identity: Mapping[str, str],
     eval_loss: float | None = None,
+    loss_scale: Mapping[str, float] | None = None,
 ) -> Callable[[Path], None]:
     """A function that adds the training state to the folder of an adapter. Collective; rank 0 calls what it returns."""
     state = runtime(model)
@@ -114,6 +117,7 @@ def state_writer(
             "eval_loss": eval_loss,
             "topology": str(state.mesh.topology),
             "identity": dict(identity),
+            "loss_scale": dict(loss_scale or {}),
             "files": dict(sorted(files.items())),
         }
         write_json_atomically(folder / MANIFEST, manifest)
@@ -170,7 +174,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     # Not by the name `latest`, which goes on to the next one.
     folder = folder.resolve() if folder.is_symlink() else folder
     step, updates = manifest["step"], manifest.get("updates", manifest["step"])
-    return Checkpoint(folder, step, manifest["topology"], updates, manifest.get("eval_loss"))
+    eval_loss, loss_scale = manifest.get("eval_loss"), manifest.get("loss_scale", {})
+    return Checkpoint(folder, step, manifest["topology"], updates, eval_loss, loss_scale)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

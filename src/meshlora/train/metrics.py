@@ -35,6 +35,7 @@ class StepMetrics:
         tokens: trained tokens of the step. step_time_s: wall time on rank 0.
         aux_loss: of load balancing, before its coefficient; None where it is off.
         means: what the objective reports besides, by name.
+        loss_scale: of float16: that of the next step.
         skipped: the step changed nothing, as its loss or gradient was not finite.
     """
 
@@ -46,6 +47,7 @@ class StepMetrics:
     step_time_s: float
     aux_loss: float | None = None
     means: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
     skipped: bool = False
 
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshlora.adapter.manage import active_factors, runtime
-from meshlora.data import Batch, share
+from meshlora.data import Batch
 from meshlora.parallel.collectives import all_gather
 from meshlora.plan.topology import Topology
 
@@ -38,8 +37,7 @@ def find_not_finite(
     batches: Sequence[Batch],
     loss_sum: Callable[[Batch], Tensor],
     *,
-    indices: np.ndarray,
-    micro_batch_size: int,
+    examples: Callable[[int, int], list[int]],
 ) -> str:
     """In words which sequences of the step are not finite, and what of them first. Leaves no gradients. Collective.
 
@@ -47,7 +45,7 @@ def find_not_finite(
 
     Args:
         batches: this rank's micro-batches of the step. loss_sum: the summed loss of one.
-        indices: the sequences of the step, numbers in the training data. micro_batch_size: as they were shared.
+        examples: (dp rank, number of its micro-batch) -> the examples in it, numbers in the training data.
     """
     mesh = runtime(model).mesh
     factors = active_factors(model)
@@ -70,11 +68,7 @@ def find_not_finite(
     bad = [(number, rank) for rank, rows in enumerate(everyone) for number, row in enumerate(rows) if row[0]]
     if not bad:
         return "no micro-batch by itself shows it"
-    shares = {
-        dp_rank: share(indices, dp_rank=dp_rank, dp_size=mesh.dp.size, micro_batch_size=micro_batch_size)
-        for dp_rank in {dp_ranks[rank] for _, rank in bad}
-    }
-    sequences = sorted({int(index) for number, rank in bad for index in shares[dp_ranks[rank]][number]})
+    sequences = sorted({example for number, rank in bad for example in examples(dp_ranks[rank], number)})
     # A rank's NaN is on all ranks once it has gone through a sum; the earliest module is where it was made.
     kind, which, _ = min((everyone[rank][number] for number, rank in bad), key=lambda row: (row[0], row[2]))
     names = [name for name, _ in model.named_modules()]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
@@ -101,12 +100,6 @@ def prepare(
     lora = _lora(config)
     hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     dtype = resolve_dtype(config.model.dtype, hf_config)
-    if dtype == torch.float16:
-        raise UnsupportedError(
-            f"model.dtype {config.model.dtype} (float16)",
-            "training in float16 needs loss scaling, which is not supported yet",
-            "set model.dtype: bfloat16 or float32",
-        )
     model, plan = build_meta(
         hf_config,
         topology,

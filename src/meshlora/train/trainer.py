@@ -33,6 +33,7 @@ from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.keeping import Keeping, folder_name
+from meshlora.train.loss_scale import LossScale
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.nonfinite import find_not_finite
 from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, objective_of
@@ -85,6 +86,8 @@ class Trainer:
                 replays=options.routing_replay is not None,
                 rows=functools.partial(self.batching.rows, self.run.train_data),
             )
+        # float16 has few exponents: what it rounds to zero would be lost.
+        self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, options),
             lr=options.lr,
@@ -94,6 +97,8 @@ class Trainer:
             fused=True,  # one pass over each parameter and its moments: experts have many
         )
         if self.run.resume is not None:
+            if self.loss_scale is not None:
+                self.loss_scale.restore(self.run.resume.loss_scale)
             restore_optimizer(self.model, self.optimizer, self.run.resume)
             self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
 
@@ -149,17 +154,27 @@ class Trainer:
         count = finish_gradients(self.model, num_tokens=sum(self.objective.count(batch) for batch in batches))
         tokens, means = sums.over_all_ranks(count)
         loss = means.pop("loss")
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.model)
         grad_norm = clip_gradients(self.model, options.max_grad_norm)
         rate = learning_rate(step, options=options, steps=self.run.steps)
-        if is_finite := self._agree(is_finite=math.isfinite(loss) and math.isfinite(grad_norm)):
+        is_finite = self._agree(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
+        if is_finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["times_lr"]
             self.optimizer.step()
             self.updates, self.skipped_in_row = self.updates + 1, 0
-        else:
+        is_overflow = self.loss_scale is not None and math.isfinite(loss) and not is_finite
+        if not is_finite and not is_overflow:
             self._skip_or_stop(step, batches, loss, grad_norm)
+        elif self.loss_scale is not None:
+            self.loss_scale.takes_step(grad_norm, step=step)
         time_s = time.perf_counter() - started
-        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time_s, aux_loss, means, skipped=not is_finite)
+        scale = self.loss_scale.scale if self.loss_scale is not None else None
+        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time_s, aux_loss, means, scale, not is_finite)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
 
     def _agree(self, *, is_finite: bool) -> bool:
         """Whether the step is finite on all ranks, and on the way whether any was asked to stop. Collective."""
@@ -170,14 +185,13 @@ class Trainer:
 
     def _skip_or_stop(self, step: int, batches: list[Batch], loss: float, grad_norm: float) -> None:
         """Say where a step that is not finite comes from; end the run where it asks for that. Collective."""
-        options = self.run.config.train
-        cause = find_not_finite(
-            self.model,
-            batches,
-            functools.partial(self._loss_again, step),
-            indices=self.batches.batch(step),
-            micro_batch_size=options.micro_batch_size,
-        )
+        options, data, indices = self.run.config.train, self.run.train_data, self.batches.batch(step)
+
+        def examples(dp_rank: int, number: int) -> list[int]:
+            rows = self.batching.rows(data, indices, dp_rank=dp_rank)[number]
+            return [int(indices[place // data.rows_per_example]) for row in rows for place in row]
+
+        cause = find_not_finite(self.model, batches, functools.partial(self._loss_again, step), examples=examples)
         what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
         text = f"step {step + 1}: {what}: {cause}"
         self.skipped_in_row += 1
@@ -216,7 +230,7 @@ class Trainer:
         base = self._of_base(batch)
         if self.balance is None:
             loss, sums = self._forward(number, batch, base)
-            loss.backward()
+            self._scaled(loss).backward()
             return loss.detach(), sums
         with self.balance.watching():
             loss, sums = self._forward(number, batch, base)
@@ -224,7 +238,7 @@ class Trainer:
             self.balance.count_here(batch)
         with lift(self.model.dtype == torch.float64):
             term = self.balance.term(batch)
-        (loss + term).backward()
+        self._scaled(loss + term).backward()
         return loss.detach(), sums
 
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
@@ -244,9 +258,14 @@ class Trainer:
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
         """Write what a run needs to go on after `done` steps, and forget older checkpoints."""
-        identity = self.run.identity
         state = state_writer(
-            self.model, self.optimizer, step=done, updates=self.updates, identity=identity, eval_loss=loss
+            self.model,
+            self.optimizer,
+            step=done,
+            updates=self.updates,
+            identity=self.run.identity,
+            eval_loss=loss,
+            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
         )
         try:
             self._save(f"{FOLDER}/{folder_name(done)}", done=done, also=state)
