@@ -102,7 +102,8 @@ def _watching(model: nn.Module) -> Iterator[_First]:
 
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        yield output
+        # Logits of a split head are a stand-in that only the loss may compute with.
+        yield from [output] if type(output) is Tensor else []
     elif isinstance(output, Mapping):
         for value in output.values():
             yield from _tensors(value)
