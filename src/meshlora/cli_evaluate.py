@@ -217,7 +217,7 @@ def _show(result: dict[str, Any]) -> None:
     counted = (
         f"{result['trained_tokens']:,} trained tokens" if "trained_tokens" in result else f"{result['pairs']} pairs"
     )
-    shown = f"  perplexity {result['perplexity']:.3f}" if "perplexity" in result else ""
+    shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
     print(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:
         print(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
