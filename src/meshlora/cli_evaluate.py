@@ -123,9 +123,12 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.nproc is not None:
             on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world)
-        prompts, encoded = _prompts(run) if options.generate else ([], [])
+        texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
+        for file in (options.json, texts if options.generate else None):
+            _check_writable(file)
         if options.generate:
             check_scorers()
+        prompts, encoded = _prompts(run) if options.generate else ([], [])
         if options.nproc is not None:
             result = _on_ranks(options, adapter, launch)
         else:
@@ -137,12 +140,22 @@ def _evaluate(options: argparse.Namespace) -> None:
                 leave()
                 return
         if options.generate:
-            file = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
-            result |= _generate_and_score(run, prompts, encoded, file)
+            result |= _generate_and_score(run, prompts, encoded, texts)
         _show(result)
         if options.json:
             _write_json(options.json, result)
         leave()
+
+
+def _check_writable(file: str | Path | None) -> None:
+    """A result is not lost at the end for a folder that could not be written to at the beginning."""
+    from meshlora.state.files import is_writable
+
+    if file is None:
+        return
+    parent = next(folder for folder in Path(file).absolute().parents if folder.exists())
+    if Path(file).is_dir() or not parent.is_dir() or not is_writable(parent):
+        raise UserError(f"{file}", "it cannot be written", "choose another file")
 
 
 def _on_ranks(options: argparse.Namespace, adapter: Path | None, launch: Any) -> dict[str, Any]:
@@ -217,7 +230,7 @@ def _show(result: dict[str, Any]) -> None:
     counted = (
         f"{result['trained_tokens']:,} trained tokens" if "trained_tokens" in result else f"{result['pairs']} pairs"
     )
-    shown = f"  perplexity {result['perplexity']:.3f}" if "perplexity" in result else ""
+    shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
     print(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:
         print(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")

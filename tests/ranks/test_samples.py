@@ -52,11 +52,13 @@ def test_samples_are_what_the_adapter_says_on_one_process(
     assert [(line["step"], line["prompt"]) for line in found] == [(2, PROMPT), (2, "x"), (3, PROMPT), (3, "x")]
     options = prepare(read_run(file, ["train.overwrite=true"]), world=2).samples
     assert options is not None
-    model = EXAMPLES / "tiny_base"
-    alone = generate(
-        model, [PROMPT, "x"], adapter=tmp_path / "run" / "adapter", options=options.options, dtype="float64"
+    words: dict[str, Any] = {"options": options.options, "dtype": "float64"}
+    base, trained = (
+        list(generate(EXAMPLES / "tiny_base", [PROMPT, "x"], adapter=adapter, **words))
+        for adapter in (None, tmp_path / "run" / "adapter")
     )
-    assert [line["text"] for line in found[2:]] == list(alone)
+    assert base != trained, "the adapter says nothing of its own: this test shows nothing"
+    assert [line["text"] for line in found[2:]] == trained
 
 
 def test_samples_leave_random_numbers_and_mode_as_they_were(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ BASE = str(Path(__file__).parents[2] / "examples" / "tiny_base")
 PROMPTS = ["def add(a, b):", "def log_last_packets(data, port=0):\n", "x", "class Stack:\n    def push(self, item):"]
 
 
+BEAMS = {"num_beams": 4, "length_penalty": -5.0}
+
+
 def record(prompt: str, completion: str) -> Record:
     return Record(prompt=prompt, completion=completion, origin="here")
 
@@ -106,7 +109,7 @@ def test_prompts_together_are_continued_as_each_alone(num_beams: int) -> None:
 
 
 def test_decoding_is_that_of_transformers() -> None:
-    settings = {"max_new_tokens": 16, "num_beams": 3, "length_penalty": 0.3, "no_repeat_ngram_size": 2}
+    settings = {"max_new_tokens": 24, "num_beams": 4, "length_penalty": -5.0, "no_repeat_ngram_size": 2}
     (found,) = generate(BASE, PROMPTS[:1], options=GenerateConfig(**settings), dtype="float64")
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
@@ -117,12 +120,19 @@ def test_decoding_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"num_beams": 3}, {"no_repeat_ngram_size": 1}, {"do_sample": True}, {"do_sample": True, "temperature": 9.0}],
+    [
+        {"num_beams": 3},
+        {"no_repeat_ngram_size": 1},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 9.0},
+        BEAMS,
+    ],
     ids=str,
 )
 def test_every_option_of_decoding_has_an_effect(settings: dict[str, float]) -> None:
     prompts = ['def list_paths(target):\n    """']
-    plain = {"do_sample": True} if "temperature" in settings else {}
+    plain = {key: settings[key] for key in ("do_sample",) if "temperature" in settings}
+    plain |= {key: settings[key] for key in ("num_beams",) if "length_penalty" in settings}
     texts = [
         list(generate(BASE, prompts, options=GenerateConfig(**words, max_new_tokens=24), dtype="float64"))
         for words in (plain, settings)
@@ -161,6 +171,7 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     [
         (["--hypotheses", "x"], ("--hypotheses x", "no effect without --generate")),
         (["--json", "nowhere/x"], ("nowhere/x", "no folder nowhere")),
+        (["--json", "tests"], ("tests: it cannot be written", "another file")),
         (["--adapter", "nowhere"], ("nowhere", "no such folder")),
         (["--data", "nowhere.txt"], ("nowhere.txt", "no such file")),
         (["--nproc", "0"], ("--nproc 0", "at least 1")),

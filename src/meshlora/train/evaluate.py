@@ -154,4 +154,7 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     if run.config.train.objective == "dpo":
         return {**found, "pairs": count}
     found["trained_tokens"] = count
-    return {**found, "perplexity": perplexity(loss)} if run.config.train.objective == "sft" else found
+    if run.config.train.objective == "sft":
+        value = perplexity(loss)
+        found["perplexity"] = value if math.isfinite(value) else None  # JSON has no word for infinity
+    return found
