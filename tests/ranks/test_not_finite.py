@@ -95,7 +95,7 @@ def test_skipped_step_changes_neither_parameters_nor_moments(folder: Path, pools
 
 
 def test_ten_skipped_steps_in_a_row_end_the_run(folder: Path) -> None:
-    file = run_file(folder, "skips-all", "", train__on_nonfinite="skip", train__steps=12, train__eval_every=0)
+    file = run_file(folder, "skips-all", "", train__on_nonfinite="skip", train__steps=12, train__batch_size=2)
     with pytest.raises(MeshloraError, match=r"step 10: .*10 steps in a row were left out"):
         _run_with_nan(file, 1, list(range(19)), "model.layers.1.mlp.down_proj", "output")
 
