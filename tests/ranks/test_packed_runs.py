@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshlora.data import packed_share
 from meshlora.oracle.compare import compare_adapters
 from meshlora.routing import RoutingRecord
 from meshlora.run_file import read_run
-from meshlora.train import trainer
 from meshlora.train.prepare import prepare
 from meshlora.train.routing import step_file
 from tests.pool import Pool
@@ -58,7 +58,7 @@ def test_packed_run_is_the_run_one_sequence_a_row(
 def test_rows_hold_several_sequences(folder: Path) -> None:
     """What the runs above compare: fewer rows than sequences, and positions that begin again."""
     run = prepare(read_run(dense.run_file(folder, "rows", "", data__packing=True)))
-    rows = trainer.packed_share(
+    rows = packed_share(
         [len(run.train_data[int(i)].input_ids) for i in run.batches.batch(0)],
         dp_rank=0,
         dp_size=1,
