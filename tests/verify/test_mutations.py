@@ -266,6 +266,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_halved": LOSS,
         },
     ),
+    "sequences that share a row": (
+        {"family": "qwen3", "packing": True, "topologies": ("dp=2",)},
+        {
+            "packing_positions_run_on": ("sequences", "sequence 0", "takes other sequences"),
+            "packing_seen_across": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
+            "packing_with_a_mask": ("sequences", "sequence 0", "takes other sequences"),
+            "packing_labels_across": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
+        },
+    ),
     "pairs of answers": (
         {"family": "qwen3", "objective": "dpo", "label_smoothing": 0.1, "topologies": ("dp=2",)},
         {"dpo_pairs_swapped": LOSS, "dpo_per_token": LOSS, "dpo_labels_not_smoothed": LOSS},

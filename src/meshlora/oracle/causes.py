@@ -93,6 +93,8 @@ def _forward(case: Failure) -> str:
     if fact in ("column", "whole") and (words := _lora_part(case)):
         return words
     if is_permuted(case.result):
+        if case.tp == 1:
+            return "the numbers are there, for other tokens: their order, or which tokens see each other"
         return "the tokens are in the wrong order: the cut or the gather over tp does not follow the ranks"
     if case.tp > 1 and "norm" in name and is_scaled_by_row(case.result.pieces, whole, case.tolerance):
         return "each token is scaled by a number of its own: the norm is that of a rank's part of the width"
