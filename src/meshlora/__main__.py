@@ -2,6 +2,10 @@
 
 import sys
 
-from meshlora.cli import main
+try:
+    from meshlora.cli import main
+except KeyboardInterrupt:  # before `main` is there to say it
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 sys.exit(main())

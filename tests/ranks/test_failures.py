@@ -6,6 +6,7 @@ product has no code for being tested.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -123,6 +124,8 @@ class Job:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # Where the tests themselves run in the background, a shell has them ignore it, and so would this process.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, *command: str) -> tuple[int, str, str]:

@@ -232,7 +232,7 @@ def rank_edge() -> Iterator[None]:
     At once, without closing process groups: closing them can wait for ranks that wait for us. It is said on the
     terminal, and in the log of a rank that has one.
     """
-    terminal = os.fdopen(os.dup(2), "w")
+    terminal = os.dup(2)
     try:
         yield
     except KeyboardInterrupt:
@@ -248,15 +248,21 @@ def rank_edge() -> Iterator[None]:
         text = describe(error)
         leave_word(text)
         line = f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}"
-        if not os.path.sameopenfile(2, terminal.fileno()):
+        is_logged = not os.path.sameopenfile(2, terminal)
+        if is_logged:
             print(line, file=sys.stderr, flush=True)
         if not launched_by_us():
             if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
                 # Every rank finds the same mistake, or misses the one that ended, and the launcher ends the others when
                 # the first one ends: rank 0 is given the time to say it. Who is still alive then is alone with it.
                 time.sleep(_RANK_0_FIRST_S)
-            print(line, file=terminal, flush=True)
+            if is_logged:
+                os.write(terminal, f"{line}\n".encode())
+            else:
+                print(line, file=sys.stderr, flush=True)
         _end(error.exit_code if isinstance(error, MeshloraError) else 1)
+    finally:
+        os.close(terminal)
 
 
 def describe(error: BaseException) -> str:
