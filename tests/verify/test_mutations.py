@@ -409,7 +409,7 @@ def test_missing_or_doubled_reduction_shows_its_ratio(family: str, mutation: str
 
 
 def test_only_the_wrong_ranks_are_named(proved: Proved) -> None:
-    by_name = {o.mutation: o.divergence for o in proved("llama") if str(o.topology) == "tp=2"}
+    by_name = {o.mutation: o.divergence for o in proved("llama") if str(o.topology) == "tp=2,sp"}
     assert by_name["adapter_loaded_on_rank_0_only"].ranks == [1]  # type: ignore[union-attr]
     assert by_name["b_unequal_on_replicas"].ranks == [1]  # type: ignore[union-attr]
     assert by_name["column_bias_of_rank_0"].ranks == [1]  # type: ignore[union-attr]
