@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check lint types setup clean
+.PHONY: demo test bench check lint types setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,10 @@ demo: $(READY)
 # Two workers, each with ranks of its own: ranks wait for each other, and one pool leaves the cores idle half the time.
 test: check
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+# Against what people use, in the same run: below 15 minutes on two idle cores. Ends with 1 where results differ.
+bench: $(READY)
+	$(BIN)/python benchmarks/run_all.py
 
 check: lint types
 

@@ -1,0 +1,188 @@
+"""`make bench`: items 1 to 7 with their quick settings, one after the other, and one table of all.
+
+    python benchmarks/run_all.py [--item N ...] [--out benchmarks/results/NAME]
+
+Owns: the order, the time limit, the table of all. Does not own: what an item measures (its script), the form of rows
+(table.py). Each script is a process of its own, and nothing else runs beside it.
+
+Ends with 1 if systems differed somewhere, so that a time would say nothing; else with 2 if an item did not run at all;
+else with 0, also where targets are missed: the table says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import table
+
+HERE = Path(__file__).parent
+ITEMS = {
+    1: HERE / "dense_vs_peft.py",
+    2: HERE / "tp_vs_peft.py",
+    3: HERE / "moe_vs_peft.py",
+    4: HERE / "collectives.py",
+    5: HERE / "startup.py",
+    6: HERE / "loss_memory.py",
+    7: HERE / "many_adapters.py",
+}
+LIMIT_S = 600  # an item; alone on two cores none needs half of it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one item. document: its results file, where it wrote one. trouble: why there are no rows."""
+
+    item: int
+    script: str
+    seconds: float
+    document: dict[str, Any] = field(default_factory=dict)
+    trouble: str = ""
+
+    @property
+    def code(self) -> int:
+        """As a benchmark's own exit code."""
+        if not self.document:
+            return table.NOT_RUN
+        return table.DONE if self.document["parity"]["agrees"] else table.PARITY_FAILED
+
+    @property
+    def rows(self) -> list[table.Row]:
+        return table.rows_of(self.document) if self.document else []
+
+
+def run_item(item: int, script: Path, *, limit_s: float) -> Outcome:
+    """Run one script with `--quick`; what it says on its standard error goes through, its page is in its results."""
+    started = time.perf_counter()
+    if not script.is_file():
+        return Outcome(item, script.name, 0.0, trouble="there is no such script")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        command = [sys.executable, str(script), "--quick", "--json", str(file)]
+        # A session of its own: a script that is stopped takes its ranks with it.
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        trouble = ""
+        try:
+            code = process.wait(timeout=limit_s)
+            if code:
+                trouble = f"it ended with {code}"
+        except subprocess.TimeoutExpired:
+            trouble = f"it took more than {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        seconds = time.perf_counter() - started
+        document = json.loads(file.read_text()) if file.is_file() else {}
+    if document and not document["parity"]["agrees"]:
+        parity = document["parity"]
+        trouble = f"PARITY FAILED: {parity['what']}, {parity['difference']:.1e} off, limit {parity['limit']:.0e}"
+    elif not document:
+        trouble = trouble or "it wrote no results"
+    return Outcome(item, script.name, seconds, document, trouble)
+
+
+def run_items(items: Mapping[int, Path], *, limit_s: float = LIMIT_S) -> list[Outcome]:
+    """All of them, one after the other."""
+    outcomes = []
+    for item, script in items.items():
+        print(f"item {item}: {script.name} ...", file=sys.stderr, flush=True)
+        outcomes.append(run_item(item, script, limit_s=limit_s))
+        print(f"item {item}: {outcomes[-1].seconds:.0f} s {outcomes[-1].trouble}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Parity that failed is worse than what did not run."""
+    codes = {outcome.code for outcome in outcomes}
+    return next((code for code in (table.PARITY_FAILED, table.NOT_RUN) if code in codes), table.DONE)
+
+
+def numbered(outcomes: Sequence[Outcome]) -> list[table.Row]:
+    """The rows of all, each with the number of its item."""
+    return [
+        table.Row(**{**vars(row), "what": f"{outcome.item}. {row.what}"})
+        for outcome in outcomes
+        for row in outcome.rows
+    ]
+
+
+def conclusion(outcomes: Sequence[Outcome]) -> list[str]:
+    """What did not run or did not agree, then how many targets were met."""
+    targets = [row.is_met for row in numbered(outcomes) if row.is_met is not None]
+    lines = [f"item {o.item} ({o.script}): {o.trouble}" for o in outcomes if o.trouble]
+    missed = f", {targets.count(False)} missed" if False in targets else ""
+    agree = sum(o.code == table.DONE for o in outcomes)
+    seconds = sum(o.seconds for o in outcomes)
+    return [
+        *lines,
+        f"{targets.count(True)} targets met{missed}; parity in {agree} of {len(outcomes)} items; {seconds:.0f} s",
+    ]
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The Markdown page of all."""
+    documents = [outcome.document for outcome in outcomes if outcome.document]
+    known = documents[0] if documents else {"hardware": table.hardware(), "versions": table.versions()}
+    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
+    lines = [
+        "# All benchmarks, quick settings",
+        "",
+        f"- command: `{table.command()}`",
+        f"- hardware: {known['hardware']}",
+        f"- versions: {versions}",
+        "- in each item loss and gradients were compared before anything was timed; ratios are medians over turns of "
+        "one run, with the least and the greatest",
+        "",
+        table.markdown_table(numbered(outcomes)),
+        "",
+        *(f"- {line}" for line in conclusion(outcomes)),
+        "",
+        "| item | script | time | parity |",
+        "|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        parity = outcome.document["parity"] if outcome.document else {"what": outcome.trouble, "difference": None}
+        off = "" if parity["difference"] is None else f": {parity['difference']:.0e} off, limit {parity['limit']:.0e}"
+        lines.append(f"| {outcome.item} | `{outcome.script}` | {outcome.seconds:.0f} s | {parity['what']}{off} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--item", type=int, action="append", choices=ITEMS, help="only this one; may be repeated")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="after so many seconds an item is stopped")
+    default = table.default_json("all").with_suffix("")
+    parser.add_argument("--out", type=Path, default=default, help="results are written to OUT.md and OUT.json")
+    options = parser.parse_args()
+    outcomes = run_items(
+        {item: script for item, script in ITEMS.items() if options.item is None or item in options.item},
+        limit_s=options.limit_s,
+    )
+    print(table.plain_table(numbered(outcomes)))
+    print("\n".join(conclusion(outcomes)))
+    documents = {
+        outcome.item: {"script": outcome.script, "seconds": outcome.seconds, "trouble": outcome.trouble}
+        | outcome.document
+        for outcome in outcomes
+    }
+    # Not with_suffix: a name may hold dots.
+    table.write(Path(f"{options.out}.json"), json.dumps(documents, indent=1) + "\n")
+    table.write(Path(f"{options.out}.md"), page(outcomes))
+    print(f"written: {options.out}.md and .json")
+    return exit_code(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
