@@ -1,6 +1,6 @@
 """Peak memory and time of the loss from hidden states, forward and backward, against logits -> `F.cross_entropy`.
 
-    python benchmarks/loss_memory.py [--vocab V] [--tokens T] [--hidden H] [--repeats N]
+    python benchmarks/loss_memory.py [--vocab V] [--tokens T] [--hidden H] [--repeats N] [--quick] [--json FILE]
 
 Each measurement is a fresh process (for tp=2 two, on gloo) of one thread a rank. Its peak is the high-water mark of its
 resident memory above the level before the loss, where weight, hidden states and labels are there already; the gradient
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import meshlora
 from meshlora.parallel.collectives import copy_one_to_each
 from meshlora.parallel.groups import Axis, become_rank, leave, open_mesh
 from meshlora.parallel.vocabulary import CHUNK_BYTES, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
+from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
 
 TOLERANCE = 1e-5  # fp32, relative; a loss over half the vocabulary is 6e-2 off
 
@@ -89,7 +87,7 @@ def loss_of(system: System, hidden: Tensor, weight: Tensor, labels: Tensor, axis
     return summed_cross_entropy_from_hidden(entered, lambda x: x @ weight.T, labels, axis=axis, vocab=vocab)
 
 
-def measure(system: System, shape: Shape, axis: Axis, gradient_file: Path | None) -> Measured:
+def measure_here(system: System, shape: Shape, axis: Axis, gradient_file: Path | None) -> Measured:
     """One forward and backward in this process, which has run nothing of the kind before."""
     hidden, weight, labels = inputs(shape, axis)
     # Threads, kernels and connections come up here, on a handful of tokens and entries.
@@ -120,14 +118,16 @@ def serve(rank: int, system: System, shape: Shape, store: str, gradient_file: Pa
     """Body of one process."""
     torch.set_num_threads(1)
     become_rank(rank, system.num_ranks, "cpu", store=store)
-    pipe.send(measure(system, shape, open_mesh(Topology(tp=system.num_ranks)).tp, gradient_file))
+    pipe.send(measure_here(system, shape, open_mesh(Topology(tp=system.num_ranks)).tp, gradient_file))
     leave()
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def run(system: System, shape: Shape, folder: Path, gradient_file: Path | None = None) -> list[Measured]:
+def measure_in_processes(
+    system: System, shape: Shape, folder: Path, gradient_file: Path | None = None
+) -> list[Measured]:
     """What each rank of `system` measured, in processes of its own."""
     context = multiprocessing.get_context("spawn")
     store = str(folder / f"store-{time.monotonic_ns()}")
@@ -151,7 +151,7 @@ def check(measured: dict[str, list[Measured]], folder: Path) -> dict[str, float]
     """Relative distance of loss and gradient from the plain way, the greater of both, by system.
 
     Raises:
-        RuntimeError: one is above `TOLERANCE`.
+        ParityError: one is above `TOLERANCE`.
     """
     expected_loss = measured[PLAIN.name][0].loss
     expected = torch.load(folder / f"{PLAIN.name}.pt")
@@ -161,7 +161,7 @@ def check(measured: dict[str, list[Measured]], folder: Path) -> dict[str, float]
         losses = [abs(rank.loss - expected_loss) / expected_loss for rank in ranks]
         worst[name] = max(*losses, float((gradient - expected).norm() / expected.norm()))
         if not worst[name] <= TOLERANCE:
-            raise RuntimeError(f"{name}: {worst[name]:.1e} off {PLAIN.name}; no numbers are printed")
+            raise ParityError(f"{name}, against {PLAIN.name}", worst[name], TOLERANCE)
     return worst
 
 
@@ -188,29 +188,63 @@ def table(runs: dict[str, list[list[Measured]]], off: dict[str, float]) -> list[
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=3, help="fresh processes per system")
-    options = parser.parse_args()
+def rows_of(runs: dict[str, list[list[Measured]]], shape: Shape) -> list[Row]:
+    """Memory and time of ours, on one process and on two, against logits of all tokens."""
+    peaks = {n: [max(rank.peak_bytes for rank in ranks) / 2**20 for ranks in repeats] for n, repeats in runs.items()}
+    times = {n: [max(rank.time_s for rank in ranks) for ranks in repeats] for n, repeats in runs.items()}
+    rows = []
+    for system in SYSTEMS[1:]:
+        names = {"ours_name": system.name, "peer_name": PLAIN.name}
+        what = f"loss, vocab {shape.vocab:,} × {shape.tokens:,} tokens"
+        rows += [
+            smaller(f"{what}, peak memory a rank", peaks[system.name], peaks[PLAIN.name], unit="MiB", **names),
+            faster(what, times[system.name], times[PLAIN.name], unit="s", **names),
+        ]
+    return rows
+
+
+def measure(options: argparse.Namespace) -> Findings:
+    """The first repeat is compared, then all are measured."""
+    if options.quick:
+        options.tokens, options.repeats = min(options.tokens, 2048), 2
+    if options.tiny:
+        options.vocab, options.tokens, options.hidden = 4096, 512, 64
     shape = Shape(options.vocab, options.tokens, options.hidden)
     runs: dict[str, list[list[Measured]]] = {system.name: [] for system in SYSTEMS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for repeat in range(options.repeats):
             for system in SYSTEMS:
-                runs[system.name].append(run(system, shape, folder, None if repeat else folder / f"{system.name}.pt"))
+                file = None if repeat else folder / f"{system.name}.pt"
+                runs[system.name].append(measure_in_processes(system, shape, folder, file))
             if repeat == 0:
                 off = check({name: repeats[0] for name, repeats in runs.items()}, folder)
-    print(f"Loss and its gradient for the hidden states: vocab {shape.vocab:,}, {shape.tokens:,} tokens, ", end="")
-    print(f"hidden {shape.hidden:,}, fp32, one thread a rank, chunks of {CHUNK_BYTES // 2**20} MiB of logits.\n")
-    print(f"- command: `python {' '.join(sys.argv)}`")
-    print(f"- versions: meshlora {meshlora.__version__}, torch {torch.__version__}, python {platform.python_version()}")
-    print(f"- hardware: {len(os.sched_getaffinity(0))} cores, {platform.machine()}\n")
-    print("\n".join(table(runs, off)))
+    what = f"loss and gradient of the hidden states, against {PLAIN.name}"
+    details = {
+        "shape": asdict(shape),
+        "runs": {n: [[asdict(m) for m in ranks] for ranks in r] for n, r in runs.items()},
+    }
+    page = [
+        f"Loss and its gradient for the hidden states: vocab {shape.vocab:,}, {shape.tokens:,} tokens, hidden "
+        f"{shape.hidden:,}, fp32, one thread a rank, chunks of {CHUNK_BYTES // 2**20} MiB of logits. Each measurement "
+        "is a fresh process; the peak is resident memory above the level before the loss.",
+        "",
+        *table(runs, off),
+    ]
+    return Findings(Parity(what, max(off.values()), TOLERANCE, True), rows_of(runs, shape), details, "\n".join(page))
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--vocab", type=int, default=128_256)
+    made.add_argument("--tokens", type=int, default=4096)
+    made.add_argument("--hidden", type=int, default=1024)
+    made.add_argument("--repeats", type=int, default=3, help="fresh processes per system")
+    options = made.parse_args()
+    if options.json is None and not (options.quick or options.tiny):
+        options.json = default_json("loss_memory")
+    return run("The loss without logits, at a large vocabulary", options, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """LoRA on mixture-of-experts layers: step times and memory of meshlora, its frozen base, and PEFT, in one run.
 
-    python benchmarks/moe_vs_peft.py [--turns N] [--threads N] [--shape I] [--ep]
+    python benchmarks/moe_vs_peft.py [--turns N] [--threads N] [--shape I] [--quick] [--json FILE]
 
 Qwen3-MoE with random weights, fp32, LoRA on `gate_up_proj` and `down_proj` of all experts. PEFT (`target_parameters`)
 runs on each experts implementation of transformers, and the fastest counts. All load the same checkpoint and adapter;
@@ -17,7 +17,7 @@ Memory is the high-water mark of resident memory above the level before. `first 
 that gradients of the factors and moments of AdamW, of which the base has none, count. `later steps`: the moments are
 there already. `less gradients`: the same, less the size of the gradients of the factors.
 
-`--ep` adds meshlora with ep=2, two processes with half of the sequences each.
+With ep=2 meshlora runs on two processes with half of the sequences each.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -47,6 +45,7 @@ import meshlora
 from meshlora.adapter.manage import active_factors
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
+from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
 
 TOLERANCE = 1e-4  # fp32, relative L2 of each gradient; a factor of another expert is 1.4 off
 MEMORY_STEPS = 2
@@ -115,6 +114,10 @@ SYSTEMS = (
 )
 WITH_EP = System("meshlora ep=2", "meshlora", "ep=2", 2)
 SHAPES = (Shape(128, 2, 128), Shape(128, 4, 256), Shape(32, 4, 256))
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32, "vocab_size": 128}
+TINY_SHAPE = Shape(4, 2, 16)
+# Asked for with many experts and few tokens at each, where PEFT's whole matrices weigh most; elsewhere shown.
+TARGET_SHAPE, TARGET_SPEED, TARGET_MEMORY = SHAPES[0], 5.0, 0.4
 
 
 # --- the systems: all of this runs on the ranks ---------------------------------------------------------------------
@@ -192,7 +195,7 @@ def open_system(system: System, folder: Path) -> None:
 
 
 def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
-    return batch_of(shape.batch_size, shape.seq_len, MODEL["vocab_size"])
+    return batch_of(shape.batch_size, shape.seq_len, _held["candidate"].model.config.vocab_size)
 
 
 def measure_memory(shape: Shape) -> dict[str, int]:
@@ -260,10 +263,10 @@ def time_steps(shape: Shape) -> tuple[float, float]:
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path, num_experts: int) -> Path:
+def make_checkpoint(folder: Path, num_experts: int, sizes: Mapping[str, int]) -> Path:
     """A random fp32 checkpoint and an adapter whose A and B are both non-zero, written by transformers and peft."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**MODEL, num_experts=num_experts)
+    config = Qwen3MoeConfig(**{**MODEL, **sizes}, num_experts=num_experts)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "model")
     lora = LoraConfig(
@@ -278,7 +281,7 @@ def check_parity(groups: dict[str, Group], shape: Shape) -> tuple[dict[str, floa
     experts, of loss and gradients; the seconds.
 
     Raises:
-        RuntimeError: a difference is above `TOLERANCE`.
+        ParityError: a difference is above `TOLERANCE`.
     """
     started = time.perf_counter()
     [(loss, reference)] = groups[REFERENCE.name].call(first_gradients, shape)
@@ -296,7 +299,7 @@ def check_parity(groups: dict[str, Group], shape: Shape) -> tuple[dict[str, floa
         differences = [float((own[key] - whole).norm() / whole.norm()) for key, whole in reference.items()]
         worst[name] = max(abs(own_loss - loss) / abs(loss), *differences)
         if not worst[name] <= TOLERANCE:
-            raise RuntimeError(f"{name}, {shape}: {worst[name]:.1e} off {REFERENCE.name}; no times are printed")
+            raise ParityError(f"{name}, {shape}, against {REFERENCE.name}", worst[name], TOLERANCE)
     return worst, seconds
 
 
@@ -309,9 +312,11 @@ def fits(system: System, shape: Shape) -> bool:
     return choices * 3 * MODEL["hidden_size"] * MODEL["moe_intermediate_size"] * 4 < physical / 5
 
 
-def measure(systems: list[System], shape: Shape, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_shape(
+    systems: Sequence[System], shape: Shape, folder: Path, *, turns: int, num_threads: int
+) -> dict[str, Any]:
     """All of one shape: parity, memory, times."""
-    threads = {system: options.threads for system in systems if fits(system, shape)}
+    threads = {system: num_threads for system in systems if fits(system, shape)}
     with tempfile.TemporaryDirectory() as stores, open_groups(threads, Path(stores), open_system, folder) as groups:
         parity, seconds = check_parity(groups, shape)
         fastest = min(seconds[name] for name, group in groups.items() if group.system.is_peft)
@@ -322,7 +327,7 @@ def measure(systems: list[System], shape: Shape, folder: Path, options: argparse
             ranks = group.call(measure_memory, shape)
             memory[name] = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
-        for turn in range(options.turns):
+        for turn in range(turns):
             for name, group in groups.items():
                 whole, passes = zip(*group.call(time_steps, shape), strict=True)
                 times[name].append((max(whole), max(passes)))
@@ -355,10 +360,13 @@ def report(shape: Shape, results: dict[str, Any]) -> str:
     if results["slow_s"]:
         slow = ", ".join(f"{name}, {seconds:.1f} s" for name, seconds in results["slow_s"].items())
         lines += ["", f"Not measured further after their first forward and backward: {slow}."]
-    peers = [name for name in times if name.startswith("PEFT")]
-    fastest = min(peers, key=lambda name: statistics.median(whole for whole, _ in times[name]))
+    fastest = fastest_peer(results)
     step, passes = (in_turns(times, fastest, OURS.name, part) for part in (0, 1))
-    frozen = {base.name: [in_turns(times, OURS.name, base.name, part) for part in (0, 1)] for base in BASES}
+    frozen = {
+        base.name: [in_turns(times, OURS.name, base.name, part) for part in (0, 1)]
+        for base in BASES
+        if base.name in times
+    }
     against = {
         other: ", ".join(f"{memory[OURS.name][phase] / memory[other][phase]:.3f} {phase}" for phase in PHASES)
         for other in (fastest, *frozen)
@@ -377,32 +385,82 @@ def report(shape: Shape, results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--turns", type=int, default=7, help=f"of each system and shape, {TIMED_STEPS} timed steps each"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--ep", action="store_true", help="measure ep=2 on two processes too")
-    parser.add_argument("--shape", type=int, action="append", help="measure only this of the shapes, from 0")
-    options = parser.parse_args()
-    be_quiet()
-    versions = {"meshlora": meshlora.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    print("# LoRA on experts: meshlora against PEFT\n")
-    print(
-        f"- hardware: {len(os.sched_getaffinity(0))} cores, {platform.machine()}; {options.threads} threads a process"
-    )
-    print(f"- versions: {', '.join(f'{k} {v}' for k, v in (versions | {'peft': peft.__version__}).items())}")
-    print(f"- command: `python {' '.join(sys.argv)}`")
-    print(f"- model: {MODEL}, r={RANK}, fp32\n", flush=True)
-    systems = [*SYSTEMS, *([WITH_EP] if options.ep else [])]
+def fastest_peer(results: dict[str, Any]) -> str:
+    """PEFT's experts implementation that is the fastest on this shape."""
+    times = results["times_s"]
+    peers = [name for name in times if name.startswith("PEFT")]
+    return min(peers, key=lambda name: statistics.median(whole for whole, _ in times[name]))
+
+
+def rows_of(shape: Shape, results: dict[str, Any]) -> list[Row]:
+    """Ours, on one process and with ep=2, against the fastest of PEFT."""
+    steps = {name: [1e3 * whole for whole, _ in turns] for name, turns in results["times_s"].items()}
+    memory = {name: peaks["first steps"] / 2**20 for name, peaks in results["memory_bytes"].items()}
+    peer = fastest_peer(results)
+    is_asked = shape == TARGET_SHAPE
+    times = {"unit": "ms", "peer_name": peer}
+    rows = [
+        faster(
+            f"experts, {shape}, a step",
+            steps[OURS.name],
+            steps[peer],
+            ours_name=OURS.name,
+            target=TARGET_SPEED if is_asked else None,
+            **times,
+        ),
+        smaller(
+            f"experts, {shape}, peak memory of steps",
+            [memory[OURS.name]],
+            [memory[peer]],
+            unit="MiB",
+            ours_name=OURS.name,
+            peer_name=peer,
+            target=TARGET_MEMORY if is_asked else None,
+        ),
+    ]
+    if WITH_EP.name in steps:
+        what = f"experts, {shape}, a step on two processes"
+        rows.append(faster(what, steps[WITH_EP.name], steps[peer], ours_name=WITH_EP.name, **times))
+    return rows
+
+
+def measure(options: argparse.Namespace) -> Findings:
+    """All shapes, one after the other."""
+    systems: tuple[System, ...] = (OURS, REFERENCE, SYSTEMS[-1], WITH_EP) if options.quick else (*SYSTEMS, WITH_EP)
+    shapes = [SHAPES[number] for number in options.shape or (range(2) if options.quick else range(len(SHAPES)))]
+    if options.tiny:
+        shapes = [TINY_SHAPE]
+    turns = 3 if options.quick else options.turns
+    found: dict[Shape, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folders: dict[int, Path] = {}
-        for shape in [SHAPES[number] for number in options.shape or range(len(SHAPES))]:
+        for shape in shapes:
             if shape.num_experts not in folders:
-                folders[shape.num_experts] = make_checkpoint(Path(name) / str(shape.num_experts), shape.num_experts)
-            print(report(shape, measure(systems, shape, folders[shape.num_experts], options)), flush=True)
+                folder = Path(name) / str(shape.num_experts)
+                folders[shape.num_experts] = make_checkpoint(folder, shape.num_experts, TINY if options.tiny else {})
+            folder = folders[shape.num_experts]
+            found[shape] = measure_shape(systems, shape, folder, turns=turns, num_threads=options.threads)
+    worst = max(error for results in found.values() for error in results["parity"].values())
+    head = f"Qwen3-MoE, {MODEL}, r={RANK}, fp32, {options.threads} threads a process.\n\n"
+    return Findings(
+        Parity(f"loss and every gradient of step 1, against {REFERENCE.name}", worst, TOLERANCE, agrees=True),
+        [row for shape, results in found.items() for row in rows_of(shape, results)],
+        {"model": MODEL, "systems": [asdict(s) for s in systems], "shapes": {str(s): r for s, r in found.items()}},
+        head + "\n".join(report(shape, results) for shape, results in found.items()),
+    )
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--turns", type=int, default=7, help=f"of each system and shape, {TIMED_STEPS} timed steps each")
+    made.add_argument("--threads", type=int, default=1, help="of each process")
+    made.add_argument("--shape", type=int, action="append", help="measure only this of the shapes, from 0")
+    options = made.parse_args()
+    if options.json is None and not (options.quick or options.tiny):
+        options.json = default_json("moe_vs_peft")
+    be_quiet()
+    return run("LoRA on experts: meshlora against PEFT", options, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

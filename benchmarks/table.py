@@ -212,6 +212,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
     made.add_argument("--quick", action="store_true", help="fewer turns, for `make bench`: about two minutes")
+    made.add_argument("--tiny", action="store_true", help="tiny sizes: only shows that the script runs")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there, and FILE's .md beside it")
     return made
 

@@ -1,6 +1,6 @@
-"""Step times of meshlora, one-process PEFT, and transformers tensor parallelism + PEFT, in one run.
+"""Dense tp=2 and tp=2,sp against transformers' tensor parallelism + PEFT, and against our own one process, in one run.
 
-    python benchmarks/tp_vs_peft.py [--steps N] [--out benchmarks/results/NAME]
+    python benchmarks/tp_vs_peft.py [--turns N] [--quick] [--json FILE]
 
 Every system loads the same random checkpoint and the same adapter. Before anything is timed, the loss and every LoRA
 gradient of the first step are compared with one-process PEFT: a system that disagrees ends the benchmark. A step is
@@ -11,35 +11,28 @@ forward, loss, backward, gradient sync where the system needs one, AdamW. The sy
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import peft
 import torch
 import torch.nn.functional as F
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshlora
 from meshlora.adapter.manage import active_factors
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
+from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run
 
 TOLERANCE = 1e-4  # fp32, relative; meshlora without its gradient sums over tp is 1.0 off
-BLOCK = 3  # timed steps a turn
 LEARNING_RATE = 1e-4
 RANK = 16
 MODEL = {
@@ -49,7 +42,7 @@ MODEL = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "vocab_size": 4096,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
 }
 
 
@@ -75,16 +68,32 @@ class Shape:
         return f"seq {self.seq_len} × batch {self.batch_size}"
 
 
-REFERENCE = System("PEFT, 1 process, 1 thread", "peft")
+@dataclass(frozen=True)
+class Turn:
+    """Seconds and CPU seconds of each step of one turn."""
+
+    wall_s: list[float]
+    cpu_s: list[float]
+
+    @property
+    def median_ms(self) -> float:
+        return 1e3 * statistics.median(self.wall_s)
+
+
+TP = System("meshlora tp=2", "meshlora", "tp=2", 2)
+SP = System("meshlora tp=2,sp", "meshlora", "tp=2,sp", 2)
+ALONE = System("meshlora, 1 process", "meshlora")
+ALONE_WIDE = System("meshlora, 1 process, 2 threads", "meshlora", num_threads=2)
+REFERENCE = System("PEFT, 1 process", "peft")
 PEER = System("transformers tp=2 + PEFT", "transformers", num_ranks=2)
-SYSTEMS = (
-    System("meshlora tp=2", "meshlora", "tp=2", 2),
-    System("meshlora tp=2,sp", "meshlora", "tp=2,sp", 2),
-    REFERENCE,
-    System("PEFT, 1 process, 2 threads", "peft", num_threads=2),
-    PEER,
-)
-SHAPES = (Shape(256, 2), Shape(32, 1))
+SYSTEMS = (TP, SP, ALONE, ALONE_WIDE, REFERENCE, System("PEFT, 1 process, 2 threads", "peft", num_threads=2), PEER)
+QUICK = (TP, SP, ALONE, ALONE_WIDE, REFERENCE, PEER)
+SHAPES = (Shape(32, 1), Shape(256, 2), Shape(1024, 1))
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+TINY_SHAPES = (Shape(16, 2),)
+# By the length of a sequence: how many times as fast as the peer, and as our own one process of one thread.
+AGAINST_PEER = {32: 2.3, 256: 1.5}
+AGAINST_ALONE = {256: 1.5, 1024: 1.5}
 
 
 # --- the systems: all of this runs on the ranks ---------------------------------------------------------------------
@@ -153,23 +162,6 @@ def _repair_row_parallel(model: nn.Module) -> None:
             module.in_features = module.weight.shape[1]
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the operators that communicate, by pass, and all backward operators to show that it sees that pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = "forward"
-        self.collectives: Counter[str] = Counter()
-        self.num_operators: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_operators[self.phase] += 1
-        space, _, name = func.name().partition("::")
-        if "c10d" in space and "wait" not in name and "wrap" not in name:
-            self.collectives[f"{self.phase} {name.split('.')[0].strip('_')}"] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # What a rank holds between two calls from the parent.
 _held: dict[str, Candidate] = {}
 
@@ -179,7 +171,7 @@ def open_system(system: System, folder: Path) -> None:
 
 
 def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
-    return batch_of(shape.batch_size, shape.seq_len, MODEL["vocab_size"])
+    return batch_of(shape.batch_size, shape.seq_len, _held["candidate"].model.config.vocab_size)
 
 
 def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
@@ -203,23 +195,6 @@ def time_steps(shape: Shape, steps: int) -> list[tuple[float, float]]:
     return times
 
 
-def count_collectives(system: System, folder: Path, shape: Shape) -> Counter[str]:
-    """Collectives of one forward and backward with gradient sync, of the checkpoint in `folder`."""
-    candidate = load(system, folder)
-    with CollectiveCounter() as counter:
-
-        def watch(_module: nn.Module, _args: Any, output: Any) -> None:
-            # meshlora's logits never exist whole: what the head reads stands for them.
-            last = getattr(output.logits, "hidden", output.logits)
-            last.register_hook(lambda _gradient: setattr(counter, "phase", "backward"))
-
-        candidate.model.register_forward_hook(watch)  # the gradient of the logits opens the backward
-        candidate.gradients(*_batch(shape))
-    if counter.num_operators["backward"] < counter.num_operators["forward"] / 4:
-        raise RuntimeError(f"the counter does not see the backward: {dict(counter.num_operators)}")
-    return counter.collectives
-
-
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -233,14 +208,14 @@ def make_checkpoint(folder: Path, **overrides: int) -> Path:
     return folder
 
 
-def check_parity(groups: dict[str, Group]) -> dict[str, dict[str, float]]:
+def check_parity(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[str, dict[str, float]]:
     """Worst relative difference from one-process PEFT, by shape and system.
 
     Raises:
-        RuntimeError: one is above `TOLERANCE`.
+        ParityError: one is above `TOLERANCE`.
     """
     worst: dict[str, dict[str, float]] = {}
-    for shape in SHAPES:
+    for shape in shapes:
         [(loss, reference)] = groups[REFERENCE.name].call(first_gradients, shape)
         errors = worst[str(shape)] = {}
         for name, group in groups.items():
@@ -251,7 +226,7 @@ def check_parity(groups: dict[str, Group]) -> dict[str, dict[str, float]]:
             differences = [_difference([g[key] for _, g in ranks], whole) for key, whole in reference.items()]
             errors[name] = max(*losses, *differences)
             if not errors[name] <= TOLERANCE:
-                raise RuntimeError(f"{name}, {shape}: {errors[name]:.1e} off {REFERENCE.name}; no times are printed")
+                raise ParityError(f"{name}, {shape}, against {REFERENCE.name}", errors[name], TOLERANCE)
     return worst
 
 
@@ -262,131 +237,105 @@ def _difference(parts: list[Tensor], whole: Tensor) -> float:
     return max(float((c - whole).norm() / whole.norm()) for c in candidates)
 
 
-def measure_collectives(groups: dict[str, Group], four: Path, two: Path) -> dict[str, dict[str, float]]:
-    """Collectives per layer and step of each parallel system: (four layers - two layers) / 2."""
-    result = {}
-    for name, group in groups.items():
-        if group.system.num_ranks > 1:
-            more, less = (group.call(count_collectives, group.system, f, SHAPES[1])[0] for f in (four, two))
-            result[name] = {kind: (more[kind] - less[kind]) / 2 for kind in more if more[kind] != less[kind]}
-    return result
-
-
-def measure_times(groups: dict[str, Group], steps: int) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Seconds and CPU seconds of each step by shape and system; of a step on several ranks, those of the slowest."""
-    times: dict[str, Any] = {str(shape): {name: {"wall": [], "cpu": []} for name in groups} for shape in SHAPES}
-    for done in range(0, steps, BLOCK):
-        for shape in SHAPES:
+def measure_times(
+    groups: dict[str, Group], shapes: Sequence[Shape], turns: int, steps: int
+) -> dict[str, dict[str, list[Turn]]]:
+    """By shape and system, of each turn; of a step on several ranks, the time of the slowest."""
+    times: dict[str, dict[str, list[Turn]]] = {str(shape): {name: [] for name in groups} for shape in shapes}
+    for turn in range(turns):
+        for shape in shapes:
             for name, group in groups.items():
-                by_rank = group.call(time_steps, shape, min(BLOCK, steps - done))
-                for ranks in zip(*by_rank, strict=True):
-                    for clock, values in zip(("wall", "cpu"), zip(*ranks, strict=True), strict=True):
-                        times[str(shape)][name][clock].append(max(values))
+                by_rank = group.call(time_steps, shape, steps)
+                slowest = [
+                    tuple(max(clock) for clock in zip(*ranks, strict=True)) for ranks in zip(*by_rank, strict=True)
+                ]
+                times[str(shape)][name].append(Turn(*(list(clock) for clock in zip(*slowest, strict=True))))
+        print(f"turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
     return times
 
 
-def report(results: dict[str, Any]) -> str:
-    """The Markdown page."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+def rows_of(times: dict[str, dict[str, list[Turn]]], shapes: Sequence[Shape]) -> list[Row]:
+    """Ours against the peer, then against our own one process."""
+    rows = []
+    for shape in shapes:
+        seconds = {name: [turn.median_ms for turn in turns] for name, turns in times[str(shape)].items()}
+
+        def row(ours: System, peer: System, target: float | None, shape: Shape, seconds: dict[str, list[float]]) -> Row:
+            names = {"ours_name": ours.name, "peer_name": peer.name}
+            return faster(f"dense, {shape}", seconds[ours.name], seconds[peer.name], unit="ms", target=target, **names)
+
+        rows += [
+            row(TP, PEER, AGAINST_PEER.get(shape.seq_len), shape, seconds),
+            row(SP, PEER, None, shape, seconds),
+            row(TP, ALONE, AGAINST_ALONE.get(shape.seq_len), shape, seconds),
+            row(TP, ALONE_WIDE, None, shape, seconds),
+        ]
+    return rows
+
+
+def page(parity: dict[str, dict[str, float]], times: dict[str, dict[str, list[Turn]]]) -> str:
+    """What the rows are taken from."""
     lines = [
-        "# Tensor-parallel LoRA: meshlora against transformers + PEFT",
-        "",
         f"Llama, hidden {MODEL['hidden_size']}, {MODEL['num_hidden_layers']} layers, intermediate "
         f"{MODEL['intermediate_size']}, vocab {MODEL['vocab_size']}, {MODEL['num_attention_heads']}/"
         f"{MODEL['num_key_value_heads']} heads, LoRA r={RANK} on all seven linears, fp32, gloo, one thread a rank "
         "unless it says otherwise.",
         "",
-        f"- hardware: {results['hardware']}",
-        f"- versions: {versions}",
-        f"- command: `{results['command']}`",
-        f"- a step: forward, loss, backward, gradient sync where needed, AdamW; the systems take turns, {BLOCK} steps "
-        "at a time",
+        "- a step: forward, loss, backward, gradient sync where needed, AdamW; the systems take turns, a few steps "
+        "each, after one that is not timed",
         f"- `{PEER.name}` needs `lora_A.in_features = lora_A.weight.shape[1]` on row-parallel layers; as installed it "
         "does not train",
+        "- CPU time (of the slowest rank, all its threads) leaves out waiting: it hardly moves when the machine is "
+        "shared, where step times do",
     ]
-    for shape, systems in results["times_s"].items():
-        peer = systems[PEER.name]
+    for shape, systems in times.items():
         lines += [
             "",
             f"## {shape}",
             "",
-            "| system | median step | min..max | CPU time a rank | speed against the peer: median, fastest "
-            "| off PEFT, step 1 |",
-            "|---|---|---|---|---|---|",
+            "| system | median step | min..max | CPU time a rank | off PEFT, step 1 |",
+            "|---|---|---|---|---|",
         ]
-        for name, times in systems.items():
-            wall = times["wall"]
-            by_median = statistics.median(peer["wall"]) / statistics.median(wall)
-            by_fastest = min(peer["wall"]) / min(wall)
+        for name, turns in systems.items():
+            wall = [1e3 * second for turn in turns for second in turn.wall_s]
+            cpu = [1e3 * second for turn in turns for second in turn.cpu_s]
             lines.append(
-                f"| {name} | {1e3 * statistics.median(wall):.0f} ms | {1e3 * min(wall):.0f}..{1e3 * max(wall):.0f} ms "
-                f"| {1e3 * statistics.median(times['cpu']):.0f} ms | {by_median:.2f}×, {by_fastest:.2f}× "
-                f"| {results['parity'][shape][name]:.0e} |"
+                f"| {name} | {statistics.median(wall):.0f} ms | {min(wall):.0f}..{max(wall):.0f} ms "
+                f"| {statistics.median(cpu):.0f} ms | {parity[shape][name]:.0e} |"
             )
-        lines += [
-            "",
-            f"{len(peer['wall'])} steps each; the peer is `{PEER.name}`. CPU time (median, slowest rank, all its "
-            "threads) leaves out waiting: it hardly moves when the machine is shared, where step times do.",
-        ]
-    lines += [
-        "",
-        "## Collectives per layer and step",
-        "",
-        "Counted at dispatch level in both passes: (4 layers - 2 layers) / 2, so that embedding and head do not count.",
-        "",
-        "| system | all | by pass and operator |",
-        "|---|---|---|",
-    ]
-    for name, counts in results["collectives_per_layer"].items():
-        kinds = ", ".join(f"{kind}: {number:g}" for kind, number in sorted(counts.items(), reverse=True))
-        lines.append(f"| {name} | {sum(counts.values()):g} | {kinds} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def hardware() -> str:
-    """`2-core-x86`: what the times depend on, and nothing that names the machine."""
-    machine = platform.machine().lower()
-    return f"{len(os.sched_getaffinity(0))}-core-{'x86' if machine in ('x86_64', 'amd64') else machine}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="timed steps per system and shape")
-    default = Path(__file__).parent / "results" / f"tp_vs_peft_{hardware()}_{time.strftime('%Y%m')}"
-    parser.add_argument("--out", type=Path, default=default, help="results are written to OUT.md and OUT.json")
-    options = parser.parse_args()
-    be_quiet()
+def measure(options: argparse.Namespace) -> Findings:
+    """Parity, then times."""
+    systems, turns, steps = (QUICK, 3, 2) if options.quick else (SYSTEMS, options.turns, 3)
+    shapes, smaller = (TINY_SHAPES, TINY) if options.tiny else (SHAPES, {})
     with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name) / "four")
-        shallow = make_checkpoint(Path(name) / "two", num_hidden_layers=2)
-        threads = {system: system.num_threads for system in SYSTEMS}
+        folder = make_checkpoint(Path(name) / "model", **smaller)
+        threads = {system: system.num_threads for system in systems}
         with open_groups(threads, Path(name), open_system, folder) as groups:
-            parity = check_parity(groups)
-            collectives = measure_collectives(groups, folder, shallow)
-            times = measure_times(groups, options.steps)
-    results = {
-        "hardware": hardware(),
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {
-            "meshlora": meshlora.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "peft": peft.__version__,
-            "python": platform.python_version(),
-        },
-        "model": {**MODEL, "lora_rank": RANK, "dtype": "float32"},
-        "systems": [asdict(system) for system in SYSTEMS],
+            parity = check_parity(groups, shapes)
+            times = measure_times(groups, shapes, turns, steps)
+    worst = max(error for errors in parity.values() for error in errors.values())
+    details = {
+        "model": {**MODEL, **smaller, "lora_rank": RANK, "dtype": "float32"},
+        "systems": [asdict(system) for system in systems],
         "parity": parity,
-        "collectives_per_layer": collectives,
-        "times_s": times,
+        "times": {s: {n: [asdict(turn) for turn in turns] for n, turns in by.items()} for s, by in times.items()},
     }
-    page = report(results)
-    print(page)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    # Not with_suffix: a name may hold dots.
-    Path(f"{options.out}.md").write_text(page)
-    Path(f"{options.out}.json").write_text(json.dumps(results, indent=1) + "\n")
+    what = f"loss and every gradient of step 1, all systems and shapes, against {REFERENCE.name}"
+    return Findings(Parity(what, worst, TOLERANCE, agrees=True), rows_of(times, shapes), details, page(parity, times))
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--turns", type=int, default=8, help="of each system and shape, 3 timed steps each")
+    options = made.parse_args()
+    if options.json is None and not (options.quick or options.tiny):
+        options.json = default_json("tp_vs_peft")
+    be_quiet()
+    return run("Tensor-parallel LoRA: meshlora against transformers + PEFT", options, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
