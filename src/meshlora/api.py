@@ -22,6 +22,7 @@ from meshlora.guards import check_dropouts, guard_model, handle_dropout
 from meshlora.parallel.dropout import replace_dropouts
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
+from meshlora.parallel.sharding import check_units, finish_sharding
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families import check_proved
 from meshlora.plan.rules import ModelPlan
@@ -143,6 +144,7 @@ def _load(
     parallelize(hf_model, plan, mesh, targets=set(found), dtype=target_dtype)
     fill(hf_model, plan, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
+    finish_sharding(hf_model, plan, mesh)
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
     replace_dropouts(hf_model, plan.model_type, hf_model.meshlora.dropout)
     guard_model(hf_model, topology)
@@ -214,7 +216,9 @@ def build_meta(
         if name in wide:
             tensor.data = tensor.data.float()
     check_dropouts(model)
-    return model, plan_model(model, topology)
+    plan = plan_model(model, topology)
+    check_units(model, plan)
+    return model, plan
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> torch.dtype:

@@ -21,6 +21,7 @@ from meshlora.train.losses import language_model_loss, summed_cross_entropy
 from tests.pool import Pool
 
 BUDGET = {
+    "dp=2,dp_shard": {"forward": {"allgather": 1}, "backward": {"allgather": 1}},
     "tp=2": {"forward": {"allreduce": 2}, "backward": {"allreduce": 2}},
     "tp=2,sp": {
         "forward": {"allgather": 2, "reducescatter": 2},
@@ -98,7 +99,7 @@ def _count_micro_batch(
     return dict(counter.counts), {key: n for key, n in budget.items() if n}
 
 
-@pytest.mark.parametrize("topology", ["tp=2", "tp=2,sp"])
+@pytest.mark.parametrize("topology", ["tp=2", "tp=2,sp", "dp=2,dp_shard"])
 @pytest.mark.parametrize(
     ("family", "options"),
     [

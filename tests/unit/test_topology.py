@@ -12,10 +12,22 @@ from meshlora.plan.topology import Topology
 SIZES = st.integers(1, 6)
 
 
-@given(dp=SIZES, tp=SIZES, sp=st.booleans())
-def test_text_form_reads_back(dp: int, tp: int, sp: bool) -> None:
-    topology = Topology(dp=dp, tp=tp, sp=sp and tp > 1)
+@given(dp=SIZES, tp=SIZES, sp=st.booleans(), dp_shard=st.booleans())
+def test_text_form_reads_back(dp: int, tp: int, sp: bool, dp_shard: bool) -> None:
+    topology = Topology(dp=dp, tp=tp, sp=sp and tp > 1, dp_shard=dp_shard and dp > 1)
     assert Topology.parse(str(topology), world=topology.world) == topology
+
+
+def test_flags_of_the_dense_axes_follow_these() -> None:
+    assert str(Topology.parse("dp_shard,ep=2,sp,tp=2,dp=2")) == "dp=2,tp=2,sp,dp_shard,ep=2"
+    assert Topology.parse("tp=2,dp_shard", world=4) == Topology(dp=2, tp=2, dp_shard=True)
+
+
+def test_experts_repeat_over_dp_where_no_axis_of_theirs_crosses_it() -> None:
+    for text, repeats in {"dp=4": True, "dp=2,tp=2": True, "dp=2,tp=2,etp=2": True, "dp=2,tp=2,ep=2": True}.items():
+        assert Topology.parse(text).experts_repeat_over_dp == repeats, text
+    for text in ("dp=2,ep=2", "dp=4,ep=2", "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2"):
+        assert not Topology.parse(text).experts_repeat_over_dp, text
 
 
 @given(dp=SIZES, tp=SIZES, axes=st.sampled_from([{"dp"}, {"tp"}, {"dp", "tp"}]))
@@ -52,6 +64,9 @@ def test_missing_dp_without_a_world_is_the_smallest_that_experts_need() -> None:
         ("tp=2,tp=2", None, "twice"),
         ("sp", None, "raise tp"),
         ("sp=maybe,tp=2", None, "flag"),
+        ("tp=2,dp_shard", None, "raise dp or leave out dp_shard"),
+        ("dp=2,dp-shard", None, "did you mean 'dp_shard'"),
+        ("dp=2,dp_shard=2", None, "flag"),
         ("tp=3", 4, "{1, 2, 4}"),
         ("dp=2,tp=2", 2, "4 processes"),
         ("dp=2,ep=3", None, "divide"),

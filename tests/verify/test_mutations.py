@@ -300,6 +300,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "a frozen base that is sharded over dp": (
+        {"family": "llama", "topologies": ("dp=2,dp_shard",)},
+        {
+            "dp_shards_gathered_in_reverse": ("forward", f"{FIRST_ATTENTION}.q_proj", "gathered over dp"),
+            "dp_shard_stale_in_backward": ("backward", "model.layers.0.mlp.up_proj", "gathered for it over dp"),
+            "dp_shard_of_another_layer": ("forward", "model.layers.1.self_attn.q_proj", "gathered over dp"),
+        },
+    ),
     "an adapter on the embedding, norms that are trained": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ON_EMBEDDING},
         {

@@ -25,6 +25,7 @@ from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import adopt, parallel_leaves
 from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.sharding import whole_weights
 from meshlora.plan.grads import (
     FactorRule,
     Side,
@@ -163,7 +164,9 @@ def attach(
             leaf.set_dropout(name, config.lora_dropout, state.dropout)
         if target.use_dora and "magnitude" not in local:
             assert isinstance(leaf, ParallelLinear)
-            leaf.add_adapter(name, {"magnitude": leaf.weight_norm(name).to(dtype)}, scaling=target.scaling)
+            with whole_weights(model, target.name):
+                magnitude = leaf.weight_norm(name).to(dtype)
+            leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
     copies: dict[str, nn.Parameter] = {}
     for parameter_name in names:
         base = state.base.setdefault(parameter_name, model.get_parameter(parameter_name))

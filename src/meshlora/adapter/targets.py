@@ -29,6 +29,7 @@ from meshlora.adapter.expert_targets import (
 from meshlora.adapter.pieces import check_pieces, piece_of, pieces_of
 from meshlora.adapter.values import check_values
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.parallel.sharding import check_not_sharded
 from meshlora.plan.experts import ExpertRule
 from meshlora.plan.rules import LinearRule, ModelPlan
 
@@ -203,7 +204,8 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
 
     Raises:
         UserError: a module to save that is not there, or that is a target too.
-        UnsupportedError: one that is more than a norm, a linear or an embedding; one with a bias beside bias="all".
+        UnsupportedError: one that is more than a norm, a linear or an embedding; one with a bias beside bias="all"; a
+            matrix that is sharded over dp.
     """
     found: list[str] = []
     for wanted in config.modules_to_save or ():
@@ -240,6 +242,8 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
         if config.bias == "lora_only":
             biases = [name for name in biases if name.rpartition(".")[0] in targets]
         found += [name for name in biases if name not in found]
+    for name in found:
+        check_not_sharded(plan, name, model.get_parameter(name))
     return found
 
 

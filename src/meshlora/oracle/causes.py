@@ -100,7 +100,8 @@ def _forward(case: Failure) -> str:
         return "each token is scaled by a number of its own: the norm is that of a rank's part of the width"
     if case.evidence.topology.sp and case.fact(block) == "whole region":
         return "a block that is not split saw only its rank's slice of the tokens"
-    return "this module is the first that differs: its own weights, or how it is split"
+    gathered = ", or how they are gathered over dp" if case.evidence.topology.dp_shard else ""
+    return f"this module is the first that differs: its own weights, or how it is split{gathered}"
 
 
 def _lora_part(case: Failure) -> str:
@@ -181,7 +182,11 @@ def _backward(case: Failure) -> str:
         return "the gradient that comes from the output head is not reduced over tp"
     if case.fact(fed) == "split region" and not case.fact(name):
         return f"the input gradient of the column-parallel linears {where}is not reduced over tp"
-    return "the first gradient, from the loss on, that differs: the backward of what this module's output goes into"
+    gathered = ", or the weights that are gathered for it over dp" if case.evidence.topology.dp_shard else ""
+    return (
+        "the first gradient, from the loss on, that differs: the backward of what this module's output goes into"
+        f"{gathered}"
+    )
 
 
 def _gradients(case: Failure) -> str:

@@ -47,6 +47,14 @@ def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     return result
 
 
+def all_gather_into(result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """Flat `[n]` on each rank -> `result` `[n * size]`, in rank order, in memory of the caller's; it may hold `tensor`
+    already, as this rank's part of it.
+    """
+    with axis.arrivals.at("all_gather", axis.ranks):
+        _all_gather(result, tensor, group=axis.group)
+
+
 def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
     """`[n * size, ...]` -> `[n, ...]`: this rank's slice of the sum over ranks; without a gradient."""
     if axis.size == 1:

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora.errors import UserError
 from meshlora.parallel.arrivals import Arrivals, telling_the_others
@@ -40,6 +41,11 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     arrivals: Arrivals = field(default_factory=Arrivals, compare=False)
+
+    def as_torch_mesh(self, device_type: str) -> DeviceMesh:
+        """This group in torch's words, for what torch does with it; opens nothing. size is above 1."""
+        assert self.group is not None
+        return DeviceMesh.from_group(self.group, device_type)
 
 
 class Mesh:

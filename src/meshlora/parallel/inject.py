@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from meshlora.errors import UserError
 from meshlora.parallel.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.parallel.experts import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.parallel.groups import Axis, Mesh
@@ -73,7 +74,11 @@ def parallel_leaves(model: nn.Module) -> dict[str, ParallelLeaf]:
 
 
 def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLeaf:
-    """The parallel leaf `name`; one that is still the model's own is wrapped, weights shared."""
+    """The parallel leaf `name`; one that is still the model's own is wrapped, weights shared.
+
+    Raises:
+        UserError: it is the model's own, and sharded over dp.
+    """
     module = model.get_submodule(name)
     if isinstance(module, ParallelLeaf):
         return module
@@ -83,6 +88,12 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
         parallelize_embedding(module, None, tp, name=name)
         assert isinstance(module, ParallelEmbedding)
         return module
+    if plan.is_sharded(f"{name}.weight", ndim=2):
+        raise UserError(
+            f"an adapter on {name}",
+            "its weight is sharded over dp already, and no adapter was on it when the model was loaded",
+            "load the model with the adapter that has the most targets first",
+        )
     rule = plan.linears[name]
     assert isinstance(module, nn.Linear | Conv1D), type(module)
     assert isinstance(module.weight, nn.Parameter)

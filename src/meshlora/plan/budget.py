@@ -19,11 +19,13 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tupl
     A split region costs one collective where it is entered, and each of its row-parallel linears one, in either
     direction; a whole region under sp one gather. The embedding is summed once. The residual stream is cut once under
     sp; what follows the last layer is entered as a region is, and left by the loss: one gather a chunk of tokens, here
-    one chunk. A norm over a split width takes a small sum in either direction. Experts: see `_of_experts`.
+    one chunk. A norm over a split width takes a small sum in either direction. Experts: see `_of_experts`. Under
+    dp_shard each decoder layer is gathered over dp once in either direction.
 
     scaled_rows: row-parallel linears with DoRA, each of which needs the norms of its rows.
     """
-    budget = _of_experts(plan)
+    units = len(plan.units)
+    budget = _of_experts(plan) + Counter({("forward", "allgather"): units, ("backward", "allgather"): units})
     entered = sum(region.is_split for region in plan.regions)
     whole = len(plan.regions) - entered
     left = sum(rule.split is Split.ROW for rule in plan.linears.values())

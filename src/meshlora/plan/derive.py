@@ -43,6 +43,10 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     }
     linears |= _fused(model, linears)
     embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    units: tuple[str, ...] = ()
+    if topology.dp_shard:
+        prefix, found = decoder_layers(model)
+        units = tuple(f"{prefix}.{index}" for index in range(len(found)))
     if topology.tp == 1:
         layers = model.config.get_text_config().num_hidden_layers
         head = head if head in linears else ""
@@ -57,8 +61,9 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
             head=head,
             experts=experts,
             matrices=_router_matrices(model, experts, linears, Domain.EQUAL),
+            units=units,
         )
-    return _Planner(model, topology, linears, experts, embedding, head).plan()
+    return replace(_Planner(model, topology, linears, experts, embedding, head).plan(), units=units)
 
 
 class _Planner:

@@ -110,6 +110,7 @@ class ModelPlan:
         after: modules that run after the last decoder layer, but for the head.
         experts: name -> rule, of every module of routed experts.
         matrices: name -> rule, of routers that are no linears and own their `weight` themselves.
+        units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
     """
 
     model_type: str
@@ -125,6 +126,7 @@ class ModelPlan:
     after: tuple[str, ...] = ()
     experts: Mapping[str, ExpertsRule] = field(default_factory=dict)
     matrices: Mapping[str, LinearRule] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
 
     @cached_property
     def projections(self) -> Mapping[str, ExpertRule]:
@@ -135,6 +137,18 @@ class ModelPlan:
     def routers(self) -> frozenset[str]:
         """Names of the modules that choose experts."""
         return frozenset(name for rule in self.experts.values() for name in rule.routers)
+
+    def is_sharded(self, parameter: str, *, ndim: int) -> bool:
+        """Whether a parameter of the base is sharded over dp: a matrix of a decoder layer.
+
+        What has one dim is small, and can be trained. A router that owns its weight is small too, and its adapter is
+        made of the weight. Experts that differ between the ranks of a dp group are sharded over the experts' own axes.
+        """
+        owner = parameter.rpartition(".")[0]
+        if ndim < 2 or not parameter.startswith(tuple(f"{unit}." for unit in self.units)) or owner in self.matrices:
+            return False
+        is_of_experts = parameter.startswith(tuple(f"{name}." for name in self.experts))
+        return not is_of_experts or self.topology.experts_repeat_over_dp
 
     def rule_of(self, name: str) -> LinearRule | ExpertRule | None:
         """Of a linear, of a projection of experts, or of a router; None of what is none of them."""

@@ -17,7 +17,7 @@ from typing import Self
 from meshlora.errors import UserError, did_you_mean
 
 _SIZES = ("dp", "tp", "ep", "etp")
-_FLAGS = ("sp", "two-stage")
+_FLAGS = ("sp", "two-stage", "dp_shard")
 EXPERT_AXES = ("edp", "ep", "etp")
 
 
@@ -32,6 +32,7 @@ class Topology:
         ep: expert-parallel size. Each ep rank holds 1/ep of the experts of every layer.
         etp: expert-tensor-parallel size. Each etp rank holds 1/etp of every expert.
         two_stage: tokens go to their experts over ep first and over etp then, instead of over both at once.
+        dp_shard: each dp rank holds 1/dp of every decoder layer's frozen matrices, and gathers them layer by layer.
     """
 
     dp: int = 1
@@ -40,6 +41,7 @@ class Topology:
     ep: int = 1
     etp: int = 1
     two_stage: bool = False
+    dp_shard: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -53,6 +55,10 @@ class Topology:
         if self.two_stage and self.etp == 1:
             raise UserError(
                 "two-stage with etp=1", "it is a way to the etp ranks of an expert", "raise etp or leave out two-stage"
+            )
+        if self.dp_shard and self.dp == 1:
+            raise UserError(
+                "dp_shard with dp=1", "it shards the frozen base over the dp ranks", "raise dp or leave out dp_shard"
             )
         if self.world % (self.ep * self.etp):
             raise UserError(
@@ -81,9 +87,16 @@ class Topology:
         """Sizes of the axes of experts in mesh order, slowest first."""
         return {"edp": self.edp, "ep": self.ep, "etp": self.etp}
 
+    @property
+    def experts_repeat_over_dp(self) -> bool:
+        """Whether the ranks of a dp group all hold the same part of the same experts."""
+        places = [self.expert_coordinates(rank) for rank in range(self.world)]
+        held = [(place["ep"], place["etp"]) for place in places]
+        return all(len({held[rank] for rank in group}) == 1 for group in self.groups_over(frozenset({"dp"})))
+
     @classmethod
     def parse(cls, text: str, *, world: int | None = None) -> Self:
-        """Read `"dp=2,tp=2,sp"`, `"dp=4,ep=2,etp=2,two-stage"`.
+        """Read `"dp=2,tp=2,sp"`, `"dp=4,ep=2,etp=2,two-stage"`, `"dp=8,dp_shard"`.
 
         A missing dp is `world / tp` where `world` is given, else the smallest that lets ep*etp divide dp*tp.
 
@@ -111,7 +124,8 @@ class Topology:
         sizes.setdefault("tp", 1)
         if "dp" not in sizes:
             sizes["dp"] = _missing_dp(world, sizes)
-        topology = cls(sp=flags.get("sp", False), two_stage=flags.get("two-stage", False), **sizes)
+        sp, two_stage, dp_shard = (flags.get(name, False) for name in _FLAGS)
+        topology = cls(sp=sp, two_stage=two_stage, dp_shard=dp_shard, **sizes)
         if world is not None and topology.world != world:
             raise UserError(
                 f"topology {topology} needs {topology.world} processes",
@@ -122,8 +136,8 @@ class Topology:
 
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
-        if self.sp:
-            parts.insert(sum(name in ("dp", "tp") for name in (p.split("=")[0] for p in parts)), "sp")
+        dense = sum(part.startswith(("dp=", "tp=")) for part in parts)
+        parts[dense:dense] = [name for name in ("sp", "dp_shard") if getattr(self, name)]
         if self.two_stage:
             parts.append("two-stage")
         return ",".join(parts) or "dp=1"

@@ -3,8 +3,8 @@
 Owns: reading slices of a Hugging Face checkpoint, checking that it is one of the model, and filling a parallel model.
 Does not own: finding its tensors (`state.stored`), how a weight is split (`plan`), adapters (`adapter`).
 
-Peak host memory of a rank: its shard plus one tensor. A safetensors file is a memory map whose touched pages count as
-ours while it is open, so each tensor is read through a map of its own.
+Peak host memory of a rank: its shard plus one tensor; under dp_shard plus one decoder layer. A safetensors file is a
+memory map whose touched pages count as ours while it is open, so each tensor is read through a map of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.experts import ParallelExpertLinear
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.sharding import shard_unit
 from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
@@ -166,7 +167,15 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
     # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, source, mesh)
     made: dict[int, nn.Parameter] = {}
-    for path, module in list(model.named_modules()):
+    unit: str | None = None
+    for path, module in [*model.named_modules(), ("", None)]:
+        if unit is not None and not path.startswith(f"{unit}."):
+            made.clear()  # nothing of a unit is anywhere else, and what it was cut from is to be freed
+            shard_unit(model, unit, plan, mesh)
+            unit = None
+        if module is None:
+            break
+        unit = path if path in plan.units else unit
         for leaf, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:
                 name = _base_name(path, module, leaf)

@@ -30,6 +30,7 @@ from meshlora.oracle.replay import at_step, is_replayed, record_file, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.parallel.inject import parallel_leaves
+from meshlora.parallel.sharding import whole_weights
 from meshlora.plan.budget import micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
 from meshlora.routing import RoutingRecord
@@ -144,7 +145,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
 
 def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of the weights of the base that this rank holds."""
-    with manage.disable_adapter(model):
+    with manage.disable_adapter(model), whole_weights(model):
         return fingerprints(model)
 
 

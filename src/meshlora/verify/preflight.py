@@ -179,13 +179,14 @@ def provable(topology: Topology) -> Topology:
     if topology.world <= _MOST_RANKS:
         return topology
     ep, etp = (divisors(size)[min(1, size - 1)] for size in (topology.ep, topology.etp))
+    least = 2 if topology.dp_shard else 1
     smaller = [
         dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
-        for dp in range(1, max(2, _MOST_RANKS // topology.tp + 1))
+        for dp in range(least, max(least + 1, _MOST_RANKS // topology.tp + 1))
         if dp * topology.tp % (ep * etp) == 0
     ]
     if not smaller:
-        return dataclasses.replace(topology, dp=ep * etp, ep=ep, etp=etp)
+        return dataclasses.replace(topology, dp=ep * etp, ep=ep, etp=etp)  # above 1, as none of 1 or 2 would do
 
     def likeness(other: Topology) -> tuple[int, int]:
         return sum(getattr(other, axis) > 1 or getattr(topology, axis) == 1 for axis in ("dp", "edp")), -other.dp

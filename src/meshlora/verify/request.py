@@ -130,7 +130,7 @@ class Proof:
         """What a run on `topology` has for a mutation to show; the words are those of `verify.mutation.Mutation`."""
         plan, case, config = self.plans[topology], self.case, LoraConfig(**self.case.lora)
         has = {name for name in ("dp", "tp", "ep", "etp", "edp") if getattr(topology, name) > 1}
-        has |= {name for name in ("sp", "two_stage") if getattr(topology, name)}
+        has |= {name for name in ("sp", "two_stage", "dp_shard") if getattr(topology, name)}
         has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
         targets = [rule for name, rule in plan.linears.items() if _is_target(config, name) and name != plan.head]
         has |= {f"{rule.split}_target" for rule in targets}
