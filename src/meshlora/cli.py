@@ -14,8 +14,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -170,11 +169,12 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from meshlora.parallel.groups import join, launcher_place, on_gpus
-    from meshlora.run_file import read_run
+    from meshlora.run_file import read_runs
     from meshlora.train.launch import how_to_go_on, launch, launched_by_us, log_to_file, rank_edge
-    from meshlora.train.prepare import prepare
+    from meshlora.train.many import train_together
+    from meshlora.train.many_prepare import logs_of, prepare_runs
     from meshlora.train.run import train
-    from meshlora.verify.preflight import preflight
+    from meshlora.verify.many import preflight_runs
 
     place = launcher_place()
     if options.nproc is not None and place is not None:
@@ -185,32 +185,45 @@ def _train(options: argparse.Namespace) -> None:
     if despite and resume is None:
         raise UserError(f"--resume-despite {despite[0]}", "it has no effect without --resume", "give both")
     if options.nproc is not None:
-        config = read_run(options.file, options.overrides)
-        on_gpus(config.device, num_ranks=options.nproc)
-        run = prepare(config, world=options.nproc, resume=resume, despite=despite)
-        if run.is_finished:
-            print(f"all {run.steps:,} steps are done: {config.train.output}/adapter")
+        configs = read_runs(options.file, options.overrides)
+        on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+        runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
+        if _are_finished(runs, say=True):
             return
-        preflight(run, skip=options.no_preflight)
+        preflight_runs(runs, skip=options.no_preflight)
         words = [word for override in options.overrides for word in ("--set", override)]
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
         launch(["train", options.file, *words], nproc=options.nproc, command=options.words)
         return
     with rank_edge():
-        config = read_run(options.file, options.overrides)
-        run = prepare(config, world=place.world if place else 1, resume=resume, despite=despite)
-        if run.is_finished:
-            if place is None or place.rank == 0:
-                print(f"all {run.steps:,} steps are done: {config.train.output}/adapter")
+        configs = read_runs(options.file, options.overrides)
+        runs = prepare_runs(configs, world=place.world if place else 1, resume=resume, despite=despite)
+        if _are_finished(runs, say=place is None or place.rank == 0):
             return
+        first = next(iter(runs.values()))
         if not launched_by_us() and (place is None or place.rank == 0):
             # Joined first, so that the ranks that wait for this one notice when it ends here.
-            join(run.config.device)
-            preflight(run, skip=options.no_preflight)
+            join(first.config.device)
+            preflight_runs(runs, skip=options.no_preflight)
         if place is not None and place.rank > 0:
-            log_to_file(Path(run.config.train.output), place.rank, goes_on=run.resume is not None)
-        train(run, go_on=how_to_go_on(options.words))
+            goes_on = any(run.resume is not None for run in runs.values())
+            log_to_file(logs_of(runs), place.rank, goes_on=goes_on)
+        go_on = how_to_go_on(options.words)
+        if "" in runs:
+            train(first, go_on=go_on)
+        else:
+            train_together(runs, go_on=go_on)
+
+
+def _are_finished(runs: Mapping[str, Any], *, say: bool) -> bool:
+    """Whether nothing is left to do, with a line for each adapter."""
+    if not all(run.is_finished for run in runs.values()):
+        return False
+    for run in runs.values():
+        if say:
+            print(f"all {run.steps:,} steps are done: {run.config.train.output}/adapter")
+    return True
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -269,15 +282,36 @@ def _fields(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _check(options: argparse.Namespace) -> None:
     from rich.console import Console
+
+    from meshlora.run_file import read_runs
+    from meshlora.train.many_prepare import prepare_runs
+    from meshlora.verify.many import runs_state
+
+    runs = prepare_runs(read_runs(options.file, options.overrides))
+    if options.plot and "" not in runs:
+        raise UserError(f"--plot {options.plot}", "it draws the schedule of one adapter", "leave it out")
+    console = Console()
+    for name, run in runs.items():
+        if name:
+            console.print(f"adapter {name}", style="bold")
+        console.print(_table_of(run))
+    run = next(iter(runs.values()))
+    if options.plot:
+        plot_schedule_of(run, options.plot)
+        console.print(f"learning rate: {options.plot}", highlight=False, soft_wrap=True, markup=False)
+    overrides = [word for override in options.overrides for word in ("--set", override)]
+    command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
+    console.print(runs_state(runs), highlight=False, soft_wrap=True, markup=False)
+    console.print(f"ready: {command}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _table_of(run: Any) -> Any:
+    """What is known of a prepared run."""
     from rich.table import Table
 
     from meshlora.adapter.describe import describe_targets
     from meshlora.presets import resolved
-    from meshlora.run_file import read_run
-    from meshlora.train.prepare import prepare
-    from meshlora.verify.preflight import preflight_state
 
-    run = prepare(read_run(options.file, options.overrides))
     table = Table(show_header=False, box=None)
     rows = {
         "model": f"{run.config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)",
@@ -292,15 +326,7 @@ def _check(options: argparse.Namespace) -> None:
         rows = {f"preset {run.config.preset}": resolved(run.config), **rows}
     for name, value in rows.items():
         table.add_row(name, value)
-    console = Console()
-    console.print(table)
-    if options.plot:
-        plot_schedule_of(run, options.plot)
-        console.print(f"learning rate: {options.plot}", highlight=False, soft_wrap=True, markup=False)
-    overrides = [word for override in options.overrides for word in ("--set", override)]
-    command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
-    console.print(preflight_state(run), highlight=False, soft_wrap=True, markup=False)
-    console.print(f"ready: {command}", highlight=False, soft_wrap=True, markup=False)
+    return table
 
 
 def _size(data: object) -> str:

@@ -279,6 +279,17 @@ class TrainConfig:
             _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 
+# What the adapters of one run may each have for themselves: all else is said once, for all of them.
+PER_ADAPTER = {
+    "data": {"train", "eval", "columns", "max_length", "loss_on", "eval_limit"},
+    "train": {
+        *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "min_lr", "decay_steps", "cycle"),
+        *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
+        *("eval_every", "save_every", "keep_last", "keep_best"),
+    },
+}
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A whole run.

@@ -1,12 +1,13 @@
 """Reading a run file: one YAML -> one tree of dataclasses, every value checked where it stands.
 
-Owns: YAML, overrides, and the words for a value of the wrong type or an unknown key. Does not own: names, defaults and
-rules of the fields (`config`).
+Owns: YAML, overrides, the words for a value of the wrong type or an unknown key, and how a file with several adapters
+is one run for each. Does not own: names, defaults and rules of the fields (`config`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from meshlora.config import RunConfig
+from meshlora.config import PER_ADAPTER, DataConfig, RunConfig, TrainConfig
 from meshlora.errors import UserError, did_you_mean
 from meshlora.presets import with_preset
 
@@ -39,9 +40,66 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file, apply `--set key.path=value` overrides, and fill in what its preset says.
 
     Raises:
-        UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, or a rule broken.
+        UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, a rule broken, or a file
+            with several adapters.
     """
-    file = Path(path)
+    runs = read_runs(path, overrides)
+    if "" not in runs:
+        raise UserError(
+            f"{path} with adapters: {', '.join(runs)}",
+            "only train and check take several adapters",
+            "write a run file for one of them",
+        )
+    return runs[""]
+
+
+def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str, RunConfig]:
+    """Name -> run of each adapter that a run file trains; a file without `adapters:` is one run, under "".
+
+    The run of an adapter is that of a file in which what it gives stands in the place of what the file gives for all,
+    and whose output is the folder of its name in the output of all.
+
+    Raises:
+        UserError: as of `read_run`.
+    """
+    tree = _read_tree(Path(path))
+    for override in overrides or []:
+        _apply(tree, override)
+    if "adapters" not in tree:
+        return {"": _run(tree)}
+    adapters = tree.pop("adapters")
+    if not isinstance(adapters, dict) or not adapters:
+        raise UserError(
+            f"adapters: {adapters!r}", "it maps names to what each adapter has for itself, lora, data, train"
+        )
+    runs = {}
+    for name, own in adapters.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN:
+            raise UserError(f"adapters.{name}", "a name is made of letters, digits, - and _, and names a folder")
+        runs[name] = _named(f"adapters.{name}", _tree_of(tree, name, own))
+    return runs
+
+
+# Names of adapters are names of folders in the output, beside that of the ranks' logs.
+_NAME, _TAKEN = re.compile(r"[A-Za-z0-9_-]+"), ("logs",)
+# Where an adapter gives one of these, the other is not taken from what is for all.
+_EITHER = (("train", "steps", "epochs"), ("train", "epochs", "steps"))
+
+
+def _named(where: str, tree: dict[str, Any]) -> RunConfig:
+    try:
+        return _run(tree)
+    except UserError as error:
+        raise UserError(f"{where}: {error.given}", error.rule, error.way_out) from None
+
+
+def _run(tree: dict[str, Any]) -> RunConfig:
+    config = _build(RunConfig, with_preset(tree), "")
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _read_tree(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -51,11 +109,45 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         raise UserError(f"{file}", f"it is not readable YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
-    for override in overrides or []:
-        _apply(tree, override)
-    config = _build(RunConfig, with_preset(tree), "")
-    assert isinstance(config, RunConfig)
-    return config
+    return tree
+
+
+def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
+    """The run file of adapter `name` by itself. own: what it gives."""
+    where = f"adapters.{name}"
+    if not isinstance(own, Mapping):
+        raise UserError(f"{where}: {own!r}", "it must be a group of keys: lora, adapter, data, train")
+    tree = dict(shared)
+    for group, values in own.items():
+        if group == "adapter":
+            tree.pop("lora", None)
+            tree["adapter"] = values
+            continue
+        if group not in ("lora", *PER_ADAPTER):
+            known = ("lora", "adapter", *PER_ADAPTER)
+            raise UserError(
+                f"{where}.{group}", "an adapter has no such key for itself", did_you_mean(str(group), known)
+            )
+        if not isinstance(values, Mapping):
+            raise UserError(f"{where}.{group}: {values!r}", "it must be a group of keys")
+        for key in values if group in PER_ADAPTER else ():
+            if key not in PER_ADAPTER[group]:
+                way_out = f"give {group}.{key} outside of adapters:, for all of them"
+                if key not in {item.name for item in dataclasses.fields(_GROUPS[group])}:
+                    way_out = did_you_mean(str(key), PER_ADAPTER[group])
+                raise UserError(f"{where}.{group}.{key}", "an adapter has no such key for itself", way_out)
+        for_all = shared.get(group) or {}
+        if not isinstance(for_all, Mapping):
+            raise UserError(f"{group}: {for_all!r}", "it must be a group of keys")
+        replaced = {other for place, key, other in _EITHER if place == group and key in values}
+        tree[group] = {key: value for key, value in for_all.items() if key not in replaced} | dict(values)
+    train = tree.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("output"), str) and train["output"].strip():
+        tree["train"] = {**train, "output": str(Path(train["output"]) / name)}
+    return tree
+
+
+_GROUPS: Mapping[str, type] = {"data": DataConfig, "train": TrainConfig}
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -73,7 +73,7 @@ def test_a_twin_with_dropout_that_is_not_exact_is_refused() -> None:
 
 def test_the_preflight_proves_the_dropouts_of_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = prepare(read_run(run_file(folder, "with-dropout", "tp=2", lora__lora_dropout=0.2)))
-    proof, _ = preflight._proof_of(run, folder)
+    proof, _ = preflight.proof_of(run, folder)
     assert proof.case.lora["lora_dropout"] == 0.2
     given = prepare_proof(Request(topologies=("dp=2",), **GPT2 | {"overrides": {"resid_pdrop": 0.3}})).config  # type: ignore[arg-type]
     given.attn_pdrop = 0.4
@@ -81,5 +81,5 @@ def test_the_preflight_proves_the_dropouts_of_the_run(folder: Path, monkeypatch:
     for disable, rates in (("unsupported", (0.3, 0.0)), (True, (0.0, 0.0))):
         model = dataclasses.replace(run.config.model, disable_dropout=disable)  # type: ignore[arg-type]
         changed = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
-        config = preflight._twin_of(changed)
+        config = preflight.twin_of(changed)
         assert (config.resid_pdrop, config.attn_pdrop) == rates

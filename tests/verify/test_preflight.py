@@ -99,11 +99,11 @@ def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> Non
         config = json.loads((TINY / "config.json").read_text()) | changes
         (other / "config.json").write_text(json.dumps(config))
         moved = dataclasses.replace(run.config.model, path=str(other))
-        return module._proof_of(
+        return module.proof_of(
             dataclasses.replace(run, config=dataclasses.replace(run.config, model=moved)), tmp_path / "cache"
         )[1]
 
-    assert key() == module._proof_of(run, tmp_path / "cache")[1]
+    assert key() == module.proof_of(run, tmp_path / "cache")[1]
     assert key(hidden_act="gelu") != key()
     assert key(vocab_size=4096, max_position_embeddings=4096) == key()  # sizes are the twin's own
 
@@ -111,7 +111,7 @@ def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> Non
 def test_module_that_is_trained_in_full_in_one_layer_is_so_in_one_of_the_twin(tmp_path: Path) -> None:
     """PEFT leaves what is trained in full out of the targets: by its last name alone no adapter of it was proved."""
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["1.self_attn.q_proj", "model.norm"]}
-    proof, _ = module._proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
+    proof, _ = module.proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
     assert proof.case.lora["modules_to_save"] == ["model.layers.0.self_attn.q_proj", "norm"]
     targets = set(proof.case.lora["target_modules"])
     assert "model.layers.0.self_attn.q_proj" not in targets
@@ -140,7 +140,7 @@ def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
 
 def test_record_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
     run, cache = _prepared(tmp_path), tmp_path / "cache"
-    record = module._record(cache, module._proof_of(run, cache)[1])
+    record = module.record_of(cache, module.proof_of(run, cache)[1])
     record.parent.mkdir(parents=True)
     for content in ("", "{", "[]", '{"passed": false, "date": "2026-01-01"}', '{"passed": "yes", "date": "2026"}'):
         record.write_text(content)
@@ -208,7 +208,7 @@ def test_large_topologies_are_proved_with_fewer_dp_ranks(given: str, expected: s
 
 def test_adapter_on_chosen_layers_is_proved_on_the_same_kinds_of_linears(tmp_path: Path) -> None:
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "layers_to_transform": [4]}
-    proof, _ = module._proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
+    proof, _ = module.proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
     assert proof.case.lora["target_modules"] == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
 
 
@@ -231,7 +231,7 @@ def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> No
             "share_experts": True,
         },
     )
-    proof, _ = module._proof_of(run, tmp_path / "cache")
+    proof, _ = module.proof_of(run, tmp_path / "cache")
     assert str(proof.topologies[0]) == "dp=2,tp=2,sp,ep=2"
     assert proof.case.share_experts
     assert set(proof.case.lora["target_parameters"]) == {

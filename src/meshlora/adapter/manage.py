@@ -25,6 +25,7 @@ from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import adopt, parallel_leaves
 from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.many import ManyTokens
 from meshlora.parallel.sharding import whole_weights
 from meshlora.plan.grads import (
     FactorRule,
@@ -58,6 +59,7 @@ class Runtime:
     """What a parallel model knows about itself.
 
     base: the parameters of the base of which adapters have copies. dropout: which tokens the running forward has.
+    many: whose they are, where several adapters are trained at once (`adapter.many`).
     """
 
     plan: ModelPlan
@@ -67,9 +69,11 @@ class Runtime:
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
     dropout: DropoutTokens = field(init=False)
+    many: ManyTokens = field(init=False)
 
     def __post_init__(self) -> None:
         self.dropout = DropoutTokens(self.mesh.tp, sp=self.plan.topology.sp)
+        self.many = ManyTokens(self.mesh.tp, sp=self.plan.topology.sp)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from meshlora.parallel.collectives import (
 from meshlora.parallel.dropout import DropoutTokens, Mask, input_features
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.leaf import AdaptedLeaf
+from meshlora.parallel.many import ManyTokens, linear_with_many
 from meshlora.parallel.recipe import LogitsRecipe
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -96,6 +97,7 @@ class ParallelLinear(AdaptedLeaf):
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
         dropout: adapter name -> share of the input's elements that its A does not see in training; 0 is left out.
         tokens: which tokens the running forward has; None where no adapter has dropout.
+        many: whose tokens they are, where several adapters are trained at once.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
     """
 
@@ -112,6 +114,7 @@ class ParallelLinear(AdaptedLeaf):
         self.lora_magnitude_vector = nn.ParameterDict()
         self.dropout: dict[str, float] = {}
         self.tokens: DropoutTokens | None = None
+        self.many: ManyTokens | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """As `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in a call of its own or not."""
@@ -139,7 +142,9 @@ class ParallelLinear(AdaptedLeaf):
         # What comes after the sum over tp, and what needs a gradient, is added by itself.
         adds_bias = self.bias is not None and (is_row or has_magnitude or self.bias.requires_grad)
         bias = None if adds_bias else self.bias
-        if name is None:
+        if self.many is not None and self.many.is_on:
+            y = linear_with_many(self, x, bias)
+        elif name is None:
             y = F.linear(x, self.weight, bias)
         else:
             mask = self._mask(name, x)

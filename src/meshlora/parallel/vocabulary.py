@@ -71,6 +71,30 @@ def summed_cross_entropy_from_hidden(
     return _SummedCrossEntropy.apply(hidden, head, rows, labels, loss, tokens, has_gradient, *parameters)
 
 
+def cross_entropies_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    sizes: Sequence[int],
+    *,
+    axis: Axis,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """`[K]`: the summed cross-entropy of each of K groups of neighbouring tokens, `sizes` `[K]` of them.
+
+    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`; nothing behind `head` is trained.
+    """
+    assert sum(sizes) == len(labels), (sizes, tuple(labels.shape))
+    loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
+    rows, labels = _trained(hidden, labels, vocab)
+    has_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    tokens = _chunk_tokens(chunk_tokens, loss)
+    groups = torch.tensor(sizes, device=hidden.device)
+    return _CrossEntropyOfGroups.apply(hidden, head, rows, labels, loss, tokens, has_gradient, groups)
+
+
 def log_probabilities_from_hidden(
     hidden: Tensor,
     head: Head,
@@ -188,33 +212,8 @@ class _SummedCrossEntropy(Function):
         has_gradient: bool,
         *parameters: Tensor,
     ) -> Tensor:
-        losses = hidden.new_empty(rows.shape, dtype=loss.dtype)
-        trained = [p for p in parameters if has_gradient and p.requires_grad]
-        d_hidden = torch.zeros_like(hidden) if has_gradient and hidden.requires_grad else None
-        # At least fp32: a sum over chunks in bf16 would lose what each chunk adds.
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-        # One for all chunks: to get fresh memory costs more than to compute in it.
-        buffer = hidden.new_empty(0, dtype=loss.dtype)
-
-        def one_chunk(rows: Tensor, labels: Tensor, out: Tensor) -> None:  # a function: its logits end with it
-            x = hidden.index_select(0, rows).requires_grad_(d_hidden is not None)
-            with torch.set_grad_enabled(has_gradient):
-                logits = head(x)
-            d_logits = buffer.resize_(logits.shape)
-            out.copy_(loss(logits.detach(), labels, d_logits))
-            if not has_gradient:
-                return
-            inputs = [x, *trained] if d_hidden is not None else trained
-            grads = list(torch.autograd.grad(logits, inputs, d_logits.to(logits.dtype)))
-            if d_hidden is not None:
-                d_hidden.index_copy_(0, rows, grads.pop(0))
-            for total, grad in zip(sums, grads, strict=True):
-                total.add_(grad)
-
-        for start in range(0, len(rows), chunk_tokens):  # not split: that makes a chunk of no tokens
-            chunk = slice(start, start + chunk_tokens)
-            one_chunk(rows[chunk], labels[chunk], losses[chunk])
-        ctx.save_for_backward(d_hidden, *(s.to(p.dtype) for s, p in zip(sums, trained, strict=True)))
+        losses, d_hidden, sums = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, parameters)
+        ctx.save_for_backward(d_hidden, *sums)
         ctx.is_trained = [p.requires_grad for p in parameters]
         return losses.sum()
 
@@ -224,6 +223,75 @@ class _SummedCrossEntropy(Function):
         d_hidden, *sums = (None if d is None else _scaled(d, grads[0]) for d in ctx.saved_tensors)
         by_parameter = iter(sums)
         return (d_hidden, *[None] * 6, *(next(by_parameter) if trained else None for trained in ctx.is_trained))
+
+
+class _CrossEntropyOfGroups(Function):
+    """The same, one sum for each group of tokens, and only `hidden` has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor,
+        labels: Tensor,
+        loss: _ChunkLoss,
+        chunk_tokens: int,
+        has_gradient: bool,
+        sizes: Tensor,
+    ) -> Tensor:
+        losses, d_hidden, _ = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, ())
+        ctx.save_for_backward(d_hidden, sizes)
+        group_of = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        return losses.new_zeros(len(sizes)).index_add_(0, group_of[rows], losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, sizes = ctx.saved_tensors
+        if d_hidden is not None:
+            d_hidden = _scaled(d_hidden, grads[0].repeat_interleave(sizes).unsqueeze(1))
+        return (d_hidden, *[None] * 7)
+
+
+def _by_chunks(
+    hidden: Tensor,
+    head: Head,
+    rows: Tensor,
+    labels: Tensor,
+    loss: _ChunkLoss,
+    chunk_tokens: int,
+    has_gradient: bool,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """(loss of each trained token, gradient of their sum for `hidden`, and for those of `parameters` that train)."""
+    losses = hidden.new_empty(rows.shape, dtype=loss.dtype)
+    trained = [p for p in parameters if has_gradient and p.requires_grad]
+    d_hidden = torch.zeros_like(hidden) if has_gradient and hidden.requires_grad else None
+    # At least fp32: a sum over chunks in bf16 would lose what each chunk adds.
+    sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+    # One for all chunks: to get fresh memory costs more than to compute in it.
+    buffer = hidden.new_empty(0, dtype=loss.dtype)
+
+    def one_chunk(rows: Tensor, labels: Tensor, out: Tensor) -> None:  # a function: its logits end with it
+        x = hidden.index_select(0, rows).requires_grad_(d_hidden is not None)
+        with torch.set_grad_enabled(has_gradient):
+            logits = head(x)
+        d_logits = buffer.resize_(logits.shape)
+        out.copy_(loss(logits.detach(), labels, d_logits))
+        if not has_gradient:
+            return
+        inputs = [x, *trained] if d_hidden is not None else trained
+        grads = list(torch.autograd.grad(logits, inputs, d_logits.to(logits.dtype)))
+        if d_hidden is not None:
+            d_hidden.index_copy_(0, rows, grads.pop(0))
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(grad)
+
+    for start in range(0, len(rows), chunk_tokens):  # not split: that makes a chunk of no tokens
+        chunk = slice(start, start + chunk_tokens)
+        one_chunk(rows[chunk], labels[chunk], losses[chunk])
+    return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, trained, strict=True)]
 
 
 class _LogProbabilities(Function):

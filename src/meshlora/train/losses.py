@@ -7,7 +7,7 @@ objective makes of log-probabilities (`train.objectives`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from meshlora.adapter.manage import runtime
 from meshlora.errors import UnsupportedError
 from meshlora.parallel.linear import ParallelHead
 from meshlora.parallel.recipe import LogitsRecipe
-from meshlora.parallel.vocabulary import IGNORED, log_probabilities_from_hidden, summed_cross_entropy_from_hidden
+from meshlora.parallel.vocabulary import (
+    IGNORED,
+    cross_entropies_from_hidden,
+    log_probabilities_from_hidden,
+    summed_cross_entropy_from_hidden,
+)
 
 
 def language_model_loss(
@@ -41,6 +46,28 @@ def language_model_loss(
         return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
     hidden, head, options = found
     return summed_cross_entropy_from_hidden(hidden, head, labels.flatten(), **options, label_smoothing=label_smoothing)
+
+
+def language_model_losses(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    rows: Sequence[int],
+    *,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`[K]`: `language_model_loss` of each of K groups of neighbouring rows, `rows` `[K]` of them, in one forward."""
+    found = _forward(model, input_ids, attention_mask, None)
+    if isinstance(found, Tensor):
+        parts = zip(found.split(list(rows)), labels.split(list(rows)), strict=True)
+        return torch.stack([summed_cross_entropy(one, own, label_smoothing=label_smoothing) for one, own in parts])
+    hidden, head, options = found
+    assert not options.pop("parameters"), "an adapter on the head has its own logits"
+    sizes = [number * labels.shape[1] for number in rows]
+    return cross_entropies_from_hidden(
+        hidden, head, labels.flatten(), sizes, **options, label_smoothing=label_smoothing
+    )
 
 
 def log_probabilities(

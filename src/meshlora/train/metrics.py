@@ -65,14 +65,16 @@ class Reporter:
         done: int = 0,
         goes_on_without: bool = False,
         trackers: Sequence[Tracker] = (),
+        name: str = "",
     ) -> None:
         """done: steps that the run goes on from; what `file` says of later ones is forgotten.
 
         goes_on_without: a line that cannot be written, as on a full disk, is left out with a word.
         trackers: get every line of `file` too.
+        name: of one of several adapters: it stands before all that is said, and there are lines instead of bars.
         """
         self._goes_on_without, self._has_failed = goes_on_without, False
-        self._trackers = trackers
+        self._trackers, self._name = trackers, name
         self.console = console or Console()
         self.is_main, self.log_every, self.steps = is_main, log_every, steps
         self._file: IO[bytes] | None = None
@@ -85,7 +87,7 @@ class Reporter:
             TimeRemainingColumn(),
             console=self.console,
             transient=False,
-            disable=not (is_main and self.console.is_terminal),
+            disable=bool(name) or not (is_main and self.console.is_terminal),
         )
         self._task = self._progress.add_task("step", total=steps, completed=done, shown="")
         self._saved = ""
@@ -117,7 +119,7 @@ class Reporter:
         shown = f"loss {metrics.loss:.4f}  {speed:,.0f} tokens/s{self._saved}"
         self._progress.update(self._task, completed=metrics.step, shown=shown)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)
-        if is_due and not self.console.is_terminal:
+        if is_due and (self._name or not self.console.is_terminal):
             self.say(
                 f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}"
                 f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s"
@@ -151,7 +153,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """One line on rank 0's terminal."""
         if self.is_main:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(f"{self._name}: {text}" if self._name else text, highlight=False, soft_wrap=True)
 
     def _write(self, values: dict[str, object]) -> None:
         assert self._file is not None

@@ -46,13 +46,9 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
     )
     output = Path(config.train.output)
     is_main = runtime(model).mesh.rank == 0
-    if is_main and run.resume is None:
-        _clear(output)
     done = run.resume.step if run.resume is not None else 0
     if is_main:
-        clear_leftovers(output)
-        if done:
-            forget_after(output / SAMPLES, done)
+        prepare_output(run)
     with Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
@@ -89,9 +85,15 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
     leave()
 
 
-def _clear(output: Path) -> None:
-    """Make the output folder, empty of an earlier run (`train.overwrite`, else `prepare` has refused)."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / SAMPLES).unlink(missing_ok=True)
-    for name in ("adapter", "initial", "checkpoints"):
-        shutil.rmtree(output / name, ignore_errors=True)
+def prepare_output(run: Prepared) -> None:
+    """Make the output folder, on rank 0: empty of an earlier run (`train.overwrite`, else `prepare` has refused), or
+    where the run goes on, of what comes after the step that it goes on from."""
+    output = Path(run.config.train.output)
+    if run.resume is None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / SAMPLES).unlink(missing_ok=True)
+        for name in ("adapter", "initial", "checkpoints"):
+            shutil.rmtree(output / name, ignore_errors=True)
+    clear_leftovers(output)
+    if run.resume is not None and run.resume.step:
+        forget_after(output / SAMPLES, run.resume.step)

@@ -102,39 +102,54 @@ class Trainer:
             restore_optimizer(self.model, self.optimizer, self.run.resume)
             self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
 
+    @property
+    def start(self) -> int:
+        """Steps that were done before this run."""
+        return self.run.resume.step if self.run.resume is not None else 0
+
     def train(self) -> bool:
         """All steps that are left, with evaluations and saves between them, and the finished adapter at the end.
 
         Returns whether all are done: not where a rank was asked to stop, which leaves a checkpoint to go on from.
         """
-        options = self.run.config.train
         self.model.train()
-        start = self.run.resume.step if self.run.resume is not None else 0
-        if not start:
-            self._save("initial", done=0)
-        for step in range(start, self.run.steps):
+        self.begin()
+        for step in range(self.start, self.run.steps):
             self.reporter.step(self.train_step(step))
-            done = step + 1
-            if options.replica_check_every and done % options.replica_check_every == 0:
-                check_replicas(self.model, step=done, last_saved=self.last_saved)
-            if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
-                with self.reporter.doing("samples"):
-                    self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
-            if done == self.run.steps:
-                break
-            is_due = options.eval_every and done % options.eval_every == 0
-            loss = self._report_evaluation(done) if is_due else None
-            is_best = self._is_best(loss)
-            if is_best or self.is_to_stop or (options.save_every and done % options.save_every == 0):
-                self._save_checkpoint(done, is_best=is_best, loss=loss)
-            if self.is_to_stop:
+            self.between(step + 1)
+            if self.is_to_stop and step + 1 < self.run.steps:
                 return False
-        if start < self.run.steps:
+        self.end()
+        return True
+
+    def begin(self) -> None:
+        """What comes before the first step."""
+        if not self.start:
+            self._save("initial", done=0)
+
+    def between(self, done: int) -> None:
+        """What is due after `done` steps: samples, an evaluation, a checkpoint."""
+        options = self.run.config.train
+        if options.replica_check_every and done % options.replica_check_every == 0:
+            check_replicas(self.model, step=done, last_saved=self.last_saved)
+        if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
+            with self.reporter.doing("samples"):
+                self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
+        if done == self.run.steps:
+            return
+        is_due = options.eval_every and done % options.eval_every == 0
+        loss = self._report_evaluation(done) if is_due else None
+        is_best = self._is_best(loss)
+        if is_best or self.is_to_stop or (options.save_every and done % options.save_every == 0):
+            self._save_checkpoint(done, is_best=is_best, loss=loss)
+
+    def end(self) -> None:
+        """What comes after the last step."""
+        if self.start < self.run.steps:
             loss = self._report_evaluation(self.run.steps)
             if self._is_best(loss):
                 self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
         self._save("adapter", done=self.run.steps)
-        return True
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step over the global batch."""
@@ -157,13 +172,8 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.unscale(self.model)
         grad_norm = clip_gradients(self.model, options.max_grad_norm)
-        rate = learning_rate(step, options=options, steps=self.run.steps)
         is_finite = self._agree(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
-        if is_finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group["times_lr"]
-            self.optimizer.step()
-            self.updates, self.skipped_in_row = self.updates + 1, 0
+        rate = self.update(step, is_finite=is_finite)
         is_overflow = self.loss_scale is not None and math.isfinite(loss) and not is_finite
         if not is_finite and not is_overflow:
             self._skip_or_stop(step, batches, loss, grad_norm)
@@ -172,6 +182,16 @@ class Trainer:
         time_s = time.perf_counter() - started
         scale = self.loss_scale.scale if self.loss_scale is not None else None
         return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time_s, aux_loss, means, scale, not is_finite)
+
+    def update(self, step: int, *, is_finite: bool) -> float:
+        """The optimizer's part of a step, where its gradient is finite; returns the learning rate."""
+        rate = learning_rate(step, options=self.run.config.train, steps=self.run.steps)
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["times_lr"]
+            self.optimizer.step()
+            self.updates, self.skipped_in_row = self.updates + 1, 0
+        return rate
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
@@ -185,7 +205,7 @@ class Trainer:
 
     def _skip_or_stop(self, step: int, batches: list[Batch], loss: float, grad_norm: float) -> None:
         """Say where a step that is not finite comes from; end the run where it asks for that. Collective."""
-        options, data, indices = self.run.config.train, self.run.train_data, self.batches.batch(step)
+        data, indices = self.run.train_data, self.batches.batch(step)
 
         def examples(dp_rank: int, number: int) -> list[int]:
             rows = self.batching.rows(data, indices, dp_rank=dp_rank)[number]
@@ -193,9 +213,12 @@ class Trainer:
 
         cause = find_not_finite(self.model, batches, functools.partial(self._loss_again, step), examples=examples)
         what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        text = f"step {step + 1}: {what}: {cause}"
+        self.leave_out(f"step {step + 1}: {what}: {cause}")
+
+    def leave_out(self, text: str) -> None:
+        """End the run for a step that is not finite, as `text` says, or go on without it."""
         self.skipped_in_row += 1
-        if options.on_nonfinite == "stop":
+        if self.run.config.train.on_nonfinite == "stop":
             raise MeshloraError(
                 f"{text}; lower train.lr, look at the data, or leave out such steps: on_nonfinite: skip"
             )

@@ -60,8 +60,8 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
             soft_wrap=True,
         )
         return
-    proof, key = _proof_of(run, cache_dir)
-    if _proved_on(cache_dir, key):
+    proof, key = proof_of(run, cache_dir)
+    if proved_on(cache_dir, key):
         return
     started = time.perf_counter()
     what = f"{run.plan.model_type} on {proof.topologies[0]}"
@@ -77,7 +77,7 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         seconds = time.perf_counter() - started
         _refuse_a_difference(proof, outcomes, seconds, what, folder=None if why_not else cache_dir / "failed", key=key)
         if not why_not:
-            why_not = _remember(proof, outcomes, seconds, _record(cache_dir, key))
+            why_not = _remember(proof, outcomes, seconds, record_of(cache_dir, key))
     lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
     console.print(f"preflight: {what} proved in {seconds:.0f} s{lost}", highlight=False, soft_wrap=True)
 
@@ -88,8 +88,8 @@ def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
     Raises:
         UnsupportedError: it cannot be proved, whatever the numbers are.
     """
-    _, key = _proof_of(run, cache_dir)
-    date = _proved_on(cache_dir, key)
+    _, key = proof_of(run, cache_dir)
+    date = proved_on(cache_dir, key)
     if date:
         return f"preflight: proved, {date}"
     return "preflight: train will prove this combination first (about half a minute)"
@@ -151,14 +151,14 @@ def _command(proof: Proof) -> str:
     )
 
 
-def _proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
+def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     """The proof that stands for `run`, and the key under which it is remembered."""
-    config = _twin_of(run)
+    config = twin_of(run)
     topology = provable(run.topology)
     request = Request(
         topologies=(str(topology),),
         model=config,
-        lora=_lora_on_twin(run, config, topology),
+        lora=lora_on_twin(run, config, topology),
         label_smoothing=run.config.train.label_smoothing,
         objective=run.config.train.objective,
         packing=run.config.data.packing,
@@ -194,7 +194,7 @@ def provable(topology: Topology) -> Topology:
     return max(smaller, key=likeness)
 
 
-def _lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, Any]:
+def lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, Any]:
     """The run's adapter on the twin: the same rank and scale, on the same kinds of linears.
 
     Layers and linears that are named by number do not exist in a twin: there each kind of linear that has an adapter
@@ -253,7 +253,7 @@ def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
     return regions | experts | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
 
 
-def _twin_of(run: Prepared) -> Any:
+def twin_of(run: Prepared) -> Any:
     """The configuration of the run's twin, with the dropouts that the run has."""
     given = copy.deepcopy(_config(run))
     config = shrink_config(given, tp=run.topology.tp)
@@ -267,16 +267,16 @@ def _config(run: Prepared) -> Any:
     return read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
 
 
-def _proved_on(cache_dir: Path, key: str) -> str:
+def proved_on(cache_dir: Path, key: str) -> str:
     """When the combination was proved; empty where it was not, or its record cannot be read."""
     try:
-        record = read_json(_record(cache_dir, key))
+        record = read_json(record_of(cache_dir, key))
     except (UserError, RuntimeError):  # RuntimeError: there is no home folder
         return ""
     return str(record.get("date", "")) if isinstance(record, dict) and record.get("passed") is True else ""
 
 
-def _record(cache_dir: Path, key: str) -> Path:
+def record_of(cache_dir: Path, key: str) -> Path:
     return cache_dir.expanduser() / "passed" / f"{key}.json"
 
 

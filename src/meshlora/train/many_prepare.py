@@ -1,0 +1,90 @@
+"""Preparing a run of several adapters: each as its single run is, and what several cannot have is refused.
+
+Owns: which options of a run several adapters can have, and the checks between them. Does not own: the checks of each
+(`train.prepare`), which adapters can be among several (`adapter.many`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from meshlora.adapter.many import check_many
+from meshlora.api import read_model_config, resolve_dtype
+from meshlora.config import RunConfig
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.guards import dropout_fields, handle_dropout
+from meshlora.train.prepare import Prepared, prepare
+
+_WAY_OUT = "train the adapters one by one, or leave it out"
+
+
+def prepare_runs(
+    configs: Mapping[str, RunConfig],
+    *,
+    world: int | None = None,
+    resume: str | None = None,
+    despite: Collection[str] = (),
+) -> dict[str, Prepared]:
+    """Check every run of a run file (`run_file.read_runs`); arguments as of `prepare`.
+
+    Each of several adapters goes on from the last whole checkpoint of its own.
+
+    Raises:
+        UserError: the first thing that does not fit, with the name of the adapter where there are several.
+    """
+    if "" in configs:
+        return {"": prepare(configs[""], world=world, resume=resume, despite=despite)}
+    if resume not in (None, "auto"):
+        raise UserError(
+            f"--resume {resume}", "each of several adapters has checkpoints of its own", "use --resume auto"
+        )
+    _check_options(next(iter(configs.values())))
+    runs = {}
+    for name, config in configs.items():
+        try:
+            runs[name] = prepare(config, world=world, resume=resume, despite=despite)
+        except UserError as error:
+            raise type(error)(f"adapter {name}: {error.given}", error.rule, error.way_out) from error
+    for name, run in runs.items():
+        check_many(name, run.lora, run.targets, run.plan)
+    return runs
+
+
+def logs_of(runs: Mapping[str, Prepared]) -> Path:
+    """The folder in which the ranks' logs lie: the output, or what the outputs of several adapters have in common."""
+    output = Path(next(iter(runs.values())).config.train.output)
+    return output if "" in runs else output.parent
+
+
+def _check_options(config: RunConfig) -> None:
+    """Refuse what is for all adapters of a run and is not proved for several.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    train, data = config.train, config.data
+    given = {
+        f"train.objective={train.objective}": train.objective != "sft",
+        f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
+        f"train.sample_every={train.sample_every}": train.sample_every > 0,
+        f"train.track={train.track}": bool(train.track),
+        "train.routing_record": train.routing_record is not None,
+        "train.routing_replay": train.routing_replay is not None,
+        "data.packing": data.packing,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UnsupportedError(option, "it is not supported with several adapters", _WAY_OUT)
+    hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if resolve_dtype(config.model.dtype, hf_config) == torch.float16:
+        raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
+    handle_dropout(hf_config, disable=config.model.disable_dropout)
+    if dropouts := {name: rate for name, rate in dropout_fields(hf_config).items() if rate}:
+        raise UnsupportedError(
+            f"{min(dropouts)}={dropouts[min(dropouts)]} in the model's configuration with several adapters",
+            "the model's own dropout is not proved with them",
+            "use model.disable_dropout: true",
+        )

@@ -1,0 +1,206 @@
+"""The preflight of a run file: of each adapter by itself and, of several, that together they train as each would alone.
+
+Owns: that second proof, on the twin: all adapters at once on the run's topology against single runs of ours on one
+process, factor by factor. Does not own: the proof of a single run against transformers + peft (`verify.preflight`),
+which comes first: from the two follows that several at once train as PEFT would train each.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from meshlora.adapter.manage import add_adapter, runtime, set_adapter
+from meshlora.adapter.peft_format import lora_config
+from meshlora.api import load_without_proof
+from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.data import TokenizedDataset
+from meshlora.errors import UnsupportedError
+from meshlora.oracle.case import digest
+from meshlora.oracle.compare import Worst, compare_adapters
+from meshlora.oracle.inputs import write_twin
+from meshlora.plan.topology import Topology
+from meshlora.state.files import write_json_atomically
+from meshlora.train.launch import signals_end_what_was_started
+from meshlora.train.many import ManyTrainer
+from meshlora.train.metrics import Reporter
+from meshlora.train.prepare import Prepared
+from meshlora.train.trainer import Trainer
+from meshlora.verify.pool import Pool
+from meshlora.verify.preflight import (
+    lora_on_twin,
+    preflight,
+    preflight_state,
+    proof_of,
+    provable,
+    proved_on,
+    record_of,
+    twin_of,
+    usable_cache,
+)
+from meshlora.verify.request import CACHE
+
+# As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
+LIMIT = 1e-6
+
+
+@dataclass(frozen=True)
+class OnTwin:
+    """One adapter on the twin: its LoRA options, its sequences, and how it is trained. Travels between processes."""
+
+    lora: Mapping[str, Any]
+    lengths: tuple[int, ...]
+    train: TrainConfig
+
+
+def preflight_runs(
+    runs: Mapping[str, Prepared], *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE
+) -> None:
+    """`preflight` of each run of a run file, and of several adapters together; arguments and errors as there."""
+    console = console or Console()
+    for run in runs.values() if not skip else list(runs.values())[:1]:
+        preflight(run, skip=skip, console=console, cache_dir=cache_dir)
+    if skip or "" in runs:
+        return
+    key = _key(runs, cache_dir)
+    if proved_on(cache_dir, key):
+        return
+    first = next(iter(runs.values()))
+    topology, started = provable(first.topology), time.perf_counter()
+    what = f"{len(runs)} adapters at once on {topology}"
+    console.print(f"preflight: {what} against each by itself (once; seconds)", highlight=False, soft_wrap=True)
+    with signals_end_what_was_started(), usable_cache(cache_dir) as (_, why_not), console.status("preflight"):
+        worst = compare_on_twin(runs, topology)
+        adapter, found = max(worst.items(), key=lambda item: item[1].relative)
+        if not found.relative <= LIMIT:
+            raise UnsupportedError(
+                what,
+                f"on the twin {adapter} does not train as it would by itself ({found.name}: {found.relative:.1e} off)",
+                "train the adapters one by one",
+            )
+        seconds = time.perf_counter() - started
+        if not why_not:
+            record_of(cache_dir, key).parent.mkdir(parents=True, exist_ok=True)
+            record = {"passed": True, "worst": found.relative, "date": time.strftime("%Y-%m-%d %H:%M")}
+            write_json_atomically(record_of(cache_dir, key), record)
+    console.print(f"preflight: {what} proved in {seconds:.0f} s", highlight=False, soft_wrap=True)
+
+
+def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
+    """What `meshlora check` says of the preflight of a run file."""
+    states = {name: preflight_state(run, cache_dir=cache_dir) for name, run in runs.items()}
+    if "" in runs:
+        return states[""]
+    date = proved_on(cache_dir, _key(runs, cache_dir))
+    together = f"proved, {date}" if date else "train will prove it"
+    return "\n".join([*(f"{name}: {state}" for name, state in states.items()), f"together: preflight: {together}"])
+
+
+def _key(runs: Mapping[str, Prepared], cache_dir: Path) -> str:
+    return digest(["several adapters at once", *(proof_of(run, cache_dir)[1] for run in runs.values())])
+
+
+def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology) -> dict[str, Worst]:
+    """Adapter -> its factor that differs most between training together on `topology` and alone on one process."""
+    first = next(iter(runs.values()))
+    config = twin_of(first)
+    adapters = {
+        name: _on_twin(run, number, lora_on_twin(run, config, topology))
+        for number, (name, run) in enumerate(runs.items())
+    }
+    alone, ranks = Pool(1), Pool(topology.world)
+    try:
+        ranks.start()
+        with tempfile.TemporaryDirectory(prefix="meshlora-") as name:
+            folder = Path(name)
+            trust = first.config.model.trust_remote_code
+            alone.run(train_alone, folder, config, adapters, trust)
+            ranks.run(train_at_once, folder, adapters, str(topology), trust)
+            return {name: compare_adapters(*(folder / how / name / "adapter" for how in _HOW)) for name in adapters}
+    finally:
+        alone.close()
+        ranks.close()
+
+
+_HOW = _TOGETHER, _ALONE = "together", "alone"
+
+
+def _on_twin(run: Prepared, number: int, lora: Mapping[str, Any]) -> OnTwin:
+    """The run's adapter with options of its own, whatever the run's are, so that mixed-up adapters show.
+
+    Both factors are drawn, norms are clipped, and adapters end one after another.
+    """
+    options = TrainConfig(
+        output="unused",
+        steps=2 + number % 2,
+        batch_size=2 + number % 3,
+        micro_batch_size=3,
+        lr=1e-2 / (1 + number),
+        max_grad_norm=0.1 / (1 + number),
+        label_smoothing=run.config.train.label_smoothing,
+        lora_plus_ratio=run.config.train.lora_plus_ratio,
+        lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
+        seed=number,
+        replica_check_every=0,
+    )
+    lengths = tuple(4 + (3 * number + 5 * place) % 9 for place in range(5))
+    return OnTwin({**lora, "init_lora_weights": False}, lengths, options)
+
+
+def train_alone(folder: Path, config: Any, adapters: Mapping[str, OnTwin], trust_remote_code: bool) -> None:
+    """Make the twin of the configuration `config`, and train each of `adapters` by itself on it, on one process."""
+    write_twin(config, folder / "twin", dtype=torch.float64, seed=0)
+    for name, own in adapters.items():
+        model = _load(folder, Topology(), trust_remote_code)
+        run = _prepared(model, folder / _ALONE / name, own, Topology())
+        add_adapter(model, name, run.lora, seed=own.train.seed)
+        set_adapter(model, name)
+        Trainer(run, model, _quiet(own)).train()
+
+
+def train_at_once(folder: Path, adapters: Mapping[str, OnTwin], topology: str, trust_remote_code: bool) -> None:
+    """Train all of `adapters` at once, on the calling ranks."""
+    shape = Topology.parse(topology)
+    model = _load(folder, shape, trust_remote_code)
+    runs = {}
+    for name, own in adapters.items():
+        runs[name] = _prepared(model, folder / _TOGETHER / name, own, shape)
+        add_adapter(model, name, runs[name].lora, seed=own.train.seed)
+    ManyTrainer(runs, model, {name: _quiet(own) for name, own in adapters.items()}).train()
+
+
+def _load(folder: Path, topology: Topology, trust_remote_code: bool) -> Any:
+    return load_without_proof(
+        folder / "twin",
+        topology=topology,
+        dtype="float64",
+        device="cpu",
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+        disable_dropout=True,
+    )
+
+
+def _prepared(model: Any, output: Path, own: OnTwin, topology: Topology) -> Prepared:
+    """The run of one adapter on the twin, on sequences of random tokens."""
+    lora = lora_config(own.lora, "lora")
+    train = TrainConfig(**{**vars(own.train), "output": str(output)})
+    config = RunConfig(ModelConfig("unused"), DataConfig("unused"), train, lora={}, topology=str(topology))
+    generator = np.random.Generator(np.random.PCG64(own.train.seed))
+    number = sum(own.lengths)
+    tokens = generator.integers(0, model.config.get_text_config().vocab_size, number).astype(np.int32)
+    offsets = np.cumsum([0, *own.lengths]).astype(np.int64)
+    data = TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
+    return Prepared(config, topology, runtime(model).plan, lora, {}, 0, 0, data, None, own.train.steps or 0)
+
+
+def _quiet(own: OnTwin) -> Reporter:
+    return Reporter(Path("unused"), steps=own.train.steps or 0, log_every=1, is_main=False)
