@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,11 @@ from meshlora.adapter.peft_format import WEIGHTS_FILE
 from meshlora.data import GlobalBatches
 from meshlora.errors import UserError
 from meshlora.oracle.inputs import write_twin
+from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
-from meshlora.train import trainer
-from meshlora.train.checkpoint import MANIFEST, STATE_FILE, restore_optimizer
+from meshlora.train import checkpoint, trainer
+from meshlora.train.checkpoint import MANIFEST, STATE_FILE
 from meshlora.train.keeping import LATEST, point
 from meshlora.train.prepare import Prepared, prepare
 from tests.pool import Pool
@@ -75,6 +79,10 @@ def _difference(one: Path, other: Path) -> float:
     return max(float((a[key] - b[key]).norm() / b[key].norm()) for key in a)
 
 
+def _manifest_of(checkpoint: Path) -> dict[str, Any]:
+    return dict(json.loads((checkpoint / MANIFEST).read_text()))
+
+
 def _metrics(output: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "step_time_s"} for line in lines]
@@ -96,7 +104,7 @@ def test_on_the_same_topology_every_bit_is_that_of_the_run_that_was_not_stopped(
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("dp=2", "tp=2,sp"), ("tp=2,sp", "dp=2"), ("tp=2,sp", ""), ("", "dp=2,tp=2,sp"), ("dp=2,tp=2,sp", "tp=2,sp")],
+    [("tp=2,sp", "dp=2"), ("", "dp=2,tp=2,sp"), ("dp=2,tp=2,sp", "tp=2,sp")],
 )
 def test_on_another_topology_only_the_rounding_differs(
     first: str,
@@ -111,34 +119,138 @@ def test_on_another_topology_only_the_rounding_differs(
     assert _difference(output, whole(first)) < 1e-9
 
 
-def test_dropout_goes_on_with_the_masks_of_its_step(folder: Path, pools: Callable[[int], Pool]) -> None:
-    """Of the adapter and of the model; on the same topology to the bit, on another to rounding."""
-    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+# --- one run over three topologies, with dropout
+
+
+CHAIN = (("dp=2", 2), ("tp=2,sp", 5), ("", None))  # (topology, after which step it is stopped)
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+def _stopped_after(step: int | None, file: Path, world: int, resume: str | None, fault: str = "") -> None:
+    """Every rank of the pool: the last one gets SIGTERM in the second micro-batch of `step`, from 1."""
+    train_step, backward, now = trainer.Trainer.train_step, trainer.Trainer._backward, [0]
+
+    def noticed(self: Any, index: int) -> Any:
+        now[0] = index + 1
+        return train_step(self, index)
+
+    def asked(self: Any, number: int, batch: Any, *, is_only: bool) -> Any:
+        if (now[0], number, self.mesh.rank) == (step, 1, world - 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.stop.is_asked:
+                time.sleep(0.001)
+        return backward(self, number, batch, is_only=is_only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", noticed)
+        patch.setattr(trainer.Trainer, "_backward", asked)
+        _put_in(fault, patch)
+        run_and_keep_groups(file, world, resume)
+
+
+def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
+    batch, masks, cut = GlobalBatches.batch, trainer.Trainer.masks, checkpoint.local_part
+    if fault == "data position off by one":
+        patch.setattr(GlobalBatches, "batch", lambda self, step: batch(self, step + 1))
+    if fault == "dropout begins again":
+        patch.setattr(trainer.Trainer, "masks", lambda self, step, b: masks(self, step - self.run.resume.step, b))
+    if fault == "moments of the neighbour":
+
+        def neighbour(full: torch.Tensor, rule: Any, mesh: Any) -> torch.Tensor:
+            other = mesh.tp.size - 1 - mesh.tp.rank
+            for each in rule.cuts:
+                full = each.layout.cut(full, each.dim, rank=other, size=mesh.tp.size)
+            return full if rule.cuts else cut(full, rule, mesh)
+
+        patch.setattr(checkpoint, "local_part", neighbour)
+    if fault == "steps of the optimizer forgotten":
+        read = trainer.restore_optimizer
+        patch.setattr(trainer, "restore_optimizer", lambda m, o, c: read(m, o, dataclasses.replace(c, updates=0)))
+
+
+@pytest.fixture(scope="module")
+def with_dropout(folder: Path, pools: Callable[[int], Pool]) -> Callable[..., Path]:
+    """A run of a GPT-2 with every dropout that is exact; checkpoints are only those that it is stopped with.
+
+    Epochs have three steps, the third of five sequences; dp=2 makes two micro-batches of a step, other topologies four.
+    """
     model = folder / "gpt2"
-    write_twin(twin_config("gpt2", vocab_size=2048, n_positions=128, **rates), model, dtype=torch.float64, seed=0)
+    write_twin(twin_config("gpt2", vocab_size=2048, n_positions=128, **DROPOUT), model, dtype=torch.float64, seed=0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EXAMPLES / "tiny_base" / name, model)
-    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.2}
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
 
-    def run(name: str, topology: str, resume: str | None = None) -> Path:
-        changes = {"model__path": str(model), **{f"lora__{key}": value for key, value in lora.items()}}
-        file = _file(folder, name, topology, train__steps=4, train__eval_every=0, **changes)
-        pools(2).run(run_and_keep_groups, file, 2, resume, timeout_s=120)
+    def run(
+        name: str, topology: str, *, resume: str | None = None, stop: int | None = None, fault: str = "", **more: Any
+    ) -> Path:
+        changes = {"model__path": str(model), **{f"lora__{key}": value for key, value in lora.items()}, **more}
+        file = _file(folder, name, topology, train__steps=7, train__eval_every=0, train__save_every=0, **changes)
+        world = WORLD[topology]
+        pools(world).run(_stopped_after, stop, file, world, resume, fault, timeout_s=120)
         return folder / name
 
-    whole = run("dropout", "dp=2")
-    for name, topology in (("dropout-same", "dp=2"), ("dropout-other", "tp=2,sp")):
-        shutil.copytree(whole, folder / name)
-        shutil.rmtree(folder / name / "adapter")
-        assert (folder / name / "checkpoints" / "step-000002").is_dir()
-        run(name, topology, "auto")
-    assert (folder / "dropout-same" / "adapter" / WEIGHTS_FILE).read_bytes() == (
-        whole / "adapter" / WEIGHTS_FILE
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_with_dropout(with_dropout: Callable[..., Path]) -> Path:
+    return with_dropout("dropout", "dp=2")
+
+
+@pytest.fixture(scope="module")
+def first_part(folder: Path, with_dropout: Callable[..., Path]) -> Path:
+    """The first part of the chain: in the midst of its first epoch, stopped between micro-batches of its last step."""
+    topology, step = CHAIN[0]
+    return with_dropout("chain", topology, stop=step)
+
+
+def test_run_that_is_stopped_twice_goes_on_over_three_topologies(
+    folder: Path, first_part: Path, whole_with_dropout: Path, with_dropout: Callable[..., Path]
+) -> None:
+    """The same masks, sequences and moments: the end is that of the run that nothing stopped, to rounding."""
+    output = folder / "chain-of-three"
+    shutil.copytree(first_part, output, symlinks=True)
+    for topology, step in CHAIN[1:]:
+        with_dropout(output.name, topology, resume="auto", stop=step)
+        if step is not None:
+            assert not (output / "adapter").exists()
+    assert [f.name for f in sorted((output / "checkpoints").glob("step-*"))] == ["step-000002", "step-000005"]
+    assert [c["topology"] for c in map(_manifest_of, sorted((output / "checkpoints").glob("step-*")))] == [
+        str(Topology.parse(topology, world=WORLD[topology])) for topology, _ in CHAIN[:2]
+    ]
+    assert [line["step"] for line in _metrics(output) if "loss" in line] == list(range(1, 8))
+    assert _difference(output, whole_with_dropout) < 1e-9
+
+
+def test_dropout_goes_on_with_the_masks_of_its_step(
+    folder: Path, first_part: Path, whole_with_dropout: Path, with_dropout: Callable[..., Path]
+) -> None:
+    """Of the adapter and of the model, on the same topology: to the bit."""
+    shutil.copytree(first_part, folder / "dropout-same", symlinks=True)
+    output = with_dropout("dropout-same", "dp=2", resume="auto")
+    assert (output / "adapter" / WEIGHTS_FILE).read_bytes() == (
+        whole_with_dropout / "adapter" / WEIGHTS_FILE
     ).read_bytes()
-    assert _difference(folder / "dropout-other", whole) < 1e-9
-    off = json.loads((model / "config.json").read_text()) | dict.fromkeys(rates, 0.0)
-    (model / "config.json").write_text(json.dumps(off))
-    assert _difference(run("dropout-off", "dp=2"), whole) > 1e-3
+    off = with_dropout("dropout-off", "dp=2", model__disable_dropout=True)
+    assert _difference(off, whole_with_dropout) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "data position off by one",
+        "dropout begins again",
+        "moments of the neighbour",
+        "steps of the optimizer forgotten",
+    ],
+)
+def test_fault_in_going_on_shows(
+    fault: str, folder: Path, first_part: Path, whole_with_dropout: Path, with_dropout: Callable[..., Path]
+) -> None:
+    output = folder / f"chain-{abs(hash(fault))}"
+    shutil.copytree(first_part, output, symlinks=True)
+    with_dropout(output.name, CHAIN[1][0], resume="auto", fault=fault)
+    assert _difference(output, whole_with_dropout) > 1e-4
 
 
 def test_moments_matter(
@@ -152,43 +264,6 @@ def test_moments_matter(
     _sign(checkpoint)
     pools(2).run(run_and_keep_groups, _file(folder, output.name, "dp=2"), 2, "auto", timeout_s=120)
     assert _difference(output, whole("dp=2")) > 1e-3
-
-
-def _spoil_moments(model: Any, optimizer: Any, checkpoint: Any) -> None:
-    """Restore, and give every rank the part of the moments that belongs to its neighbour."""
-    restore_optimizer(model, optimizer, checkpoint)
-    for held in optimizer.state.values():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            held[moment].copy_(held[moment].roll(1, dims=0))
-
-
-def _resume_with_fault(file: Path, world: int, fault: str) -> None:
-    """Every rank of the pool goes on with a fault put in."""
-    batch = GlobalBatches.batch
-    with pytest.MonkeyPatch.context() as patch:
-        if fault == "moments resharded wrongly":
-            patch.setattr(trainer, "restore_optimizer", _spoil_moments)
-        if fault == "data position off by one":
-            patch.setattr(GlobalBatches, "batch", lambda self, step: batch(self, step + 1))
-        if fault == "steps of the optimizer forgotten":
-            read = trainer.restore_optimizer
-            patch.setattr(trainer, "restore_optimizer", lambda m, o, c: read(m, o, dataclasses.replace(c, updates=0)))
-        run_and_keep_groups(file, world, "auto")
-
-
-@pytest.mark.parametrize(
-    "fault", ["moments resharded wrongly", "data position off by one", "steps of the optimizer forgotten"]
-)
-def test_fault_in_going_on_shows(
-    fault: str,
-    folder: Path,
-    whole: Callable[[str], Path],
-    stopped: Callable[[str], Path],
-    pools: Callable[[int], Pool],
-) -> None:
-    output = stopped("tp=2,sp")
-    pools(2).run(_resume_with_fault, _file(folder, output.name, "tp=2,sp"), 2, fault, timeout_s=120)
-    assert _difference(output, whole("tp=2,sp")) > 1e-4
 
 
 def _sign(checkpoint: Path) -> None:
