@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -27,9 +28,9 @@ class Started:
     def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
         self.folder = folder
         self._mark = f"MESHLORA_TEST={uuid.uuid4()}"
-        self.temporary = folder / "temporary"
-        for name in ("home", "temporary"):
-            (folder / name).mkdir(exist_ok=True)
+        # Not below `folder`, whose path may be too long for a socket.
+        self.temporary = Path(tempfile.mkdtemp(prefix="meshlora-test-"))
+        (folder / "home").mkdir(exist_ok=True)
         name, value = self._mark.split("=")
         own = {"HOME": str(folder / "home"), "TMPDIR": str(self.temporary), name: value, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -51,13 +52,20 @@ class Started:
                 os.kill(number, signal.SIGKILL)
         self.process.communicate()
         wait_until(lambda: not self.living())
-        for folder in self.folders():
+        for folder in [*self.folders(), self.temporary]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
         """(exit code, stdout, stderr), once it has ended."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
+
+    def maps(self) -> str:
+        """The files that are mapped into it, shared libraries among them; nothing once it has ended."""
+        try:
+            return Path(f"/proc/{self.process.pid}/maps").read_text()
+        except OSError:
+            return ""
 
     def living(self) -> list[int]:
         """The processes that it has started, and those that they have, whoever is their parent by now."""
@@ -75,9 +83,9 @@ class Started:
         return [*self.temporary.iterdir(), *MEMORY.glob(f"meshlora-{self.process.pid}-*")]
 
 
-def wait_until(ready: Callable[[], object], timeout_s: float = 90.0) -> None:
+def wait_until(ready: Callable[[], object], timeout_s: float = 90.0, pause_s: float = 0.05) -> None:
     """Return when `ready()` is true; fail when it is not in time."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(pause_s)

@@ -4,8 +4,10 @@ import sys
 
 try:
     from meshlora.cli import main
+
+    code = main()
 except KeyboardInterrupt:  # before `main` is there to say it
     print("interrupted", file=sys.stderr)
-    sys.exit(130)
+    code = 130
 
-sys.exit(main())
+sys.exit(code)

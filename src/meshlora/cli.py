@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -38,18 +39,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
-    run: Callable[[argparse.Namespace], None] = options.run
-    interrupts = _note_interrupts()
+    interrupts: list[int] = []
     try:
+        _note_interrupts(interrupts)
+        options = _parser().parse_args(arguments)
+        options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
+        run: Callable[[argparse.Namespace], None] = options.run
         run(options)
     except BaseException as error:
-        # Libraries that are interrupted while they are imported turn it into errors of their own.
+        # Libraries turn an interrupt into errors of their own.
         if interrupts or isinstance(error, KeyboardInterrupt):
             print("interrupted", file=sys.stderr, flush=True)
-            if "torch._C" in sys.modules and "torch" not in sys.modules:
-                os._exit(130)  # a half-imported torch may abort the interpreter's own way out
             return 130
         if not isinstance(error, MeshloraError):
             raise
@@ -58,18 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _note_interrupts() -> list[int]:
-    """A list that grows when Ctrl-C is pressed, which still raises KeyboardInterrupt."""
-    seen: list[int] = []
+def _note_interrupts(seen: list[int]) -> None:
+    """From here on `seen` grows when Ctrl-C is pressed, which still raises KeyboardInterrupt.
 
-    def interrupt(number: int, _: object) -> None:
+    While a command only imports its libraries it ends this process on the spot: nothing has been begun, and a library
+    may swallow the exception, turn it into another, or abort the interpreter's own way out (torch, half imported).
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
         seen.append(number)
+        if _only_imports(frame):
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+            os._exit(130)
         raise KeyboardInterrupt
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    return seen
+
+
+def _only_imports(frame: FrameType | None) -> bool:
+    """Whether what the command line itself has called is an import, rather than any work that imports something."""
+    called = ""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == __name__:
+            return called.startswith("importlib.")
+        called = frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:

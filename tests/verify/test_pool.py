@@ -199,7 +199,7 @@ def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Sig
         folders = [Path(name) for name in parent.process.stdout.readline().split()]
         wait_until(lambda: all(len(list(folder.iterdir())) > 10 for folder in folders))
         assert len(parent.living()) >= 2
-        assert set(parent.folders()) == {folder.parent for folder in folders}
+        assert set(parent.folders()) > {folder.parent for folder in folders}  # and that of the ranks' own parent
         parent.process.send_signal(number)
         parent.end()
         wait_until(lambda: not parent.living(), timeout_s=20)
