@@ -143,10 +143,13 @@ def _add_verify(commands: Any) -> None:
         dest="overrides",
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
-    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all")
+    verify.add_argument(
+        "--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all, dropout 0.1"
+    )
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
+    verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
@@ -219,7 +222,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
     from meshlora.verify.plans import read_lora
-    from meshlora.verify.request import DEFAULT_LORA, Request
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, LABEL_SMOOTHING, Request
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -237,9 +240,12 @@ def _verify(options: argparse.Namespace) -> None:
         twin=options.twin,
         overrides=_fields(options.overrides),
         lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
+        default_dropout=0.0 if options.lora else DROPOUT,
+        label_smoothing=0.0 if options.objective == "policy" else LABEL_SMOOTHING,
         dtype=options.dtype,
         objective=options.objective,
         packing=options.packing,
+        recompute=options.recompute,
         steps=options.steps,
         seed=options.seed,
         data=options.data,

@@ -13,7 +13,7 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 
 
-def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tuple[str, str]]:
+def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: bool = False) -> Counter[tuple[str, str]]:
     """(phase, kind) -> the most calls in the forward, the loss and the backward of one micro-batch.
 
     A split region costs one collective where it is entered, and each of its row-parallel linears one, in either
@@ -22,7 +22,14 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tupl
     one chunk. A norm over a split width takes a small sum in either direction. Experts: see `_of_experts`.
 
     scaled_rows: row-parallel linears with DoRA, each of which needs the norms of its rows.
+    recomputes: the backward runs the layers' forward once more: all but the sum of the embedding and what follows the
+    last layer.
     """
+    if recomputes:
+        once = micro_batch_budget(plan, scaled_rows=scaled_rows)
+        outside = Counter({"allreduce": 1, "allgather": int(plan.topology.sp)} if plan.topology.tp > 1 else {})
+        forward = Counter({kind: number for (phase, kind), number in once.items() if phase == "forward"}) - outside
+        return once + Counter({("backward", kind): number for kind, number in forward.items()})
     budget = _of_experts(plan)
     entered = sum(region.is_split for region in plan.regions)
     whole = len(plan.regions) - entered
