@@ -192,7 +192,7 @@ def _train(options: argparse.Namespace) -> None:
         on_gpus(config.device, num_ranks=options.nproc)
         run = prepare(config, world=options.nproc, resume=resume, despite=despite)
         if run.is_finished:
-            print(f"all {run.steps:,} steps are done: {config.train.output}/adapter")
+            _say_finished(run)
             return
         preflight(run, skip=options.no_preflight)
         words = [word for override in options.overrides for word in ("--set", override)]
@@ -205,7 +205,7 @@ def _train(options: argparse.Namespace) -> None:
         run = prepare(config, world=place.world if place else 1, resume=resume, despite=despite)
         if run.is_finished:
             if place is None or place.rank == 0:
-                print(f"all {run.steps:,} steps are done: {config.train.output}/adapter")
+                _say_finished(run)
             return
         if not launched_by_us() and (place is None or place.rank == 0):
             # Joined first, so that the ranks that wait for this one notice when it ends here.
@@ -214,6 +214,16 @@ def _train(options: argparse.Namespace) -> None:
         if place is not None and place.rank > 0:
             log_to_file(Path(run.config.train.output), place.rank, goes_on=run.resume is not None)
         train(run, go_on=how_to_go_on(options.words))
+
+
+def _say_finished(run: Any) -> None:
+    """What a run that has all its steps has; a merged model that is missing is made."""
+    from meshlora.train.run import merge_at_end
+
+    output = Path(run.config.train.output)
+    print(f"all {run.steps:,} steps are done: {output}/adapter")
+    if run.config.train.merge_at_end and not (output / "merged").is_dir():
+        merge_at_end(run)
 
 
 def _verify(options: argparse.Namespace) -> None:
