@@ -158,10 +158,13 @@ def _add_verify(commands: Any) -> None:
         dest="overrides",
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
-    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all")
+    verify.add_argument(
+        "--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all, dropout 0.1"
+    )
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
+    verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
@@ -204,7 +207,7 @@ def _train(options: argparse.Namespace) -> None:
         configs = read_runs(options.file, options.overrides)
         on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
         runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
-        if _are_finished(runs, say=True):
+        if _are_finished(runs):
             return
         preflight_runs(runs, skip=options.no_preflight)
         words = [word for override in options.overrides for word in ("--set", override)]
@@ -215,7 +218,7 @@ def _train(options: argparse.Namespace) -> None:
     with rank_edge():
         configs = read_runs(options.file, options.overrides)
         runs = prepare_runs(configs, world=place.world if place else 1, resume=resume, despite=despite)
-        if _are_finished(runs, say=place is None or place.rank == 0):
+        if _are_finished(runs, is_main=place is None or place.rank == 0):
             return
         first = next(iter(runs.values()))
         if not launched_by_us() and (place is None or place.rank == 0):
@@ -232,13 +235,17 @@ def _train(options: argparse.Namespace) -> None:
             train_together(runs, go_on=go_on)
 
 
-def _are_finished(runs: Mapping[str, Any], *, say: bool) -> bool:
-    """Whether nothing is left to do, with a line for each adapter."""
+def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
+    """Whether nothing is left to do; the first rank says so of each adapter, and makes a merged model that is missing."""
+    from meshlora.train.run import MERGED, merge_at_end
+
     if not all(run.is_finished for run in runs.values()):
         return False
-    for run in runs.values():
-        if say:
-            print(f"all {run.steps:,} steps are done: {run.config.train.output}/adapter")
+    for run in runs.values() if is_main else ():
+        output = Path(run.config.train.output)
+        print(f"all {run.steps:,} steps are done: {output}/adapter")
+        if run.config.train.merge_at_end and not (output / MERGED).is_dir():
+            merge_at_end(run)
     return True
 
 
@@ -248,7 +255,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
     from meshlora.verify.plans import read_lora
-    from meshlora.verify.request import DEFAULT_LORA, Request
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, LABEL_SMOOTHING, Request
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -266,9 +273,12 @@ def _verify(options: argparse.Namespace) -> None:
         twin=options.twin,
         overrides=_fields(options.overrides),
         lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
+        default_dropout=0.0 if options.lora else DROPOUT,
+        label_smoothing=0.0 if options.objective == "policy" else LABEL_SMOOTHING,
         dtype=options.dtype,
         objective=options.objective,
         packing=options.packing,
+        recompute=options.recompute,
         steps=options.steps,
         seed=options.seed,
         data=options.data,

@@ -130,6 +130,7 @@ class TrainConfig:
             save too; 0: never.
         decay_biases_and_norms: weight decay is of biases and of the weights of norms too.
         sample_every: steps between continuations of some prompts, greedy; 0: never.
+        merge_at_end: at the end also write the whole model with the adapter in its weights.
         track: trackers that get every number of metrics.jsonl too (`train.tracking`).
     """
 
@@ -167,6 +168,7 @@ class TrainConfig:
     save_every: int = 0
     sample_every: int = 0
     log_every: int = 10
+    merge_at_end: bool = False
     track: list[str] = field(default_factory=list)
     replica_check_every: int = 100
     keep_last: int = 0

@@ -8,6 +8,7 @@ import pytest
 
 from meshlora.plan.families import PROVED, PROVED_EXPERTS
 from meshlora.verify.proof import Outcome
+from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING
 
 
 def _check(outcomes: list[Outcome]) -> None:
@@ -18,7 +19,9 @@ def _check(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("family", sorted(PROVED - PROVED_EXPERTS))
 def test_family_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
-    _check(prove_and_note(family=family, topologies=("tp=2", "tp=2,sp"), steps=1))
+    """With what `meshlora verify` has by itself: dropout and label smoothing."""
+    options = {"default_dropout": DROPOUT, "label_smoothing": LABEL_SMOOTHING}
+    _check(prove_and_note(family=family, topologies=("tp=2", "tp=2,sp"), steps=1, **options))
 
 
 # Besides those of `test_experts`. Between them: shared experts, latent attention, mixers, experts without a gate.

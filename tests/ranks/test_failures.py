@@ -341,6 +341,97 @@ def test_full_disk_for_a_while_is_gone_through_where_the_run_file_says_so(job: J
     assert (job.output / "adapter").is_dir()
 
 
+# --- a small file system that really is full
+
+# The tmpfs goes with the namespace, so that nothing is left to unmount; what is in it at the end is copied out.
+ON_TMPFS = """
+mount -t tmpfs -o size={size} none output || exit 99
+"$@"
+code=$?
+mkdir saved && cp -a output/. saved
+exit $code
+"""
+BALLAST = """
+    from meshlora.train.trainer import Trainer
+    save, ballast = Trainer._save, Path("output/ballast")
+
+    def save_on_full_disk(self, name, **options):
+        if rank == 0 and name.endswith("step-000003"):
+            with ballast.open("wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(4096)):
+                        pass
+                except OSError as error:
+                    (here / "said").write_text(error.strerror)
+        try:
+            save(self, name, **options)
+        finally:
+            if rank == 0:
+                ballast.unlink(missing_ok=True)
+
+    Trainer._save = save_on_full_disk
+"""
+
+
+@functools.cache
+def _unshare() -> tuple[str, ...]:
+    """How a process gets mounts of its own here: as an ordinary user, or as root where users may not."""
+    for words in (("unshare", "--user", "--map-root-user", "--mount"), ("unshare", "--mount")):
+        tried = [*words, "sh", "-c", "mount -t tmpfs -o size=64k none /mnt"]
+        if shutil.which("unshare") and subprocess.run(tried, capture_output=True, check=False).returncode == 0:
+            return words
+    pytest.skip("no file system can be mounted here, neither in a user namespace nor as root; FULL_DISK is tested")
+
+
+def _on_tmpfs(job: Job, size: str, *command: str) -> tuple[int, str, str]:
+    """A run whose output folder is a tmpfs; (exit code, stdout, stderr). What it left is in `saved`."""
+    (job.folder / "output").mkdir()
+    path = os.pathsep.join([str(job.folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*_unshare(), "sh", "-c", ON_TMPFS.format(size=size), "sh", sys.executable, *command],
+        cwd=job.folder,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_checkpoints_that_fill_a_file_system_end_the_run_with_the_last_one_whole(job: Job) -> None:
+    job.write(save_every=1, steps=1000)
+    alone = ("-m", "meshlora", "train", "run.yaml", "--no-preflight", "--set", "topology=''")
+    code, _, err = _on_tmpfs(job, "4m", *alone, "--set", "lora.r=64")
+    assert code == 1, err
+    steps = [int(f.name.removeprefix("step-")) for f in sorted((job.folder / "saved" / "checkpoints").glob("step-*"))]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 2 < len(steps) < 200, "it was full after some"
+    assert err.startswith(
+        f"error: rank 0: output/checkpoints/step-{len(steps) + 1:06d}: the adapter could not be written ("
+    )
+    assert "No space left on device" in err
+    assert len(err.splitlines()) == 1
+    left = {file.name for file in (job.folder / "saved" / "checkpoints").iterdir()}
+    assert left == {f"step-{step:06d}" for step in steps} | {"latest"}, "nothing half is left"
+    assert read_checkpoint(job.folder / "saved" / "checkpoints" / "latest").step == len(steps)
+
+
+def test_run_goes_on_over_a_file_system_that_was_full_for_a_while(job: Job) -> None:
+    job.write(BALLAST, save_every=1, on_save_error="continue")
+    code, out, err = _on_tmpfs(job, "2m", *TRAIN)
+    assert (code, err) == (0, "")
+    assert (job.folder / "faults" / "said").read_text() == "No space left on device"
+    assert "step 3: output/checkpoints/step-000003: the adapter could not be written (" in out
+    saved = job.folder / "saved"
+    assert [f.name for f in sorted((saved / "checkpoints").glob("step-*"))] == [
+        "step-000001",
+        "step-000002",
+        "step-000004",
+    ]
+    assert (saved / "adapter").is_dir()
+    assert [json.loads(line)["step"] for line in (saved / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
 def test_loss_that_is_not_finite_stops_the_run(job: Job) -> None:
     job.write("\n    for each in (0, 1):\n        at(3, each, lambda loss: loss * float('nan'))\n")
     code, _, err = job.run()

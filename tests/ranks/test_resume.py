@@ -26,10 +26,10 @@ from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
 from meshlora.train import checkpoint, trainer
-from meshlora.train.checkpoint import MANIFEST, STATE_FILE
+from meshlora.train.checkpoint import MANIFEST, STATE_FILE, read_checkpoint
 from meshlora.train.keeping import LATEST, point
 from meshlora.train.prepare import Prepared, prepare
-from tests.pool import Pool
+from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_file
 
 __all__ = ["folder"]  # a fixture
@@ -150,6 +150,14 @@ def _stopped_after(step: int | None, file: Path, world: int, resume: str | None,
 
 def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
     batch, masks, cut = GlobalBatches.batch, trainer.Trainer.masks, checkpoint.local_part
+    if fault == "every loss is NaN":
+        loss_sum = trainer.Trainer._loss_sum
+
+        def broken(self: Any, *given: Any) -> Any:
+            loss, sums = loss_sum(self, *given)
+            return loss * (float("nan") if torch.is_grad_enabled() else 1.0), sums
+
+        patch.setattr(trainer.Trainer, "_loss_sum", broken)
     if fault == "data position off by one":
         patch.setattr(GlobalBatches, "batch", lambda self, step: batch(self, step + 1))
     if fault == "dropout begins again":
@@ -253,6 +261,46 @@ def test_fault_in_going_on_shows(
     assert _difference(output, whole_with_dropout) > 1e-4
 
 
+def test_run_that_goes_on_from_an_earlier_step_sets_the_rest_aside(
+    folder: Path, whole: Callable[[str], Path], pools: Callable[[int], Pool]
+) -> None:
+    """Else `auto` would go on with the other future, or say that all is done; and nothing that was saved is lost."""
+    output = folder / "from-earlier"
+    shutil.copytree(whole(""), output, symlinks=True)
+    checkpoints, old = output / "checkpoints", (output / "adapter" / WEIGHTS_FILE).read_bytes()
+    point(checkpoints / "best", "step-000004")
+    early = str(checkpoints / f"step-{STOPPED:06d}")
+    file = _file(folder, output.name, "")
+    pools(1).run(_stopped_after, STOPPED + 1, file, 1, early, timeout_s=120)
+    aside = checkpoints / "set-aside-1"
+    assert sorted(f.name for f in aside.iterdir()) == ["adapter", "metrics.jsonl", "step-000004"]
+    assert (aside / "adapter" / WEIGHTS_FILE).read_bytes() == old
+    assert len((aside / "metrics.jsonl").read_text().splitlines()) > len(
+        (output / "metrics.jsonl").read_text().splitlines()
+    )
+    assert sorted(f.name for f in checkpoints.glob("[!.]*")) == ["latest", aside.name, "step-000002", "step-000003"]
+    run = _resumed(folder, output, topology="")
+    assert run.resume is not None
+    assert (run.resume.step, run.is_finished) == (STOPPED + 1, False)
+    pools(1).run(run_and_keep_groups, file, 1, "auto", timeout_s=120)
+    assert (output / "adapter" / WEIGHTS_FILE).read_bytes() == old
+    assert not (checkpoints / "set-aside-2").exists()
+
+
+def test_steps_that_were_left_out_in_a_row_are_counted_over_a_resume(
+    folder: Path, whole: Callable[[str], Path], stopped: Callable[[str], Path], pools: Callable[[int], Pool]
+) -> None:
+    output = stopped("")
+    file = _file(folder, output.name, "", train__on_nonfinite="skip", train__save_every=1)
+    pools(1).run(_stopped_after, 5, file, 1, "auto", "every loss is NaN", timeout_s=120)
+    last = output / "checkpoints" / "step-000005"
+    assert read_checkpoint(last).skipped_in_row == 3
+    assert read_checkpoint(output / "checkpoints" / "step-000002").skipped_in_row == 0
+    (last / MANIFEST).write_text(json.dumps(_manifest_of(last) | {"skipped_in_row": 9}))
+    with pytest.raises(RankError, match="10 steps in a row were left out"):
+        pools(1).run(_stopped_after, None, file, 1, "auto", "every loss is NaN", timeout_s=120)
+
+
 def test_moments_matter(
     folder: Path, whole: Callable[[str], Path], stopped: Callable[[str], Path], pools: Callable[[int], Pool]
 ) -> None:
@@ -278,9 +326,14 @@ def _sign(checkpoint: Path) -> None:
 
 
 def _resumed(
-    folder: Path, output: Path, resume: str = "auto", despite: tuple[str, ...] = (), **changes: Any
+    folder: Path,
+    output: Path,
+    resume: str = "auto",
+    despite: tuple[str, ...] = (),
+    topology: str = "dp=2",
+    **changes: Any,
 ) -> Prepared:
-    return prepare(read_run(_file(folder, output.name, "dp=2", **changes)), resume=resume, despite=despite)
+    return prepare(read_run(_file(folder, output.name, topology, **changes)), resume=resume, despite=despite)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
         ('{"step": 1}\n', "line 1: it is not a line of a run's metrics"),
         ("[1]\n", "line 1: it is not a line of a run's metrics"),
         ("no json\n", "line 1: it is not a line of a run's metrics"),
-        (None, "metrics.jsonl cannot be read there"),
+        (None, "it is no run: it has no metrics.jsonl"),
     ],
 )
 def test_folder_without_metrics_is_refused(content: str | None, words: str, tmp_path: Path) -> None:
@@ -101,6 +101,16 @@ def test_folder_without_metrics_is_refused(content: str | None, words: str, tmp_
         plot_runs([tmp_path], tmp_path / "out.png")
     assert words in str(caught.value)
     assert not (tmp_path / "out.png").exists()
+
+
+def test_name_that_is_not_there_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    assert main(["plot", nowhere, "--out", str(tmp_path / "out.png")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"error: {nowhere}: there is no such folder or file; give the output folder of a run, or its metrics.jsonl\n"
+    )
 
 
 def test_command_refuses_what_cannot_be_drawn_before_it_reads(

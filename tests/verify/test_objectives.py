@@ -11,25 +11,63 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from meshlora.cli import main
 from meshlora.data import collate
 from meshlora.data.preferences import read_preferences
 from meshlora.data.rollouts import read_rollouts
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.oracle.batches import micro_batches
 from meshlora.oracle.objectives import Objective
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.oracle.trace import Trace
+from meshlora.verify import command
+from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
+from meshlora.verify.request import OBJECTIVES, Request, prepare_proof
 from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2,sp")
 
 
-@pytest.mark.parametrize("objective", ["policy", "dpo"])
-def test_objective_is_that_of_one_process_on_every_mesh(objective: str, prove: Prove) -> None:
-    smoothing = 0.1 if objective == "dpo" else 0.0
-    outcomes = prove(family="qwen3", objective=objective, topologies=TOPOLOGIES, label_smoothing=smoothing)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_is_that_of_one_process_on_every_mesh(
+    objective: str, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one case each, that of `meshlora verify --objective`: all at once that makes the parts of a step interact."""
+    seen: list[tuple[Proof, list[Outcome]]] = []
+
+    def run(proof: Proof, _: object, **__: object) -> list[Outcome]:
+        proof = dataclasses.replace(proof, request=dataclasses.replace(proof.request, cache_dir=tmp_path))
+        seen.append((proof, list(run_proof(proof, processes))))
+        return seen[0][1]
+
+    monkeypatch.setattr(command, "run_proof", run)
+    words = [word for topology in TOPOLOGIES for word in ("--topology", topology)]
+    assert main(["verify", "--family", "qwen3", "--objective", objective, *words]) == 0
+    ((proof, outcomes),) = seen
     assert [str(o.topology) for o in outcomes] == list(TOPOLOGIES)
     assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
+    _check_case(proof)
+
+
+def _check_case(proof: Proof) -> None:
+    """Unequal token counts, accumulation with a remainder, dropout, smoothing; clipping in every step."""
+    case = proof.case
+    assert case.lora["lora_dropout"] == 0.1
+    assert case.label_smoothing == (0.0 if case.objective == "policy" else 0.1)
+    data, pairs = case.data, case.rows_per_example
+    assert len({int(sequence.is_trained[1:].sum()) for sequence in data}) > 3
+    for dp in (1, 2):
+        assert case.batch_size % (dp * case.micro_batch_size) > 0
+        assert case.batch_size > dp * case.micro_batch_size
+    assert len(data) // pairs % case.batch_size, "the last batch of an epoch is a short one"
+    reference = Trace.load(proof.request.cache_dir / proof.key / "reference.safetensors")
+    assert min(reference.grad_norms) > case.max_grad_norm
+
+
+def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: Prove) -> None:
+    options = {"default_dropout": 0.1, "recompute": True}
+    (outcome,) = prove(family="qwen3", objective="dpo", topologies=("tp=2,sp",), steps=1, **options)
+    assert outcome.passed, (outcome.divergence, outcome.error)
 
 
 def test_policy_over_experts_with_load_balancing_is_that_of_one_process(prove: Prove) -> None:

@@ -58,6 +58,24 @@ class _Output:
     place: tuple[slice | int, ...] | None
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """All that is known of a merge before a weight of the model is read."""
+
+    source: CheckpointSource
+    changes: Changes
+    aliases: Mapping[str, list[str]]
+    untied: list[str]
+    outputs: list[_Output]
+
+
+def check_merge(
+    model_folder: str | Path, adapter_folder: str | Path, *, config: PretrainedConfig, trust_remote_code: bool = False
+) -> None:
+    """Every check of `merge` before it writes, with its errors: they do not depend on the values of the adapter."""
+    _planned(Path(model_folder), Path(adapter_folder), config, None, trust_remote_code=trust_remote_code)
+
+
 def merge(
     model_folder: str | Path,
     adapter_folder: str | Path,
@@ -84,17 +102,9 @@ def merge(
     source_folder, out = Path(model_folder), Path(out_folder)
     if out.exists():
         raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
-    model = _meta_model(config, trust_remote_code=trust_remote_code)
-    source = CheckpointSource(source_folder, model)
-    aliases = check_checkpoint(model, source, allow_unused=True)
-    _check_stored_twice(source, aliases)
-    wide = kept_wide(model, dtype) if dtype is not None else set()
-    names = set(model.state_dict())
-    changes = _alike(_shared(read_changes(model, Path(adapter_folder)), aliases), aliases)
-    untied = _untied_names(changes, aliases)
-    outputs = _outputs(source, changes, untied, aliases, dtype, wide)
-    added = [name for name in untied if source.shape(name) is None]
-    _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
+    planned = _planned(source_folder, Path(adapter_folder), config, dtype, trust_remote_code=trust_remote_code)
+    source, changes, aliases = planned.source, planned.changes, planned.aliases
+    untied, outputs = planned.untied, planned.outputs
     try:
         with new_folder(out) as folder:
             _copy_files(source_folder, folder)
@@ -118,6 +128,28 @@ def merge(
         is_untied=bool(untied),
         check=check,
     )
+
+
+def _planned(
+    model_folder: Path,
+    adapter_folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | None,
+    *,
+    trust_remote_code: bool,
+) -> _Planned:
+    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    source = CheckpointSource(model_folder, model)
+    aliases = check_checkpoint(model, source, allow_unused=True)
+    _check_stored_twice(source, aliases)
+    wide = kept_wide(model, dtype) if dtype is not None else set()
+    names = set(model.state_dict())
+    changes = _alike(_shared(read_changes(model, adapter_folder), aliases), aliases)
+    untied = _untied_names(changes, aliases)
+    outputs = _outputs(source, changes, untied, aliases, dtype, wide)
+    added = [name for name in untied if source.shape(name) is None]
+    _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
+    return _Planned(source, changes, aliases, untied, outputs)
 
 
 def _meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:

@@ -60,7 +60,8 @@ class Case:
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
         objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file.
         columns, rows_per_example: of the sequences.
-        packing: our side puts several sequences into a row; the reference never does.
+        packing: our side puts several sequences into a row; recompute: it computes its layers' activations twice. The
+            reference never does.
         pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
             layer have one adapter.
         dropout: fields of the model's configuration whose dropouts are on; LoRA's is in `lora`.
@@ -95,6 +96,7 @@ class Case:
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     rows_per_example: int = 1
     packing: bool = False
+    recompute: bool = False
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6

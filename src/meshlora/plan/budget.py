@@ -13,7 +13,7 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 
 
-def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tuple[str, str]]:
+def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: bool = False) -> Counter[tuple[str, str]]:
     """(phase, kind) -> the most calls in the forward, the loss and the backward of one micro-batch.
 
     A split region costs one collective where it is entered, and each of its row-parallel linears one, in either
@@ -23,8 +23,17 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0) -> Counter[tupl
     dp_shard each decoder layer is gathered over dp once in either direction.
 
     scaled_rows: row-parallel linears with DoRA, each of which needs the norms of its rows.
+    recomputes: the backward runs the layers' forward once more: all but the sum of the embedding and what follows the
+    last layer.
     """
     units = len(plan.units)
+    if recomputes:
+        once = micro_batch_budget(plan, scaled_rows=scaled_rows)
+        is_split = plan.topology.tp > 1
+        # The backward gathers a layer that dp_shard shards in any case.
+        outside = Counter({"allreduce": int(is_split), "allgather": units + int(is_split and plan.topology.sp)})
+        forward = Counter({kind: number for (phase, kind), number in once.items() if phase == "forward"}) - outside
+        return once + Counter({("backward", kind): number for kind, number in forward.items()})
     budget = _of_experts(plan) + Counter({("forward", "allgather"): units, ("backward", "allgather"): units})
     entered = sum(region.is_split for region in plan.regions)
     whole = len(plan.regions) - entered

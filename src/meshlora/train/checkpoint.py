@@ -29,7 +29,7 @@ STATE_FILE, MANIFEST = "training_state.safetensors", "training_state.json"
 FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ between a run and the one that goes on from its checkpoint: it changes no step.
-_CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track")
+_CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
 _FREE = {*_CHOICES, "keep_last", "keep_best"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
     *("on_save_error", "on_nonfinite", "timeout_s"),
@@ -45,6 +45,7 @@ class Checkpoint:
         updates: how many of the steps changed the adapter: all but those that were skipped.
         eval_loss: of the evaluation at that step, None where there was none.
         loss_scale: state of the loss scale, of a float16 run.
+        skipped_in_row: steps that were left out right before.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class Checkpoint:
     updates: int
     eval_loss: float | None = None
     loss_scale: Mapping[str, float] = field(default_factory=dict)
+    skipped_in_row: int = 0
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any]) -> dict[str, str]:
@@ -93,6 +95,7 @@ def state_writer(
     identity: Mapping[str, str],
     eval_loss: float | None = None,
     loss_scale: Mapping[str, float] | None = None,
+    skipped_in_row: int = 0,
 ) -> Callable[[Path], None]:
     """A function that adds the training state to the folder of an adapter. Collective; rank 0 calls what it returns."""
     state = runtime(model)
@@ -118,6 +121,7 @@ def state_writer(
             "topology": str(state.mesh.topology),
             "identity": dict(identity),
             "loss_scale": dict(loss_scale or {}),
+            "skipped_in_row": skipped_in_row,
             "files": dict(sorted(files.items())),
         }
         write_json_atomically(folder / MANIFEST, manifest)
@@ -175,7 +179,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     folder = folder.resolve() if folder.is_symlink() else folder
     step, updates = manifest["step"], manifest.get("updates", manifest["step"])
     eval_loss, loss_scale = manifest.get("eval_loss"), manifest.get("loss_scale", {})
-    return Checkpoint(folder, step, manifest["topology"], updates, eval_loss, loss_scale)
+    skipped = manifest.get("skipped_in_row", 0)
+    return Checkpoint(folder, step, manifest["topology"], updates, eval_loss, loss_scale, skipped)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -189,7 +194,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}", f"its format is {found['format']}, this meshlora reads {FORMAT}")
     if {Path(name).name for name in found["files"]} != set(found["files"]) or STATE_FILE not in found["files"]:
         raise UserError(f"checkpoint {folder}", f"{MANIFEST} names other files than a checkpoint has")
-    if not isinstance(found.get("updates", 0), int) or not isinstance(found.get("eval_loss"), float | None):
+    counts = [found.get(key, 0) for key in ("updates", "skipped_in_row")]
+    if any(type(count) is not int for count in counts) or not isinstance(found.get("eval_loss"), float | None):
         raise UserError(f"checkpoint {folder}", f"{MANIFEST} is damaged", "use an earlier one")
     return found
 

@@ -1,7 +1,8 @@
 """Which checkpoints of a run stay on disk, and the two names that point at one of them.
 
-Owns: `checkpoints/latest` and `checkpoints/best`, what `train.keep_last` and `train.keep_best` remove, and what a
-killed save left behind. Does not own: what is in a checkpoint, and whether it is whole (`train.checkpoint`).
+Owns: `checkpoints/latest` and `checkpoints/best`, what `train.keep_last` and `train.keep_best` remove, what a killed
+save left behind, and what is set aside where a run goes on from an earlier step than its last. Does not own: what is in
+a checkpoint, and whether it is whole (`train.checkpoint`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from meshlora.state.files import fsync_folder
 from meshlora.train.checkpoint import FOLDER, Checkpoint, read_checkpoint, step_folders
 
 LATEST, BEST = "latest", "best"
+# What a run that goes on from an earlier step had made of later ones, `set-aside-1`; what a finished run has.
+ASIDE, MERGED = "set-aside", "merged"
+ENDS = ("adapter", MERGED)
 
 
 class Keeping:
@@ -86,6 +90,39 @@ def clear_leftovers(output: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def set_aside(output: Path, resume: Checkpoint) -> str | None:
+    """Move what the run in `output` made of later steps than `resume` out of the way of the steps that follow now.
+
+    It is of another future of the run: `--resume auto` would go on with it, and a finished adapter say that all is
+    done. Nothing is removed. Returns what to say of it, None where there is nothing.
+    """
+    later = [folder for step, folder in step_folders(output / FOLDER) if step > resume.step]
+    ends = [output / name for name in ENDS if (output / name).exists()]
+    if not later and not ends:
+        return None
+    (output / FOLDER).mkdir(parents=True, exist_ok=True)
+    taken = [int(f.name.rpartition("-")[2]) for f in (output / FOLDER).glob(f"{ASIDE}-*") if f.name[-1].isdecimal()]
+    away = output / FOLDER / f"{ASIDE}-{max(taken, default=0) + 1}"
+    away.mkdir()
+    if (output / "metrics.jsonl").is_file():
+        shutil.copy2(output / "metrics.jsonl", away)
+    # First the names, then what they point at: no name ever points at nothing.
+    for name in (LATEST, BEST):
+        link = output / FOLDER / name
+        if link.is_symlink() and link.resolve() in [folder.resolve() for folder in later]:
+            kept = [folder for step, folder in step_folders(output / FOLDER) if step <= resume.step]
+            if name == LATEST and kept:
+                point(link, kept[0].name)
+            else:
+                link.unlink()
+    for each in (*ends, *later):
+        os.replace(each, away / each.name)
+    fsync_folder(away)
+    fsync_folder(output / FOLDER)
+    names = ", ".join(sorted(each.name for each in (*ends, *later)))
+    return f"set aside in {away}, as this run goes on from an earlier step: {names}"
 
 
 def _remove(folder: Path) -> None:

@@ -216,8 +216,7 @@ def train_together(
     with ExitStack() as opened:
         reporters = {}
         for name, run in runs.items():
-            if mesh.rank == 0:
-                prepare_output(run)
+            notes = [*run.notes, *(prepare_output(run) if mesh.rank == 0 else ())]
             reporters[name] = opened.enter_context(
                 Reporter(
                     Path(run.config.train.output) / "metrics.jsonl",
@@ -230,7 +229,7 @@ def train_together(
                     name=name,
                 )
             )
-            _introduce(run, reporters[name])
+            _introduce(run, notes, reporters[name])
         stop = opened.enter_context(noticing_signals(end_at_once, is_lost=another_rank_failed))
         opened.enter_context(mesh.patient_for(shared.train.timeout_s))
         trainer = ManyTrainer(runs, model, reporters, stop)
@@ -246,8 +245,8 @@ def train_together(
     leave()
 
 
-def _introduce(run: Prepared, reporter: Reporter) -> None:
-    for note in run.notes:
+def _introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
+    for note in notes:
         reporter.say(note)
     reporter.say(
         f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "

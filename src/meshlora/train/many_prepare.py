@@ -71,6 +71,7 @@ def _check_options(config: RunConfig) -> None:
         f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
         f"train.sample_every={train.sample_every}": train.sample_every > 0,
         f"train.track={train.track}": bool(train.track),
+        "train.merge_at_end": train.merge_at_end,
         "train.routing_record": train.routing_record is not None,
         "train.routing_replay": train.routing_replay is not None,
         "data.packing": data.packing,

@@ -116,13 +116,15 @@ class Reporter:
         values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
         self._write({name: value for name, value in {**values, **metrics.means}.items() if _is_value(value)})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
-        shown = f"loss {metrics.loss:.4f}  {speed:,.0f} tokens/s{self._saved}"
+        means = "".join(f"  {name} {value:.4g}" for name, value in metrics.means.items())
+        skipped = "  left out" if metrics.skipped else ""
+        shown = f"loss {metrics.loss:.4f}{means}  {speed:,.0f} tokens/s{skipped}{self._saved}"
         self._progress.update(self._task, completed=metrics.step, shown=shown)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)
         if is_due and (self._name or not self.console.is_terminal):
             self.say(
-                f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}"
-                f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s"
+                f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}{means}  lr {metrics.lr:.2e}"
+                f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s{skipped}"
             )
 
     def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:

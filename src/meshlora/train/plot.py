@@ -45,12 +45,17 @@ def read_metrics(run: Path) -> Metrics:
         UserError: there is none, it has no steps yet, or a line is not what `train.metrics` writes.
     """
     file = run / "metrics.jsonl" if run.is_dir() else run
+    way_out = "give the output folder of a run, or its metrics.jsonl"
+    if not run.exists():
+        raise UserError(f"{run}", "there is no such folder or file", way_out)
+    if not file.is_file():
+        raise UserError(f"{run}", "it is no run: it has no metrics.jsonl", way_out)
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{run}", f"{file.name} cannot be read there ({error})", "give the output folder of a run"
-        ) from None
+    except OSError as error:
+        raise UserError(f"{file}", f"it cannot be read ({error.strerror})", way_out) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}", "it is not text", way_out) from None
     found: dict[str, list[dict[str, float]]] = {"loss": [], "eval_loss": []}
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):

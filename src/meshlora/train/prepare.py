@@ -39,7 +39,7 @@ from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.tracking import check_trackers
 
 # What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
-RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints")
+RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from rich.console import Console
 
 from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import runtime
-from meshlora.api import load_without_proof
+from meshlora.adapter.merge import check_merge, merge
+from meshlora.api import load_without_proof, read_model_config
+from meshlora.errors import UserError
 from meshlora.parallel.groups import join, leave
-from meshlora.train.keeping import clear_leftovers
+from meshlora.train.keeping import MERGED, clear_leftovers, set_aside
 from meshlora.train.launch import another_rank_failed, end_at_once, say_in_training
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
@@ -47,8 +50,9 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
     output = Path(config.train.output)
     is_main = runtime(model).mesh.rank == 0
     done = run.resume.step if run.resume is not None else 0
+    notes = list(run.notes)
     if is_main:
-        prepare_output(run)
+        notes += prepare_output(run)
     with Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
@@ -61,7 +65,7 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
         if is_main
         else (),
     ) as reporter:
-        for note in run.notes:
+        for note in notes:
             reporter.say(note)
         reporter.say(
             f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
@@ -76,24 +80,59 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
             noticing_signals(end_at_once, is_lost=another_rank_failed) as stop,
             mesh.patient_for(config.train.timeout_s),
         ):
-            trainer = Trainer(run, model, reporter, stop)
+            check = functools.partial(_check_merge, run) if config.train.merge_at_end and is_main else None
+            trainer = Trainer(run, model, reporter, stop, check)
             say_in_training()
-            if trainer.train():
+            is_done = trainer.train()
+            if is_done:
                 reporter.say(f"adapter: {output / 'adapter'}")
             else:
                 reporter.say(f"stopped as asked; saved in {trainer.last_saved}. Go on with:\n{go_on}")
     leave()
+    if is_done and config.train.merge_at_end and is_main:
+        merge_at_end(run, console=console)
 
 
-def prepare_output(run: Prepared) -> None:
+def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
+    """Write the model with the finished adapter in its weights beside it. One process.
+
+    Raises:
+        MeshloraError: it could not be written, or does not compute what model and adapter do.
+    """
+    model, output = run.config.model, Path(run.config.train.output)
+    trust = model.trust_remote_code
+    hf_config = read_model_config(model.path, trust_remote_code=trust)
+    done = merge(model.path, output / "adapter", output / MERGED, config=hf_config, trust_remote_code=trust)
+    say = functools.partial((console or Console()).print, highlight=False, soft_wrap=True)
+    say(f"merged: {output / MERGED} ({done.num_changed} of {done.num_tensors} tensors changed; {done.check})")
+
+
+def _check_merge(run: Prepared, adapter: Path) -> None:
+    """That the end of the run can be merged: of an adapter with the tensors that it will have.
+
+    Raises:
+        UserError: it cannot.
+    """
+    model, trust = run.config.model, run.config.model.trust_remote_code
+    hf_config = read_model_config(model.path, trust_remote_code=trust)
+    try:
+        check_merge(model.path, adapter, config=hf_config, trust_remote_code=trust)
+    except UserError as error:
+        raise UserError("train.merge_at_end", f"it would fail at the end ({error})", "leave it out") from None
+
+
+def prepare_output(run: Prepared) -> list[str]:
     """Make the output folder, on rank 0: empty of an earlier run (`train.overwrite`, else `prepare` has refused), or
-    where the run goes on, of what comes after the step that it goes on from."""
+    where the run goes on, without what comes after the step that it goes on from. Returns what to say of it."""
     output = Path(run.config.train.output)
     if run.resume is None:
         output.mkdir(parents=True, exist_ok=True)
         (output / SAMPLES).unlink(missing_ok=True)
-        for name in ("adapter", "initial", "checkpoints"):
+        for name in ("adapter", "initial", "checkpoints", MERGED):
             shutil.rmtree(output / name, ignore_errors=True)
     clear_leftovers(output)
-    if run.resume is not None and run.resume.step:
-        forget_after(output / SAMPLES, run.resume.step)
+    if run.resume is None or run.is_finished:  # one of several adapters may have all its steps
+        return []
+    said = set_aside(output, run.resume)
+    forget_after(output / SAMPLES, run.resume.step)
+    return [said] if said else []

@@ -52,12 +52,16 @@ _MOST_SKIPPED = 10
 
 @dataclass
 class Trainer:
-    """Trains the active adapter of `model` as `run` says. stop: whether this rank was asked to stop."""
+    """Trains the active adapter of `model` as `run` says.
+
+    stop: whether this rank was asked to stop. check: called with the folder of the adapter that training starts from.
+    """
 
     run: Prepared
     model: Any
     reporter: Reporter
     stop: StopRequest = field(default_factory=StopRequest)
+    check: Callable[[Path], None] | None = None
 
     def __post_init__(self) -> None:
         options = self.run.config.train
@@ -101,6 +105,7 @@ class Trainer:
                 self.loss_scale.restore(self.run.resume.loss_scale)
             restore_optimizer(self.model, self.optimizer, self.run.resume)
             self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
+            self.skipped_in_row = self.run.resume.skipped_in_row
 
     @property
     def start(self) -> int:
@@ -126,6 +131,9 @@ class Trainer:
         """What comes before the first step."""
         if not self.start:
             self._save("initial", done=0)
+        if self.check is not None:
+            assert self.last_saved is not None
+            self.check(self.last_saved)
 
     def between(self, done: int) -> None:
         """What is due after `done` steps: samples, an evaluation, a checkpoint."""
@@ -289,6 +297,7 @@ class Trainer:
             identity=self.run.identity,
             eval_loss=loss,
             loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
+            skipped_in_row=self.skipped_in_row,
         )
         try:
             self._save(f"{FOLDER}/{folder_name(done)}", done=done, also=state)

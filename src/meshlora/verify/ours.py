@@ -101,7 +101,8 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
 def _first_step(trainer: Trainer, train_step: Callable[[int], StepMetrics], trace: Trace) -> StepMetrics:
     """The step of which everything is recorded."""
     logits = _logits(trainer)
-    with _watch(trainer.model, trace):
+    recomputes = trainer.run.config.train.recompute != "none"
+    with _watch(trainer.model, trace, recomputes=recomputes):
         metrics = train_step(0)
     for micro, whole in zip(trace.micro_batches, logits, strict=True):
         micro.forward[""] = whole
@@ -150,7 +151,7 @@ def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _watch(model: Any, trace: Trace) -> Iterator[None]:
+def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
     """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
     clip, finish = trainer_module.clip_gradients, trainer_module.finish_gradients
     loss = Trainer._loss_sum
@@ -208,7 +209,8 @@ def _watch(model: Any, trace: Trace) -> Iterator[None]:
     trace.micro_batches = capture.micro_batches
     trace.collectives = {" ".join(key): number for key, number in counter.counts.items()}
     scaled = [f for f in active_factors(model) if f.name.endswith(".lora_magnitude_vector")]
-    per_micro_batch = micro_batch_budget(plan, scaled_rows=sum(f.rule.split_dim is None for f in scaled))
+    rows = sum(f.rule.split_dim is None for f in scaled)
+    per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * len(capture.micro_batches) for key, n in per_micro_batch.items()})
     budget += step_budget(plan, [f.rule for f in active_factors(model)])
     trace.budget = {" ".join(key): number for key, number in budget.items()}
@@ -273,6 +275,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             steps=case.steps,
             batch_size=case.batch_size,
             micro_batch_size=case.micro_batch_size,
+            recompute="full" if case.recompute else "none",
             lr=case.lr,
             warmup_steps=case.warmup_steps,
             weight_decay=case.weight_decay,

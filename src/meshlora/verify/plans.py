@@ -24,6 +24,7 @@ from meshlora.api import build_meta
 from meshlora.errors import UserError, reason
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
+from meshlora.train.recompute import check_recompute
 
 # Linears of families with experts that the default adapter is not on: one process gives them no gradient, as what they
 # compute only chooses; and those of state-space mixers that PEFT refuses.
@@ -37,13 +38,16 @@ def plans_and_adapter(
     *,
     dtype: str,
     is_default: bool,
+    default_dropout: float,
+    recomputes: bool,
     processes: int | None,
     trust_remote_code: bool,
 ) -> tuple[dict[Topology, ModelPlan], LoraConfig]:
     """Topology -> plan; and the adapter.
 
     given: topologies that were asked for by name; one that is refused is an error. processes: also every topology that
-    the model allows on so many. is_default: nobody chose the adapter; of a model with experts it is on them too.
+    the model allows on so many. is_default: nobody chose the adapter; of a model with experts it is on them too, and
+    else it has `default_dropout`: PEFT has none for experts. recomputes: refuse layers that cannot be computed twice.
     """
     final = lora
 
@@ -57,7 +61,8 @@ def plans_and_adapter(
             disable_dropout="unsupported",
             trust_remote_code=trust_remote_code,
         )
-        wanted = lora
+        check_recompute(model, "full" if recomputes else "none")
+        wanted = dataclasses.replace(lora, lora_dropout=default_dropout) if is_default and default_dropout else lora
         if is_default and plan.projections:
             left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
             wanted = dataclasses.replace(

@@ -162,6 +162,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         label_smoothing=run.config.train.label_smoothing,
         objective=run.config.train.objective,
         packing=run.config.data.packing,
+        recompute=run.config.train.recompute != "none",
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,

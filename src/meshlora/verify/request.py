@@ -50,6 +50,8 @@ from meshlora.verify.plans import plans_and_adapter
 OBJECTIVES = ("sft", "policy", "dpo")
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 CACHE = Path("~/.cache/meshlora/proofs")
+# What the command proves with, unless told otherwise; smoothing where the objective has it.
+DROPOUT = LABEL_SMOOTHING = 0.1
 _AUTO_PROCESSES = 4
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _KL_COEF = 0.1  # the same
@@ -66,8 +68,9 @@ class Request:
         model: folder of a checkpoint, or a configuration that is run with random weights; family: or a `model_type`.
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
-        lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio,
-            lora_plus_embedding_lr, packing: as in a run file. objective: sft, policy (held to the base) or dpo.
+        lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
+        dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio, lora_plus_embedding_lr, packing: as in a run
+            file. recompute: of all layers. objective: sft, policy (held to the base) or dpo.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -79,12 +82,14 @@ class Request:
     family: str | None = None
     twin: bool = False
     lora: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_LORA))
+    default_dropout: float = 0.0
     dtype: str = "float64"
     steps: int = 3
     seed: int = 0
     label_smoothing: float = 0.0
     objective: str = "sft"
     packing: bool = False
+    recompute: bool = False
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -224,11 +229,15 @@ def prepare_proof(request: Request) -> Proof:
         lora_config(request.lora, "lora", unknown_is_error=True),
         dtype=dtype,
         is_default=request.lora == DEFAULT_LORA,
+        default_dropout=request.default_dropout,
+        recomputes=request.recompute,
         processes=request.nproc or _AUTO_PROCESSES if "auto" in [t.strip() for t in request.topologies] else None,
         trust_remote_code=request.trust_remote_code,
     )
     pieces = getattr(lora, "pieces", None) or {}
     plain = {name: value for name, value in request.lora.items() if name not in ("pieces", "share_experts")}
+    if lora.lora_dropout:
+        plain["lora_dropout"] = lora.lora_dropout
     if lora.target_parameters:
         plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
     if lora.init_lora_weights in WHOLE_MATRIX:
@@ -257,6 +266,7 @@ def prepare_proof(request: Request) -> Proof:
         label_smoothing=request.label_smoothing,
         objective=request.objective,
         packing=request.packing,
+        recompute=request.recompute,
         kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
         columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
         rows_per_example=data.rows_per_example,
