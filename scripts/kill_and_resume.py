@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,13 +92,19 @@ def _kill_once(
 ) -> str | None:
     """Start, kill one rank, wait for the end; what happened, or None where the run ended first."""
     metrics = _metrics(output)
+
+    def trains() -> bool:
+        return _metrics(output)[0] not in (metrics[0], 0) and _metrics(output)[1] > _kept(output)
+
     process = _start(output, steps, options)
-    _wait(process, lambda: len(_ranks(process)) == options.nproc)
+    _wait(process, lambda: len(_ranks(process)) == options.nproc, pause_s=0.05)
     ranks = _ranks(process)
     if moment == "while it starts":
-        time.sleep(choose.uniform(0.0, start_s))
+        # No longer than it starts, which may be faster than the run without a kill has let expect.
+        until = time.monotonic() + choose.uniform(0.0, start_s)
+        _wait(process, lambda: time.monotonic() > until or trains(), pause_s=0.05)
     else:
-        _wait(process, lambda: _metrics(output)[0] not in (metrics[0], 0) and _metrics(output)[1] > _kept(output))
+        _wait(process, trains, pause_s=0.01)
         if moment == "inside a save":
             _wait(process, lambda: _is_saving(output))
             time.sleep(choose.uniform(0.0, 0.004))
@@ -126,11 +133,10 @@ def _kill_once(
     return f"rank {rank} {where}, {done}; all ended in {seconds:.1f} s"
 
 
-def _wait(process: subprocess.Popen[bytes], ready: object) -> None:
-    """Until `ready()`, or the process has ended."""
-    assert callable(ready)
+def _wait(process: subprocess.Popen[bytes], ready: Callable[[], bool], *, pause_s: float = 0.001) -> None:
+    """Until `ready()`, or the process has ended. pause_s: looking takes time from the ranks."""
     while process.poll() is None and not ready():
-        time.sleep(0.001)
+        time.sleep(pause_s)
 
 
 def _metrics(output: Path) -> tuple[int, int]:

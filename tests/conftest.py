@@ -27,15 +27,18 @@ pytest.register_assert_rewrite("tests.processes", "tests.unit.mistakes", "tests.
 
 # These take minutes: first, so that no worker is left alone with one at the end.
 _LONGEST = (
-    "parity/test_experts",
+    "parity/test_families",
     "verify/test_mutations",
+    "parity/test_experts",
     "ranks/test_failures",
-    "verify/test_preflight",
-    "parity/test_topologies",
-    "verify/test_command",
     "ranks/test_resume",
-    "ranks/test_methods",
+    "verify/test_preflight",
     "parity/test_heads",
+    "parity/test_topologies",
+    "verify/test_command_line",
+    "verify/test_command",
+    "ranks/test_own_loop",
+    "ranks/test_methods",
 )
 
 # The suite writes some hundred megabytes, most of them with fsync.

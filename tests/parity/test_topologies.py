@@ -1,4 +1,8 @@
-"""The promise in full, on three families and every topology of up to four processes: five clipped AdamW steps."""
+"""The promise in full, on every topology of up to four processes: five clipped AdamW steps.
+
+By default every topology on one family, and two on the others: `tests/parity/test_families.py` has all families on two
+ranks. Everything on each of them: `-m long`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,23 @@ from tests.conftest import Prove
 TOPOLOGIES = ("tp=2", "tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4,sp", "tp=4", "dp=4", "")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+FEW = ("dp=2,tp=2,sp", "tp=4")
+OTHERS = ("qwen3", "gemma2")
+
+
+@pytest.mark.parametrize(
+    ("family", "topologies"),
+    [
+        ("llama", TOPOLOGIES),
+        *((family, FEW) for family in OTHERS),
+        *(pytest.param(family, TOPOLOGIES, marks=pytest.mark.long) for family in OTHERS),
+    ],
+)
 def test_adapter_is_the_one_a_single_process_produces(
-    family: str, prove_and_note: Callable[..., list[Outcome]]
+    family: str, topologies: tuple[str, ...], prove_and_note: Callable[..., list[Outcome]]
 ) -> None:
-    outcomes = prove_and_note(family=family, topologies=TOPOLOGIES, steps=5)
-    assert len(outcomes) == len(TOPOLOGIES)
+    outcomes = prove_and_note(family=family, topologies=topologies, steps=5)
+    assert len(outcomes) == len(topologies)
     for outcome in outcomes:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
         assert {phase.name for phase in outcome.phases if phase.results} >= {

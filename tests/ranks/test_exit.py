@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import torch
 from meshlora.parallel.collectives import all_reduce_sum
@@ -20,11 +22,13 @@ for _ in range(3):
 """
 
 
-def test_last_collective_does_not_abort_the_interpreter(tmp_path: Path) -> None:
+# Under torchrun, for without its store the fault does not show: 0 of 10 launches against 1 of 3.
+@pytest.mark.parametrize("launches", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_last_collective_does_not_abort_the_interpreter(launches: int, tmp_path: Path) -> None:
     """gloo's thread took the GIL of an interpreter that was shutting down; it ended with SIGABRT."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(script)]
-    for _ in range(2):
+    for _ in range(launches):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

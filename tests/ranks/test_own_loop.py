@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from meshlora.oracle.compare import compare_adapters
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/own_loop.py"
 LIMIT = 1e-6  # lifted float64, after three steps of AdamW, which divides by small numbers
 
 
-def _run(out: Path, *options: str, nproc: int = 1) -> list[str]:
-    """The losses that rank 0 prints; torchrun starts the ranks where there are several."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
-    command = [sys.executable, *launcher, SCRIPT, "--dtype", "float64", "--out", str(out), *options]
+def _arguments(out: Path, topology: str) -> list[str]:
+    return ["--dtype", "float64", "--out", str(out), "--topology", topology]
+
+
+def _as_rank(arguments: list[str]) -> list[str]:
+    """Body of a rank: the script as it is; the losses that it prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.chdir(ROOT), mock.patch.object(sys, "argv", [SCRIPT, *arguments]):
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return _losses(said.getvalue())
+
+
+def _losses(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("step ")]
+
+
+def _in_a_pool(out: Path, topology: str, *, world: int) -> list[str]:
+    pool = Pool(world)  # of its own, for the script ends with `leave`
+    try:
+        return pool.run(_as_rank, _arguments(out, topology))[0]
+    finally:
+        pool.close()
+
+
+def _under_torchrun(out: Path, topology: str, *, world: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command = [sys.executable, *launcher, SCRIPT, *_arguments(out, topology)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return _losses(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """(adapter, losses) of one process."""
     out = tmp_path_factory.mktemp("alone") / "adapter"
-    return out, _run(out)
+    return out, _in_a_pool(out, "", world=1)
 
 
-@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2"])
+@pytest.mark.parametrize(("topology", "run"), [("tp=2,sp", _under_torchrun), ("dp=2", _in_a_pool)])
 def test_own_loop_saves_the_adapter_of_one_process(
-    topology: str, alone: tuple[Path, list[str]], tmp_path: Path
+    topology: str, run: Callable[..., list[str]], alone: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     adapter, losses = alone
     assert len(losses) == 3
-    assert _run(tmp_path / "adapter", "--topology", topology, nproc=2) == losses
+    assert run(tmp_path / "adapter", topology, world=2) == losses
     worst = compare_adapters(tmp_path / "adapter", adapter)
     assert worst.relative <= LIMIT, worst
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from meshlora.cli import main
 from meshlora.errors import MeshloraError
+from meshlora.train.launch import signals_end_what_was_started
 from meshlora.verify import command
 from meshlora.verify.command import NotProvedError
 from meshlora.verify.proof import Outcome, Processes, run_proof
@@ -23,7 +24,7 @@ FAMILY = ["--family", "llama", "--topology", "tp=2"]
 VERIFY = ["-m", "meshlora", "verify", *FAMILY]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_signal_during_a_proof_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with Started(tmp_path, *VERIFY, "--mutation", "all") as started:
         # A run has begun where the folder of the ranks has a folder in it.
@@ -40,6 +41,39 @@ def test_signal_during_a_proof_ends_all_ranks_and_leaves_nothing(number: signal.
         assert "proved" not in out
         wait_until(lambda: not started.living(), timeout_s=10)  # multiprocessing's own tracker ends a moment later
         assert started.folders() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "code"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, None),
+        (signal.SIGTERM, MeshloraError, 143),
+        (signal.SIGHUP, MeshloraError, 129),
+    ],
+)
+def test_first_signal_raises_and_later_ones_wait_for_the_cleaning_up(
+    number: signal.Signals, error: type[BaseException], code: int | None
+) -> None:
+    cleaned: list[int] = []
+    before = signal.signal(number, signal.default_int_handler)  # tests in the background ignore some
+    try:
+        with pytest.raises(error) as caught:
+            _end_by(number, cleaned)
+    finally:
+        signal.signal(number, before)
+    assert cleaned == [number]
+    assert getattr(caught.value, "exit_code", None) == code
+
+
+def _end_by(number: signal.Signals, cleaned: list[int]) -> None:
+    with signals_end_what_was_started():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), each)
+            cleaned.append(number)
 
 
 @pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_python", "tokenizers"])

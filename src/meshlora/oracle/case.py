@@ -121,7 +121,7 @@ class Case:
 
 def batch_size_for(largest_dp: int) -> int:
     """Sequences per step: an odd number, so that dp ranks have unequal shares and some need a dummy micro-batch."""
-    return 2 * max(4, largest_dp) + 1
+    return 2 * max(2, largest_dp) + 1
 
 
 def num_sequences_for(batch_size: int, steps: int) -> int:
