@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,14 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from meshlora.adapter.peft_format import WEIGHTS_FILE
+from meshlora.errors import MeshloraError
 from meshlora.oracle.compare import compare_adapters
+from meshlora.parallel.many import Share
 from meshlora.run_file import read_runs
+from meshlora.train import many, many_gradients
 from meshlora.train.many import train_together
+from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.many_prepare import prepare_runs
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
@@ -22,6 +29,8 @@ from tests.pool import Pool
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 1e-11  # of a relative difference; the issue asks for 1e-6, rounding gives 1e-14
 WORLD = {"": 1, "dp=2": 2, "tp=2": 2, "tp=2,sp": 2}
+# Of all adapters, here and there: it changes nothing.
+CHANGES: dict[str, dict[str, Any]] = {"": {"micro_batch_size": 3}, "tp=2": {"recompute": "full"}}
 
 # All that adapters can differ in. The batch sizes are not multiples of each other, of dp or of a micro-batch.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -69,7 +78,14 @@ def _file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
     tree = {
         "model": {"path": str(EXAMPLES / "tiny_base"), "dtype": "float64"},
         "data": {"max_length": 128, "cache_dir": str(folder / "cache")},
-        "train": {"output": str(folder / name), "steps": 9, "micro_batch_size": 4, "max_grad_norm": 0.1, **changes},
+        "train": {
+            "output": str(folder / name),
+            "steps": 9,
+            "micro_batch_size": 4,
+            "max_grad_norm": 0.1,
+            "label_smoothing": 0.1,
+            **changes,
+        },
         "adapters": adapters,
         "topology": topology,
     }
@@ -106,7 +122,7 @@ def test_each_of_many_is_the_adapter_of_its_single_run(
     topology: str, folder: Path, singles: Path, pools: Callable[[int], Pool]
 ) -> None:
     name, world = f"many-{topology}", WORLD[topology]
-    file = _file(folder, name, topology)
+    file = _file(folder, name, topology, **CHANGES.get(topology, {}))
     if world == 1:
         _train(file, 1)
     else:
@@ -117,3 +133,99 @@ def test_each_of_many_is_the_adapter_of_its_single_run(
         for step, expected in zip(_steps(ours), _steps(alone), strict=True):
             assert step == pytest.approx(expected, rel=LIMIT)
         assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
+def _gaps(ours: Path, alone: Path) -> dict[str, float]:
+    return {name: compare_adapters(ours / name / "adapter", alone / name / "adapter").relative for name in ADAPTERS}
+
+
+def _counts_of_all(patch: pytest.MonkeyPatch) -> None:
+    finish = ManyGradients.finish
+    patch.setattr(ManyGradients, "finish", lambda self, counts: finish(self, [sum(counts)] * len(counts)))
+
+
+def _joint_norm(patch: pytest.MonkeyPatch) -> None:
+    clip = ManyGradients.clip
+
+    def joint(self: ManyGradients, max_norms: list[float]) -> list[float]:
+        norms = clip(self, [0.0] * len(max_norms))
+        total = math.hypot(*norms)
+        return clip(self, [limit * norm / total for limit, norm in zip(max_norms, norms, strict=True)])
+
+    patch.setattr(ManyGradients, "clip", joint)
+
+
+def _masks_of_another_seed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(many, "Share", lambda name, tokens, seed, step: Share(name, tokens, seed + 1, step))
+
+
+def _places_of_the_batch(patch: pytest.MonkeyPatch) -> None:
+    made = many.collate
+    patch.setattr(many, "collate", lambda rows, places, **options: made(rows, **options))
+
+
+def _sum_over_ranks_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(many_gradients, "all_reduce_sum", lambda tensor, axis: tensor)
+
+
+FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "token count shared by the adapters": ("", _counts_of_all),
+    "clipped by the joint norm": ("", _joint_norm),
+    "masks of another seed": ("", _masks_of_another_seed),
+    "masks by the place in the micro-batch": ("", _places_of_the_batch),
+    "sum over ranks forgotten": ("dp=2", _sum_over_ranks_forgotten),
+}
+
+
+def _train_with_fault(file: Path, world: int, fault: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault][1](patch)
+        _train(file, world)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_a_run_of_many_shows(fault: str, folder: Path, singles: Path, pools: Callable[[int], Pool]) -> None:
+    topology = FAULTS[fault][0]
+    name, world = f"fault-{fault}", WORLD[topology]
+    file = _file(folder, name, topology, replica_check_every=0)  # it would stop a rank that drifts
+    if world == 1:
+        _train_with_fault(file, 1, fault)
+    else:
+        pools(world).run(_train_with_fault, file, world, fault)
+    assert max(_gaps(folder / name, singles).values()) > 1e-4
+
+
+def test_each_of_many_goes_on_from_its_own_last_checkpoint(folder: Path, singles: Path) -> None:
+    """One is done, one stopped after step 2, one after step 4: they meet at steps that they never had together."""
+    _train(_file(folder, "whole", "", save_every=1), 1)
+    shutil.copytree(folder / "whole", folder / "stopped", symlinks=True)
+    for adapter in ("first", "second"):
+        shutil.rmtree(folder / "stopped" / adapter / "adapter")
+    shutil.rmtree(folder / "stopped" / "first" / "checkpoints" / "step-000003")
+    before = (folder / "stopped" / "third" / "adapter" / WEIGHTS_FILE).stat().st_mtime_ns
+    _train(_file(folder, "stopped", "", save_every=1), 1, "auto")
+    assert max(_gaps(folder / "stopped", singles).values()) < LIMIT
+    assert (folder / "stopped" / "third" / "adapter" / WEIGHTS_FILE).stat().st_mtime_ns == before
+    for adapter in ADAPTERS:
+        steps = [line["step"] for line in _steps(folder / "stopped" / adapter) if "loss" in line]
+        assert steps == list(range(1, ADAPTERS[adapter]["train"]["steps"] + 1))
+
+
+def test_step_of_one_that_is_not_finite_is_left_out_and_the_others_go_on(
+    folder: Path, singles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = ManyGradients.clip
+
+    def broken(self: ManyGradients, max_norms: list[float]) -> list[float]:
+        norms = clip(self, max_norms)
+        return [math.inf if name == "second" else norm for name, norm in zip(self.names, norms, strict=True)]
+
+    monkeypatch.setattr(ManyGradients, "clip", broken)
+    _train(_file(folder, "skipped", "", on_nonfinite="skip"), 1)
+    gaps = _gaps(folder / "skipped", singles)
+    assert max(gaps["first"], gaps["third"]) < LIMIT
+    initial, final = (folder / "skipped" / "second" / name / WEIGHTS_FILE for name in ("initial", "adapter"))
+    assert initial.read_bytes() == final.read_bytes()
+    assert all(line["skipped"] for line in _steps(folder / "skipped" / "second") if "loss" in line)
+    with pytest.raises(MeshloraError, match="adapter second, step 1: the gradient norm is inf"):
+        _train(_file(folder, "ended", ""), 1)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -127,8 +128,21 @@ def linear_with_many(leaf: ParallelLinear, x: Tensor, bias: Tensor | None) -> Te
         factors += leaf.factors(share.adapter)
     if not segments:
         return F.linear(x, leaf.weight, bias)
-    y: Tensor = ManyLoraFunction.apply(x, leaf.weight, bias, tuple(segments), *factors)
+    function = StackedLoraFunction if are_alike(segments, factors) else ManyLoraFunction
+    y: Tensor = function.apply(x, leaf.weight, bias, tuple(segments), *factors)
     return y
+
+
+def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:
+    """Whether the products of all segments are of the same shape, of neighbouring rows, and without dropout."""
+    first = segments[0]
+    size = first.stop - first.start
+    return (
+        size > 0
+        and all(s.start == first.start + place * size for place, s in enumerate(segments))
+        and all(s.stop - s.start == size and s.dropout is None for s in segments)
+        and len({len(a) for a in factors[::2]}) == 1
+    )
 
 
 class ManyLoraFunction(Function):
@@ -176,3 +190,46 @@ class ManyLoraFunction(Function):
                 segment.of(dx).add_(segment.dropout.drop(dz @ a.to(g.dtype)))
         dx = None if dx is None else dx.view(*grads[0].shape[:-1], weight.shape[1])
         return (dx, None, None, None, *found)
+
+
+class StackedLoraFunction(Function):
+    """`ManyLoraFunction` where all K segments are alike (`are_alike`): each of its products is one batched product.
+
+    Not the product of all rows with all factors, from which what belongs together is taken: an infinity in one
+    adapter's rows would reach the others' gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...], *factors: Tensor
+    ) -> Tensor:
+        x2 = x.reshape(-1, x.shape[-1])
+        y = F.linear(x, weight, bias)
+        ctx.segments = segments
+        ctx.scales = torch.tensor([s.scale for s in segments], dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        a, b = (torch.stack(side).to(x.dtype) for side in (factors[::2], factors[1::2]))  # [K, r, in], [K, out, r]
+        z = (_stack_of(x2, segments) @ a.mT).mul_(ctx.scales)  # [K, t, r], scaled
+        _stack_of(y.view(-1, y.shape[-1]), segments).baddbmm_(z, b.mT)
+        ctx.save_for_backward(x2, weight, *factors, z)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *factors, z = ctx.saved_tensors
+        flat = grads[0].reshape(-1, weight.shape[0])
+        g = _stack_of(flat, ctx.segments)
+        a, b = (torch.stack(side).to(g.dtype) for side in (factors[::2], factors[1::2]))
+        dz = (g @ b).mul_(ctx.scales)
+        da = (dz.mT @ _stack_of(x, ctx.segments)).to(factors[0].dtype)
+        db = (g.mT @ z).to(factors[0].dtype)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = flat @ weight
+            _stack_of(dx, ctx.segments).baddbmm_(dz, a)
+            dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
+        return (dx, None, None, None, *(one for pair in zip(da, db, strict=True) for one in pair))
+
+
+def _stack_of(x: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    """The rows `[T, ...]` of segments that are alike, as `[K, t, ...]`: a view."""
+    return x[segments[0].start : segments[-1].stop].unflatten(0, (len(segments), -1))

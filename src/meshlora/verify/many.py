@@ -34,7 +34,6 @@ from meshlora.train.many import ManyTrainer
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
-from meshlora.verify.pool import Pool
 from meshlora.verify.preflight import (
     lora_on_twin,
     preflight,
@@ -46,6 +45,7 @@ from meshlora.verify.preflight import (
     twin_of,
     usable_cache,
 )
+from meshlora.verify.proof import Processes
 from meshlora.verify.request import CACHE
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
@@ -78,7 +78,8 @@ def preflight_runs(
     what = f"{len(runs)} adapters at once on {topology}"
     console.print(f"preflight: {what} against each by itself (once; seconds)", highlight=False, soft_wrap=True)
     with signals_end_what_was_started(), usable_cache(cache_dir) as (_, why_not), console.status("preflight"):
-        worst = compare_on_twin(runs, topology)
+        with Processes() as processes:
+            worst = compare_on_twin(runs, topology, processes)
         adapter, found = max(worst.items(), key=lambda item: item[1].relative)
         if not found.relative <= LIMIT:
             raise UnsupportedError(
@@ -108,7 +109,7 @@ def _key(runs: Mapping[str, Prepared], cache_dir: Path) -> str:
     return digest(["several adapters at once", *(proof_of(run, cache_dir)[1] for run in runs.values())])
 
 
-def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology) -> dict[str, Worst]:
+def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
     """Adapter -> its factor that differs most between training together on `topology` and alone on one process."""
     first = next(iter(runs.values()))
     config = twin_of(first)
@@ -116,18 +117,15 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology) -> dict[st
         name: _on_twin(run, number, lora_on_twin(run, config, topology))
         for number, (name, run) in enumerate(runs.items())
     }
-    alone, ranks = Pool(1), Pool(topology.world)
-    try:
-        ranks.start()
-        with tempfile.TemporaryDirectory(prefix="meshlora-") as name:
-            folder = Path(name)
-            trust = first.config.model.trust_remote_code
-            alone.run(train_alone, folder, config, adapters, trust)
-            ranks.run(train_at_once, folder, adapters, str(topology), trust)
-            return {name: compare_adapters(*(folder / how / name / "adapter" for how in _HOW)) for name in adapters}
-    finally:
-        alone.close()
-        ranks.close()
+    alone, ranks = processes.reference("cpu"), processes.ranks(topology.world, "cpu")
+    alone.start()
+    ranks.start()
+    with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
+        folder = Path(temporary)
+        trust = first.config.model.trust_remote_code
+        alone.run(train_alone, folder, config, adapters, trust)
+        ranks.run(train_at_once, folder, adapters, str(topology), trust)
+        return {name: compare_adapters(*(folder / how / name / "adapter" for how in _HOW)) for name in adapters}
 
 
 _HOW = _TOGETHER, _ALONE = "together", "alone"

@@ -1,0 +1,300 @@
+"""Several adapters on one linear, in one file, in one step: what is whose, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.parallel import many
+from meshlora.parallel.dropout import DropoutTokens, Mask
+from meshlora.parallel.groups import Axis
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.many import ManyLoraFunction, ManyTokens, Segment, Share, StackedLoraFunction, are_alike
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule
+from meshlora.run_file import read_run, read_runs
+from meshlora.train.many_prepare import prepare_runs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = Axis(1, 0, (0,), None)
+IN, OUT, SEQ = 6, 5, 4
+RANKS = {"a": 2, "b": 3, "c": 1}
+
+
+def _linear(names: str, *, ranks: dict[str, int] = RANKS, dropout: float = 0.0) -> tuple[ParallelLinear, ManyTokens]:
+    torch.manual_seed(0)
+    rule = LinearRule("proj", Split.WHOLE, IN, OUT, has_bias=True)
+    leaf = ParallelLinear(rule, ALONE, scatters_tokens=False, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        leaf.weight.normal_()
+        assert leaf.bias is not None
+        leaf.bias.normal_()
+    for number, name in enumerate(names):
+        r = ranks[name]
+        factors = {"A": torch.randn(r, IN, dtype=torch.float64), "B": torch.randn(OUT, r, dtype=torch.float64)}
+        leaf.add_adapter(name, factors, scaling=0.5 + number)
+        if dropout and name == "b":
+            leaf.set_dropout(name, dropout, DropoutTokens(ALONE, sp=False))
+    leaf.requires_grad_(True)
+    leaf.weight.requires_grad_(False)
+    leaf.bias.requires_grad_(False)
+    leaf.many = ManyTokens(ALONE, sp=False)
+    return leaf, leaf.many
+
+
+def _shares(rows: dict[str, int]) -> list[Share]:
+    """Each adapter's tokens count from 0: they are numbers in its own step."""
+    return [Share(name, torch.arange(number * SEQ), seed=ord(name), step=3) for name, number in rows.items()]
+
+
+def _together(leaf: ParallelLinear, x: Tensor, g: Tensor, rows: dict[str, int]) -> list[Tensor]:
+    assert leaf.many is not None
+    leaf.zero_grad()
+    x = x.clone().requires_grad_()
+    with leaf.many.at(_shares(rows)):
+        y = leaf(x)
+        y.backward(g)
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in leaf.parameters() if p.requires_grad]
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(grad.clone() for grad in grads)]
+
+
+def _one_by_one(leaf: ParallelLinear, x: Tensor, g: Tensor, rows: dict[str, int]) -> list[Tensor]:
+    """The same with the linear of one adapter, of whom these tokens are."""
+    leaf.zero_grad()
+    ys, dxs, start = [], [], 0
+    for share, number in zip(_shares(rows), rows.values(), strict=True):
+        own = x[start : start + number].clone().requires_grad_()
+        leaf.active = share.adapter
+        if leaf.tokens is not None:
+            with leaf.tokens.at(share.seed, share.step, share.tokens):
+                y = leaf(own)
+        else:
+            y = leaf(own)
+        y.backward(g[start : start + number])
+        assert own.grad is not None
+        ys.append(y.detach())
+        dxs.append(own.grad)
+        start += number
+    leaf.active = None
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in leaf.parameters() if p.requires_grad]
+    return [torch.cat(ys), torch.cat(dxs), *(grad.clone() for grad in grads)]
+
+
+def _largest(ours: list[Tensor], alone: list[Tensor]) -> float:
+    """The largest relative difference of any tensor."""
+    pairs = zip(ours, alone, strict=True)
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs)
+
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "unequal": ({"a": 1, "b": 3, "c": 2}, {}),
+    "with dropout": ({"a": 1, "b": 3, "c": 2}, {"dropout": 0.5}),
+    "alike": ({"a": 2, "b": 2, "c": 2}, {"ranks": dict.fromkeys("abc", 2)}),
+    "one of them alone": ({"b": 2}, {}),
+    "in another order": ({"c": 1, "a": 2, "b": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_adapter_of_many_computes_what_it_computes_alone(case: str) -> None:
+    rows, options = CASES[case]
+    leaf, _ = _linear("abc", **options)
+    total = sum(rows.values())
+    x, g = torch.randn(total, SEQ, IN, dtype=torch.float64), torch.randn(total, SEQ, OUT, dtype=torch.float64)
+    assert _largest(_together(leaf, x, g, rows), _one_by_one(leaf, x, g, rows)) < 1e-14
+
+
+def _boundary_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    ranges = ManyTokens.ranges
+
+    def shifted(self: ManyTokens, module: str, num_rows: int) -> list[tuple[Share, int, int, int]]:
+        found = ranges(self, module, num_rows)
+        last = len(found) - 1
+        return [
+            (share, max(low - 1, 0), high - (place < last), skipped)
+            for place, (share, low, high, skipped) in enumerate(found)
+        ]
+
+    patch.setattr(ManyTokens, "ranges", shifted)
+
+
+def _scale_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(many, "Segment", lambda start, stop, scale, mask: Segment(start, stop, 0.5, mask))
+
+
+def _mask_of_another_step(patch: pytest.MonkeyPatch) -> None:
+    key = many.mask_key
+    patch.setattr(many, "mask_key", lambda seed, step, module: key(seed, step + 1, module))
+
+
+def _tokens_counted_through(patch: pytest.MonkeyPatch) -> None:
+    """The mask sees a token's place in the batch, not its number in the adapter's own step."""
+    patch.setattr(many, "Mask", lambda key, tokens, features, p: Mask(key, tokens + SEQ, features, p))
+
+
+def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
+    for cls in (ManyLoraFunction, StackedLoraFunction):
+        apply = cls.apply
+        patch.setattr(cls, "apply", lambda x, w, b, s, *f, apply=apply: apply(x, w, b, s, *f[2:], *f[:2]))
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        ("unequal", _boundary_off_by_one),
+        ("unequal", _scale_of_the_first),
+        ("unequal", _factors_of_the_next),
+        ("with dropout", _mask_of_another_step),
+        ("with dropout", _tokens_counted_through),
+        ("alike", _scale_of_the_first),
+        ("alike", _factors_of_the_next),
+    ],
+)
+def test_fault_in_a_linear_with_many_shows(
+    case: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, options = CASES[case]
+    leaf, _ = _linear("abc", **options)
+    total = sum(rows.values())
+    x, g = torch.randn(total, SEQ, IN, dtype=torch.float64), torch.randn(total, SEQ, OUT, dtype=torch.float64)
+    alone = _one_by_one(leaf, x, g, rows)
+    fault(monkeypatch)
+    assert _largest(_together(leaf, x, g, rows), alone) > 1e-3
+
+
+def test_segments_that_are_alike_are_one_batched_product() -> None:
+    a, b = torch.zeros(2, IN), torch.zeros(OUT, 2)
+    pair = (Segment(4, 8, 1.0), Segment(8, 12, 2.0))
+    assert are_alike(pair, (a, b, a, b))
+    assert not are_alike(pair, (a, b, a[:1], b[:, :1]))
+    assert not are_alike((pair[0], Segment(8, 11, 1.0)), (a, b, a, b))
+    assert not are_alike((pair[1], pair[0]), (a, b, a, b))
+
+
+@pytest.mark.parametrize("ranks", [RANKS, dict.fromkeys("abc", 2)])
+def test_infinity_of_one_adapter_does_not_reach_the_others(ranks: dict[str, int]) -> None:
+    leaf, _ = _linear("abc", ranks=ranks)
+    x, g = torch.randn(6, SEQ, IN, dtype=torch.float64), torch.randn(6, SEQ, OUT, dtype=torch.float64)
+    x[2, 1, 0] = float("inf")
+    _together(leaf, x, g, {"a": 2, "b": 2, "c": 2})
+    for name in "abc":
+        gradient = leaf.lora_A[name].grad
+        assert gradient is not None
+        assert bool(gradient.isfinite().all()) == (name != "b")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_sp_a_rank_has_its_slice_of_every_share(rank: int) -> None:
+    tokens = ManyTokens(Axis(2, rank, (0, 1), None), sp=True)
+    with tokens.at(_shares({"a": 1, "b": 3, "c": 2})):  # 24 tokens, 12 a rank
+        found = [(share.adapter, low, high, skipped) for share, low, high, skipped in tokens.ranges("m", 12)]
+        expected = {
+            0: [("a", 0, 4, 0), ("b", 4, 12, 0), ("c", 12, 12, 0)],
+            1: [("a", 0, 0, 12), ("b", 0, 4, 8), ("c", 4, 12, 0)],
+        }
+        assert found == expected[rank]
+        with pytest.raises(UnsupportedError, match="7 rows for 24 tokens"):
+            tokens.ranges("m", 7)
+
+
+# --- the run file -----------------------------------------------------------------------------------------------------
+
+
+def _file(folder: Path, **changes: Any) -> Path:
+    tree: dict[str, Any] = {
+        "model": {"path": str(EXAMPLES / "tiny_base")},
+        "data": {
+            "train": str(EXAMPLES / "docstrings" / "pairs.jsonl"),
+            "max_length": 64,
+            "cache_dir": str(folder / "cache"),
+        },
+        "lora": {"r": 4, "target_modules": ["q_proj"]},
+        "train": {"output": str(folder / "out"), "steps": 3, "batch_size": 2},
+        "adapters": {"one": {}, "two": {"lora": {"r": 8}, "train": {"lr": 1e-3, "epochs": 1}}},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = tree
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = value
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def test_an_adapter_has_what_it_gives_in_the_place_of_what_is_for_all(tmp_path: Path) -> None:
+    runs = read_runs(_file(tmp_path, adapters__three={"adapter": "some/folder"}))
+    assert list(runs) == ["one", "three", "two"]
+    assert runs["one"].lora == {"r": 4, "target_modules": ["q_proj"]}
+    assert runs["two"].lora == {"r": 8, "target_modules": ["q_proj"]}
+    assert (runs["three"].lora, runs["three"].adapter) == (None, "some/folder")
+    assert (runs["two"].train.steps, runs["two"].train.epochs, runs["two"].train.lr) == (None, 1, 1e-3)
+    assert [Path(run.train.output).name for run in runs.values()] == ["one", "three", "two"]
+
+
+def test_override_reaches_one_adapter_or_all(tmp_path: Path) -> None:
+    runs = read_runs(_file(tmp_path), ["train.batch_size=5", "adapters.two.train.lr=0.5"])
+    assert [run.train.batch_size for run in runs.values()] == [5, 5]
+    assert [run.train.lr for run in runs.values()] == [2e-4, 0.5]
+
+
+def test_file_without_adapters_is_one_run(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    tree = yaml.safe_load(file.read_text())
+    del tree["adapters"]
+    file.write_text(yaml.safe_dump(tree))
+    assert list(read_runs(file)) == [""]
+    assert read_runs(file)[""] == read_run(file)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no adapters": ({"adapters": {}}, "maps names to what each adapter has"),
+    "a list": ({"adapters": ["one"]}, "maps names to what each adapter has"),
+    "a name with a slash": ({"adapters__a/b": {}}, "letters, digits"),
+    "the folder of logs": ({"adapters__logs": {}}, "letters, digits"),
+    "a group that is for all": ({"adapters__one__model": {"path": "x"}}, "adapters.one.model"),
+    "a key that is for all": ({"adapters__one__train": {"micro_batch_size": 2}}, "outside of adapters:, for all"),
+    "an unknown key": ({"adapters__one__train": {"batchsize": 2}}, "did you mean 'batch_size'"),
+    "a value out of range": ({"adapters__one__train": {"lr": -1}}, "adapters.one: train.lr=-1"),
+    "dpo": ({"train__objective": "dpo"}, "train.objective=dpo: it is not supported with several adapters"),
+    "packing": ({"data__packing": True}, "data.packing: it is not supported"),
+    "trackers": ({"train__track": ["tensorboard"]}, "train.track"),
+    "float16": ({"model__dtype": "float16"}, "float16 with several adapters"),
+    "DoRA": ({"adapters__one__lora": {"use_dora": True}}, "adapter one: use_dora"),
+    "PiSSA": ({"adapters__one__lora": {"init_lora_weights": "pissa"}}, "adapter one: init_lora_weights"),
+    "a norm in full": ({"adapters__one__lora": {"modules_to_save": ["norm"]}}, "adapter one: modules_to_save"),
+    "the embedding": (
+        {"adapters__one__lora": {"target_modules": ["embed_tokens"]}},
+        "adapter one on model.embed_tokens",
+    ),
+    "no such module": ({"adapters__two__lora": {"target_modules": ["qq"]}}, "adapter two: target_modules"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_with_several_adapters_is_said(mistake: str, tmp_path: Path) -> None:
+    changes, said = MISTAKES[mistake]
+    if mistake != "dpo":
+        changes = {"data__train": str(EXAMPLES / "docstrings" / "eval.jsonl"), **changes}
+    with pytest.raises(UserError) as raised:
+        prepare_runs(read_runs(_file(tmp_path, **changes)), world=1)
+    assert said in str(raised.value)
+
+
+def test_several_adapters_go_on_from_their_own_checkpoints_only(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="use --resume auto"):
+        prepare_runs(read_runs(_file(tmp_path)), world=1, resume="some/folder")
+
+
+def test_other_commands_name_the_adapters_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="with adapters: one, two"):
+        read_run(_file(tmp_path))
