@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def has_experts(self) -> bool:
-        return "num_experts" in self.config.to_dict()
+        return hasattr(self.config, "num_experts")
 
     def lora_config(self) -> LoraConfig:
         """B is not zero: every gradient is one."""
@@ -149,8 +149,12 @@ def tiny(shape: Shape) -> Shape:
 
 
 def _with(config: PretrainedConfig, **sizes: Any) -> PretrainedConfig:
-    kept = {k: v for k, v in config.to_dict().items() if k not in ("layer_types", "architectures", "dtype")}
-    return type(config)(**{**kept, **sizes})
+    made = copy.deepcopy(config)
+    for name, value in sizes.items():
+        setattr(made, name, value)
+    if getattr(made, "layer_types", None):
+        made.layer_types = made.layer_types[: made.num_hidden_layers]
+    return made
 
 
 def packed_lengths(seq_len: int) -> list[int]:

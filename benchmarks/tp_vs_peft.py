@@ -170,22 +170,24 @@ def open_system(system: System, folder: Path) -> None:
     _held["candidate"] = load(system, folder)
 
 
-def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
-    return batch_of(shape.batch_size, shape.seq_len, _held["candidate"].model.config.vocab_size)
+def tokens(candidate: Candidate, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Ids and labels of a step, within the model's vocabulary."""
+    return batch_of(shape.batch_size, shape.seq_len, candidate.model.config.vocab_size)
 
 
 def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
     """The loss and this rank's part of every LoRA gradient, before any optimizer step."""
     candidate = _held["candidate"]
     candidate.optimizer.zero_grad(set_to_none=True)
-    loss = candidate.gradients(*_batch(shape))
+    loss = candidate.gradients(*tokens(candidate, shape))
     gradients = {name: p.grad for name, p in candidate.factors().items() if p.grad is not None}
     return loss, {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
 def time_steps(shape: Shape, steps: int) -> list[tuple[float, float]]:
     """Seconds and CPU seconds of each of `steps` steps, after one that warms the caches up again."""
-    candidate, batch = _held["candidate"], _batch(shape)
+    candidate = _held["candidate"]
+    batch = tokens(candidate, shape)
     candidate.step(*batch)
     times = []
     for _ in range(steps):
@@ -223,14 +225,14 @@ def check_parity(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[str,
             losses = [abs(rank_loss - loss) / abs(loss) for rank_loss, _ in ranks]
             if any(gradients.keys() != reference.keys() for _, gradients in ranks):
                 raise RuntimeError(f"{name}: its factors are not those of {REFERENCE.name}")
-            differences = [_difference([g[key] for _, g in ranks], whole) for key, whole in reference.items()]
+            differences = [difference([g[key] for _, g in ranks], whole) for key, whole in reference.items()]
             errors[name] = max(*losses, *differences)
             if not errors[name] <= TOLERANCE:
                 raise ParityError(f"{name}, {shape}, against {REFERENCE.name}", errors[name], TOLERANCE)
     return worst
 
 
-def _difference(parts: list[Tensor], whole: Tensor) -> float:
+def difference(parts: list[Tensor], whole: Tensor) -> float:
     """Relative L2 distance of a gradient, which each rank holds whole or a slice of, from the reference."""
     split = [dim for dim in range(whole.dim()) if parts[0].shape[dim] != whole.shape[dim]]
     candidates = [torch.cat(parts, dim=split[0])] if split else parts
