@@ -237,7 +237,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
-    """Whether nothing is left to do; the first rank says so of each adapter, and makes a merged model that is missing."""
+    """Whether nothing is left to do; the first rank says so of each, and makes a merged model that is missing."""
     from meshlora.train.run import MERGED, merge_at_end
 
     if not all(run.is_finished for run in runs.values()):
