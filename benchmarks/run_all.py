@@ -167,6 +167,8 @@ def main() -> int:
     default = table.default_json("all").with_suffix("")
     parser.add_argument("--out", type=Path, default=default, help="results are written to OUT.md and OUT.json")
     options = parser.parse_args()
+    # Ended from outside, it ends the item first, as on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     outcomes = run_items(
         {item: script for item, script in ITEMS.items() if options.item is None or item in options.item},
         limit_s=options.limit_s,
