@@ -12,6 +12,7 @@ gradient are compared with one-process PEFT first, as in tp_vs_peft.py.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -174,6 +175,7 @@ def main() -> int:
     if options.json is None and not (options.quick or options.tiny):
         options.json = default_json("collectives")
     be_quiet()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of the profiler, in the processes that start now
     return run("Collectives and bytes of a layer", options, measure)
 
 

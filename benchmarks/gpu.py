@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -36,11 +36,23 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 import meshlora
+from gpu_shapes import (
+    RANK,
+    Inputs,
+    Shape,
+    describe,
+    flops_per_token,
+    inputs_of,
+    packed_lengths,
+    real_shapes,
+    resized,
+    tiny,
+)
 from meshlora import api
 from meshlora.adapter.manage import active_factors
 from meshlora.train.losses import language_model_loss
@@ -52,170 +64,10 @@ FP32_LIMIT = 1e-3  # relative, two layers; a wrong scale of LoRA is 1 off
 BF16_LOSS_LIMIT = 1e-2  # relative, at full size: rounding is about 1e-3
 BF16_GRADIENT_LIMIT = 0.1  # relative, all gradients as one vector; without experts, whose routing rounding changes
 LEARNING_RATE = 1e-4
-RANK = 16
 STEPS = 3  # timed ones a turn
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model, and the tokens of a step. num_params: what it is known to have, to hold the table above to."""
-
-    name: str
-    config: PretrainedConfig
-    batch_size: int
-    seq_len: int
-    lora: Mapping[str, Any]
-    target_speed: float | None = None  # against PEFT + SDPA
-    target_memory: float | None = None
-    target_rate: float | None = None  # tokens/s on an H200
-
-    @property
-    def has_experts(self) -> bool:
-        return hasattr(self.config, "num_experts")
-
-    def lora_config(self) -> LoraConfig:
-        """B is not zero: every gradient is one."""
-        return LoraConfig(r=RANK, lora_alpha=2 * RANK, init_lora_weights=False, **self.lora)
-
-
-def _llama(**sizes: Any) -> LlamaConfig:
-    return LlamaConfig(**{"vocab_size": 128_256, "max_position_embeddings": 8192, "use_cache": False, **sizes})
-
-
-def real_shapes() -> list[Shape]:
-    """Llama 3.1 8B, Llama 3.2 1B, 12 of the 48 layers of Qwen3-30B-A3B."""
-    eight = _llama(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-    one = _llama(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-    experts = Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    dense = {"target_modules": "all-linear"}
-    mixed = {"target_modules": LINEARS, "target_parameters": EXPERTS}
-    return [
-        Shape("8b", eight, 1, 4096, dense, target_speed=1.3, target_memory=0.75, target_rate=14_000),
-        Shape("1b", one, 4, 4096, dense),
-        Shape("moe", experts, 1, 4096, mixed),
-    ]
-
-
-def tiny(shape: Shape) -> Shape:
-    """The same family with sizes for a CPU, and no targets."""
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-    }
-    if shape.has_experts:
-        sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    return Shape(shape.name, _with(shape.config, **sizes), min(shape.batch_size, 2), 64, shape.lora)
-
-
-def _with(config: PretrainedConfig, **sizes: Any) -> PretrainedConfig:
-    made = copy.deepcopy(config)
-    for name, value in sizes.items():
-        setattr(made, name, value)
-    if getattr(made, "layer_types", None):
-        made.layer_types = made.layer_types[: made.num_hidden_layers]
-    return made
-
-
-def packed_lengths(seq_len: int) -> list[int]:
-    """Lengths of the sequences of a packed row: from half of it to a thirty-second, unlike each other."""
-    lengths = [seq_len // 2 - seq_len // 32, seq_len // 4, seq_len // 8 + seq_len // 32, seq_len // 16, seq_len // 32]
-    return [*lengths, seq_len - sum(lengths)]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """A batch on the device. labels: `[B, S]`, those of the tokens themselves, -100 where a sequence begins."""
-
-    name: str
-    lengths: list[int]
-    ids: Tensor
-    labels: Tensor
-    shifted: Tensor  # labels[b, t + 1]
-    position_ids: Tensor | None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.ids.numel()
-
-    @property
-    def num_trained(self) -> int:
-        return int((self.shifted != -100).sum())
-
-
-def inputs_of(shape: Shape, device: torch.device) -> list[Inputs]:
-    """One sequence a row, and packed rows."""
-    generator = torch.Generator().manual_seed(0)
-    size = (shape.batch_size, shape.seq_len)
-    ids = torch.randint(0, shape.config.vocab_size, size, generator=generator)
-    found = []
-    for name, lengths in (("one sequence", [shape.seq_len]), ("packed", packed_lengths(shape.seq_len))):
-        positions = torch.cat([torch.arange(length) for length in lengths]).expand(size).contiguous()
-        labels = torch.where(positions == 0, -100, ids)
-        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-        tensors = (t.to(device) for t in (ids, labels, shifted))
-        found.append(Inputs(name, lengths, *tensors, positions.to(device) if len(lengths) > 1 else None))
-    return found
-
-
-def flops_per_token(shape: Shape, lengths: list[int]) -> float:
-    """The least that a step needs: frozen products twice (forward, gradient of the input), LoRA's three times, causal
-    attention two products forward and four backward."""
-    c = shape.config
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    heads, groups = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
-    attention = [(c.hidden_size, heads), (c.hidden_size, groups), (c.hidden_size, groups), (heads, c.hidden_size)]
-    if shape.has_experts:
-        width, choices = c.moe_intermediate_size, c.num_experts_per_tok
-        # Gate and up are one projection with one A.
-        adapted = attention + choices * [(c.hidden_size, 2 * width), (width, c.hidden_size)]
-        frozen = [*adapted, (c.hidden_size, c.num_experts)]
-    else:
-        width = c.intermediate_size
-        adapted = frozen = [*attention, *(2 * [(c.hidden_size, width)]), (width, c.hidden_size)]
-    per_layer = 4 * sum(a * b for a, b in frozen) + 6 * RANK * sum(a + b for a, b in adapted)
-    context = sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
-    return c.num_hidden_layers * (per_layer + 12 * context * heads) + 4 * c.hidden_size * c.vocab_size
+# --- the systems' names ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -346,8 +198,7 @@ class Meshlora(Candidate):
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
     def gradients(self, inputs: Inputs) -> Tensor:
-        mask = None if inputs.position_ids is not None else torch.ones_like(inputs.ids)
-        loss = language_model_loss(self.model, inputs.ids, mask, inputs.shifted, position_ids=inputs.position_ids)
+        loss = language_model_loss(self.model, inputs.ids, None, inputs.shifted, position_ids=inputs.position_ids)
         loss.backward()
         return loss.detach() / meshlora.finish_gradients(self.model, num_tokens=inputs.num_trained)
 
@@ -443,6 +294,12 @@ class Bench:
                     attn_implementation="sdpa",
                 )
             meshlora.save_adapter(model, self.folder / "adapter")
+            # Else the peak of every system would hold a second base.
+            shared = {p.untyped_storage().data_ptr() for p in base.parameters()}
+            own_base = [name for name, p in model.named_parameters() if not p.requires_grad]
+            copied = [n for n in own_base if model.get_parameter(n).untyped_storage().data_ptr() not in shared]
+            assert own_base, "no frozen base"
+            assert not copied, copied
             return Meshlora(system, model, self.dtype)
         own = copy.deepcopy(base, {id(p): p for p in base.parameters()})  # modules of its own, the same tensors
         patch = _liger(own) if system.kind == "liger" else None
@@ -482,20 +339,26 @@ class Bench:
 
     # --- parity -----------------------------------------------------------------------------------------------------
 
-    def check(self, batches: list[Inputs]) -> float:
-        """The worst difference of a loss or a gradient from the reference, relative, of what is not left out.
+    def check(self, batches: list[Inputs]) -> float | None:
+        """The worst difference of a loss or a gradient from the reference, relative, of what is not left out; None
+        where the reference itself found no room.
 
         Raises:
             ParityError: ours differs.
         """
         worst = 0.0
         for inputs in batches:
-            loss, reference = self._first_gradients(self.candidates[PEER.name], inputs)
+            if PEER.name not in self.candidates:
+                return None
+            found = self._attempt(PEER, self._first_gradients, self.candidates[PEER.name], inputs)
+            if not found:
+                return None
+            [(loss, reference)] = found
             for candidate in list(self.candidates.values()):
                 if candidate.system is PEER:
                     continue
-                found = self._attempt(candidate.system, self._difference, candidate, inputs, loss, reference)
-                worst = max([worst, *found])
+                off = self._attempt(candidate.system, self._difference, candidate, inputs, loss, reference)
+                worst = max([worst, *off])
         return worst
 
     def _difference(self, candidate: Candidate, inputs: Inputs, loss: float, reference: dict[str, Tensor]) -> float:
@@ -625,7 +488,7 @@ def measure_shape(
     shape: Shape, machine: Machine, systems: tuple[System, ...], turns: int, backend: str
 ) -> dict[str, Any]:
     """Parity in fp32 with two layers, then parity, memory and times in bf16."""
-    shallow = Shape(shape.name, _with(shape.config, num_hidden_layers=2), 1, min(shape.seq_len, 512), shape.lora)
+    shallow = Shape(shape.name, resized(shape.config, num_hidden_layers=2), 1, min(shape.seq_len, 512), shape.lora)
     result: dict[str, Any] = {"left_out": {}}
     for dtype, of in ((torch.float32, shallow), (torch.bfloat16, shape)):
         with tempfile.TemporaryDirectory() as folder:
@@ -635,7 +498,9 @@ def measure_shape(
                 wanted = [s for s in wanted if s.factors_dtype == torch.float32]
             bench.build(tuple(wanted))
             batches = inputs_of(of, machine.device)
-            result[f"off_{str(dtype).removeprefix('torch.')}"] = bench.check(batches)
+            off = result[f"off_{str(dtype).removeprefix('torch.')}"] = bench.check(batches)
+            if off is None and dtype == torch.float32:
+                raise RuntimeError(f"{shape.name}: no room to compare two layers: {bench.left_out}")
             if dtype == torch.bfloat16:
                 bench.warm_up(batches)
                 result["runs"] = bench.measure(batches, turns)
@@ -694,9 +559,10 @@ def page(shapes: list[Shape], results: dict[str, dict[str, Any]], machine: Machi
     for shape in shapes:
         result = results[shape.name]
         lines += ["", f"## {shape.name}: {describe(shape)}", ""]
+        in_bf16 = "not compared" if result["off_bfloat16"] is None else f"{result['off_bfloat16']:.0e}"
         lines += [
             f"matmul ceiling {result['ceiling_flops'] / 1e12:.1f} TFLOP/s; parity: fp32, two layers "
-            f"{result['off_float32']:.0e}, bf16 {result['off_bfloat16']:.0e}.",
+            f"{result['off_float32']:.0e}, bf16 {in_bf16}.",
             "",
             "| input | system | step | tokens/s | of the ceiling | peak memory |",
             "|---|---|---|---|---|---|",
@@ -714,21 +580,6 @@ def page(shapes: list[Shape], results: dict[str, dict[str, Any]], machine: Machi
         if result["left_out"]:
             lines += ["", *(f"- {name} is left out: {reason}" for name, reason in result["left_out"].items())]
     return "\n".join(lines)
-
-
-def describe(shape: Shape) -> str:
-    """The shape in words, with sizes from the model as transformers builds it, which takes no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(shape.config), dtype=torch.bfloat16)
-    num_params = sum(p.numel() for p in model.parameters())
-    trained = shape.lora.get("target_parameters", []) or ["all linears"]
-    giga = [flops_per_token(shape, lengths) / 1e9 for lengths in ([shape.seq_len], packed_lengths(shape.seq_len))]
-    return (
-        f"{shape.config.model_type}, {shape.config.num_hidden_layers} layers, {num_params / 1e9:.3f} billion "
-        f"parameters ({num_params * 2 / 2**30:.2f} GiB in bf16), LoRA on {'attention, ' if shape.has_experts else ''}"
-        f"{', '.join(trained)}, {shape.batch_size} × {shape.seq_len} tokens, {giga[0]:.2f} GFLOP a token "
-        f"({giga[1]:.2f} packed)"
-    )
 
 
 def print_plan(shapes: list[Shape], systems: tuple[System, ...], turns: int) -> None:

@@ -62,14 +62,14 @@ class Outcome:
         return table.rows_of(self.document) if self.document else []
 
 
-def run_item(item: int, script: Path, *, limit_s: float) -> Outcome:
+def run_item(item: int, script: Path, *, limit_s: float, options: Sequence[str] = ()) -> Outcome:
     """Run one script with `--quick`; what it says on its standard error goes through, its page is in its results."""
     started = time.perf_counter()
     if not script.is_file():
         return Outcome(item, script.name, 0.0, trouble="there is no such script")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        command = [sys.executable, str(script), "--quick", "--json", str(file)]
+        command = [sys.executable, str(script), "--quick", "--json", str(file), *options]
         # A session of its own: a script that is stopped takes its ranks with it.
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         trouble = ""
@@ -93,12 +93,12 @@ def run_item(item: int, script: Path, *, limit_s: float) -> Outcome:
     return Outcome(item, script.name, seconds, document, trouble)
 
 
-def run_items(items: Mapping[int, Path], *, limit_s: float = LIMIT_S) -> list[Outcome]:
-    """All of them, one after the other."""
+def run_items(items: Mapping[int, Path], *, limit_s: float = LIMIT_S, options: Sequence[str] = ()) -> list[Outcome]:
+    """All of them, one after the other, each with `options` too."""
     outcomes = []
     for item, script in items.items():
         print(f"item {item}: {script.name} ...", file=sys.stderr, flush=True)
-        outcomes.append(run_item(item, script, limit_s=limit_s))
+        outcomes.append(run_item(item, script, limit_s=limit_s, options=options))
         print(f"item {item}: {outcomes[-1].seconds:.0f} s {outcomes[-1].trouble}", file=sys.stderr, flush=True)
     return outcomes
 
@@ -163,12 +163,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--item", type=int, action="append", choices=ITEMS, help="only this one; may be repeated")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="after so many seconds an item is stopped")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes: only shows that the scripts run")
     default = table.default_json("all").with_suffix("")
     parser.add_argument("--out", type=Path, default=default, help="results are written to OUT.md and OUT.json")
     options = parser.parse_args()
+    # Ended from outside, it ends the item first, as on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     outcomes = run_items(
         {item: script for item, script in ITEMS.items() if options.item is None or item in options.item},
         limit_s=options.limit_s,
+        options=["--tiny"] if options.tiny else [],
     )
     print(table.plain_table(numbered(outcomes)))
     print("\n".join(conclusion(outcomes)))

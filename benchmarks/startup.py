@@ -7,9 +7,10 @@ one random fp32 checkpoint and one adapter from a temporary folder, whose pages 
 live as long as the benchmark, and the systems take turns; before the first turn each has loaded and trained a tiny
 model, so that imports, threads and connections count for none.
 
-Memory is anonymous resident memory (`RssAnon` of /proc/PID/status), which leaves out mapped pages of files, above the
-level before; the parent reads it every 2 ms, so that a peak shorter than that may be missed. The shard is what a
-rank's parameters and buffers take. After the first step gradients and moments of the factors are there too.
+Memory is the peak above the level before, of /proc/PID/status: anonymous memory (`RssAnon`), which the kernel cannot
+drop, against the shard, which is what a rank's parameters and buffers take; and all resident memory (`VmRSS`) against
+the peer, as `from_pretrained` on a CPU leaves weights where they are in the mapped file. The parent reads both every
+2 ms, so that a peak shorter than that may be missed. After the first step gradients and moments are there too.
 
 Loss and every gradient of the first step are compared with those of PEFT on one process.
 """
@@ -58,17 +59,13 @@ SAMPLE_S = 0.002
 
 @dataclass(frozen=True)
 class Started:
-    """Of one rank. peak_bytes, level_bytes: anonymous memory, as the parent saw it."""
+    """Of one rank. anonymous_bytes, resident_bytes: the peak above the level, as the parent saw it."""
 
     time_s: float
     load_time_s: float
     shard_bytes: int
-    level_bytes: int
-    peak_bytes: int
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.peak_bytes - self.level_bytes
+    anonymous_bytes: int
+    resident_bytes: int
 
 
 # --- on the ranks ---------------------------------------------------------------------------------------------------
@@ -76,12 +73,13 @@ class Started:
 _held: dict[str, Candidate] = {}
 
 
-def anonymous_bytes(pid: int | str = "self") -> int:
-    """Resident memory of a process that no file backs."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
+def memory(pid: int | str = "self") -> tuple[int, int]:
+    """Bytes of a process that no file backs, and all that are resident."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = {
+        line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(("RssAnon", "VmRSS"))
+    }
+    return int(found["RssAnon"]) * 1024, int(found["VmRSS"]) * 1024
 
 
 def prepare(system: System, tiny: Path) -> None:
@@ -91,12 +89,12 @@ def prepare(system: System, tiny: Path) -> None:
     candidate.step(*tokens(candidate, SHAPE))
 
 
-def level() -> int:
+def level() -> tuple[int, int]:
     """Drop the last model; what is left."""
     _held.clear()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return anonymous_bytes()
+    return memory()
 
 
 def start(system: System, folder: Path) -> tuple[float, float, int]:
@@ -131,14 +129,16 @@ def watched(group: Group, folder: Path) -> list[Started]:
         pipe.send((start, (group.system, folder)))
     while len(answers) < len(pids):
         for rank, pipe in enumerate(group.pipes):
-            peaks[rank] = max(peaks[rank], anonymous_bytes(pids[rank]))
+            anonymous, resident = memory(pids[rank])
+            peaks[rank] = max(peaks[rank][0], anonymous), max(peaks[rank][1], resident)
             if rank not in answers and pipe.poll():
                 answers[rank] = pipe.recv()
         time.sleep(SAMPLE_S)
     for ok, value in answers.values():
         if not ok:
             raise RuntimeError(f"{group.system.name}:\n{value}")
-    return [Started(*answers[rank][1], levels[rank], peaks[rank]) for rank in range(len(pids))]
+    above = [[peak - before for peak, before in zip(*pair, strict=True)] for pair in zip(peaks, levels, strict=True)]
+    return [Started(*answers[rank][1], *above[rank]) for rank in range(len(pids))]
 
 
 def check(groups: dict[str, Group], folder: Path) -> float:
@@ -161,24 +161,39 @@ def check(groups: dict[str, Group], folder: Path) -> float:
 
 def rows_of(runs: dict[str, list[list[Started]]]) -> list[Row]:
     """Memory against the shard, then against `from_pretrained`; time against it."""
-    peaks = {n: [max(rank.needed_bytes for rank in ranks) / 2**20 for ranks in turns] for n, turns in runs.items()}
-    shards = {n: [max(rank.shard_bytes for rank in ranks) / 2**20 for ranks in turns] for n, turns in runs.items()}
-    times = {n: [max(rank.time_s for rank in ranks) for ranks in turns] for n, turns in runs.items()}
+
+    def most(field: str, scale: float = 2**20) -> dict[str, list[float]]:
+        """By system, of each turn that of the rank that needed most."""
+        return {n: [max(getattr(r, field) for r in ranks) / scale for ranks in turns] for n, turns in runs.items()}
+
+    anonymous, resident, shards, times = (
+        most("anonymous_bytes"),
+        most("resident_bytes"),
+        most("shard_bytes"),
+        most("time_s", 1),
+    )
     rows = []
     for ours, peer in ((ALONE, REFERENCE), (TP, PEER)):
         what = f"start-up, {'one process' if ours.num_ranks == 1 else 'two processes'}"
-        memory, name = f"{what}, peak memory a rank", {"ours_name": ours.name}
+        name = {"ours_name": ours.name}
         rows += [
             smaller(
-                memory,
-                peaks[ours.name],
+                f"{what}, peak memory a rank",
+                anonymous[ours.name],
                 shards[ours.name],
                 unit="MiB",
                 peer_name="its shard",
                 target=MOST_ABOVE_SHARD,
                 **name,
             ),
-            smaller(memory, peaks[ours.name], peaks[peer.name], unit="MiB", peer_name=peer.name, **name),
+            smaller(
+                f"{what}, with mapped pages of files",
+                resident[ours.name],
+                resident[peer.name],
+                unit="MiB",
+                peer_name=peer.name,
+                **name,
+            ),
             faster(what, times[ours.name], times[peer.name], unit="s", peer_name=peer.name, **name),
         ]
     return rows
@@ -186,13 +201,17 @@ def rows_of(runs: dict[str, list[list[Started]]]) -> list[Row]:
 
 def page(runs: dict[str, list[list[Started]]]) -> str:
     """All that was seen, a line a turn."""
-    lines = ["| system | turn | load | to the first step | shard | peak above the level |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| system | turn | load | to the first step | shard | peak, anonymous | peak, with mapped pages |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, turns in runs.items():
         for turn, ranks in enumerate(turns, 1):
-            most = max(ranks, key=lambda rank: rank.needed_bytes)
+            most = max(ranks, key=lambda rank: rank.anonymous_bytes)
             lines.append(
                 f"| {name} | {turn} | {max(r.load_time_s for r in ranks):.2f} s | {max(r.time_s for r in ranks):.2f} s "
-                f"| {most.shard_bytes / 2**20:.0f} MiB | {most.needed_bytes / 2**20:.0f} MiB |"
+                f"| {most.shard_bytes / 2**20:.0f} MiB | {most.anonymous_bytes / 2**20:.0f} MiB "
+                f"| {most.resident_bytes / 2**20:.0f} MiB |"
             )
     return "\n".join(lines)
 

@@ -1,0 +1,194 @@
+"""Shapes of gpu.py: models of a real size, the tokens of a step, the arithmetic that it takes at the least.
+
+Owns: configurations, batches, FLOPs. Does not own: who runs them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+RANK = 16
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, the tokens of a step, what is trained, and what is asked for."""
+
+    name: str
+    config: PretrainedConfig
+    batch_size: int
+    seq_len: int
+    lora: Mapping[str, Any]
+    target_speed: float | None = None  # against PEFT + SDPA
+    target_memory: float | None = None
+    target_rate: float | None = None  # tokens/s on an H200
+
+    @property
+    def has_experts(self) -> bool:
+        return hasattr(self.config, "num_experts")
+
+    def lora_config(self) -> LoraConfig:
+        """B is not zero: every gradient is one."""
+        return LoraConfig(r=RANK, lora_alpha=2 * RANK, init_lora_weights=False, **self.lora)
+
+
+def _llama(**sizes: Any) -> LlamaConfig:
+    return LlamaConfig(**{"vocab_size": 128_256, "max_position_embeddings": 8192, "use_cache": False, **sizes})
+
+
+def real_shapes() -> list[Shape]:
+    """Llama 3.1 8B, Llama 3.2 1B, 12 of the 48 layers of Qwen3-30B-A3B."""
+    eight = _llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )
+    one = _llama(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )
+    experts = Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    dense = {"target_modules": "all-linear"}
+    mixed = {"target_modules": LINEARS, "target_parameters": EXPERTS}
+    return [
+        Shape("8b", eight, 1, 4096, dense, target_speed=1.3, target_memory=0.75, target_rate=14_000),
+        Shape("1b", one, 4, 4096, dense),
+        Shape("moe", experts, 1, 4096, mixed),
+    ]
+
+
+def tiny(shape: Shape) -> Shape:
+    """The same family with sizes for a CPU, and no targets."""
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+    }
+    if shape.has_experts:
+        sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    return Shape(shape.name, resized(shape.config, **sizes), min(shape.batch_size, 2), 64, shape.lora)
+
+
+def resized(config: PretrainedConfig, **sizes: Any) -> PretrainedConfig:
+    """A copy of another size."""
+    made = copy.deepcopy(config)
+    for name, value in sizes.items():
+        setattr(made, name, value)
+    if getattr(made, "layer_types", None):
+        made.layer_types = made.layer_types[: made.num_hidden_layers]
+    return made
+
+
+def packed_lengths(seq_len: int) -> list[int]:
+    """Lengths of the sequences of a packed row: from half of it to a thirty-second, unlike each other."""
+    lengths = [seq_len // 2 - seq_len // 32, seq_len // 4, seq_len // 8 + seq_len // 32, seq_len // 16, seq_len // 32]
+    return [*lengths, seq_len - sum(lengths)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch on the device. labels: `[B, S]`, those of the tokens themselves, -100 where a sequence begins."""
+
+    name: str
+    lengths: list[int]
+    ids: Tensor
+    labels: Tensor
+    shifted: Tensor  # labels[b, t + 1]
+    position_ids: Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def num_trained(self) -> int:
+        return int((self.shifted != -100).sum())
+
+
+def inputs_of(shape: Shape, device: torch.device) -> list[Inputs]:
+    """One sequence a row, and packed rows."""
+    generator = torch.Generator().manual_seed(0)
+    size = (shape.batch_size, shape.seq_len)
+    ids = torch.randint(0, shape.config.vocab_size, size, generator=generator)
+    found = []
+    for name, lengths in (("one sequence", [shape.seq_len]), ("packed", packed_lengths(shape.seq_len))):
+        positions = torch.cat([torch.arange(length) for length in lengths]).expand(size).contiguous()
+        labels = torch.where(positions == 0, -100, ids)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        tensors = (t.to(device) for t in (ids, labels, shifted))
+        found.append(Inputs(name, lengths, *tensors, positions.to(device) if len(lengths) > 1 else None))
+    return found
+
+
+def flops_per_token(shape: Shape, lengths: list[int]) -> float:
+    """The least that a step needs: frozen products twice (forward, gradient of the input), LoRA's three times, causal
+    attention two products forward and four backward."""
+    c = shape.config
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    heads, groups = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
+    attention = [(c.hidden_size, heads), (c.hidden_size, groups), (c.hidden_size, groups), (heads, c.hidden_size)]
+    if shape.has_experts:
+        width, choices = c.moe_intermediate_size, c.num_experts_per_tok
+        # Gate and up are one projection with one A.
+        adapted = attention + choices * [(c.hidden_size, 2 * width), (width, c.hidden_size)]
+        frozen = [*adapted, (c.hidden_size, c.num_experts)]
+    else:
+        width = c.intermediate_size
+        adapted = frozen = [*attention, *(2 * [(c.hidden_size, width)]), (width, c.hidden_size)]
+    per_layer = 4 * sum(a * b for a, b in frozen) + 6 * RANK * sum(a + b for a, b in adapted)
+    context = sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
+    return c.num_hidden_layers * (per_layer + 12 * context * heads) + 4 * c.hidden_size * c.vocab_size
+
+
+def describe(shape: Shape) -> str:
+    """The shape in words, with sizes from the model as transformers builds it, which takes no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(shape.config), dtype=torch.bfloat16)
+    num_params = sum(p.numel() for p in model.parameters())
+    trained = shape.lora.get("target_parameters", []) or ["all linears"]
+    giga = [flops_per_token(shape, lengths) / 1e9 for lengths in ([shape.seq_len], packed_lengths(shape.seq_len))]
+    return (
+        f"{shape.config.model_type}, {shape.config.num_hidden_layers} layers, {num_params / 1e9:.3f} billion "
+        f"parameters ({num_params * 2 / 2**30:.2f} GiB in bf16), LoRA on {'attention, ' if shape.has_experts else ''}"
+        f"{', '.join(trained)}, {shape.batch_size} × {shape.seq_len} tokens, {giga[0]:.2f} GFLOP a token "
+        f"({giga[1]:.2f} packed)"
+    )
