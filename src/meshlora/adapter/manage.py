@@ -305,11 +305,18 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
     return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
 
 
-def gather_adapter(model: Any, adapter: str) -> dict[str, Tensor]:
-    """Name -> copy of the full factor on the CPU, on every rank. Collective: all ranks must call it."""
+def gather_adapter(model: Any, adapter: str, *, only_rank: int | None = None) -> dict[str, Tensor]:
+    """Name -> copy of the full factor on the CPU, on every rank. Collective: all ranks must call it.
+
+    only_rank: the one that keeps them; others return nothing, and never hold more than one factor.
+    """
     mesh = runtime(model).mesh
-    factors = adapter_factors(model, adapter)
-    return {f.name: full_factor(f.parameter.detach(), f.rule, mesh).to("cpu", copy=True) for f in factors}
+    found = {}
+    for factor in adapter_factors(model, adapter):
+        full = full_factor(factor.parameter.detach(), factor.rule, mesh)
+        if only_rank in (None, mesh.rank):
+            found[factor.name] = full.to("cpu", copy=True)
+    return found
 
 
 def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:

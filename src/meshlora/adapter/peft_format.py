@@ -65,10 +65,13 @@ def save_adapter(
     config = json.loads(json.dumps(_config_to_store(adapter_config, state.source)))
     pieces = getattr(adapter_config, "pieces", None)
     shared = getattr(adapter_config, "share_experts", False)
-    tensors = file_tensors(gather_adapter(model, name), state.adapters[name].targets, state.plan)
-    if broken := [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
-        raise MeshloraError(f"{path}: not saved, {broken[0]} holds values that are not finite")
-    failure = ""
+    full = gather_adapter(model, name, only_rank=0)
+    tensors, broken, failure = {}, "", ""
+    if state.mesh.rank == 0:
+        tensors = file_tensors(full, state.adapters[name].targets, state.plan)
+        broken = next((key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()), "")
+    if broken := _of_rank_0(broken, state.mesh):
+        raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
     if state.mesh.rank == 0:
         try:
             write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared, also=also)

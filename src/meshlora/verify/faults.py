@@ -321,7 +321,7 @@ def blind_whole_regions(original: Any) -> Any:
 def in_file(change: Callable[[Tensor, int, int], Tensor], *, split: bool) -> Change:
     """change(full tensor, dim, tp) on the factors that are split over tp, or on those that are whole."""
 
-    def gathered(full: dict[str, Tensor], model: Any, adapter: str) -> dict[str, Tensor]:
+    def gathered(full: dict[str, Tensor], model: Any, adapter: str, **_: Any) -> dict[str, Tensor]:
         rules = {factor.name: factor.rule.split_dim for factor in adapter_factors(model, adapter)}
         tp = runtime(model).mesh.tp.size
         return {
@@ -348,6 +348,8 @@ def rounded_in_file(original: Any) -> Any:
 
 
 def extra_entry(full: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
+    if not full:  # not the rank that writes
+        return full
     name = min(name for name in full if ".lora_" in name)
     return full | {name.replace(".lora_", ".old_lora_"): full[name].clone()}
 

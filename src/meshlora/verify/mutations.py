@@ -362,7 +362,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             (
                 peft_format,
                 "gather_adapter",
-                then(lambda full, *_: {n: t for n, t in full.items() if ".lora_" in n}),
+                then(lambda full, *_, **__: {n: t for n, t in full.items() if ".lora_" in n}),
             ),
         ),
         mutation(
