@@ -7,6 +7,7 @@ which comes first: from the two follows that several at once train as PEFT would
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from meshlora.plan.topology import Topology
 from meshlora.state.files import write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.many import ManyTrainer
-from meshlora.train.metrics import Reporter
+from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
 from meshlora.verify.preflight import (
@@ -123,18 +124,45 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
     with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
         folder = Path(temporary)
         trust = first.config.model.trust_remote_code
-        alone.run(train_alone, folder, config, adapters, trust)
-        ranks.run(train_at_once, folder, adapters, str(topology), trust)
-        return {name: compare_adapters(*(folder / how / name / "adapter" for how in _HOW)) for name in adapters}
+        expected = alone.run(train_alone, folder, config, adapters, trust)[0]
+        found = ranks.run(train_at_once, folder, adapters, str(topology), trust)[0]
+        worst = {}
+        for name in adapters:
+            factors = compare_adapters(*(folder / how / name / "adapter" for how in _HOW))
+            numbers = Worst("loss, norm, rate or tokens of a step", _largest_gap(found[name], expected[name]))
+            worst[name] = max(factors, numbers, key=lambda one: one.relative)
+        return worst
 
 
 _HOW = _TOGETHER, _ALONE = "together", "alone"
+Numbers = list[tuple[float, ...]]  # of each step: loss, gradient norm, learning rate, trained tokens
+
+
+def _largest_gap(ours: Numbers, alone: Numbers) -> float:
+    """The largest relative difference; infinite where the numbers of steps differ."""
+    if len(ours) != len(alone):
+        return math.inf
+    pairs = [pair for a, b in zip(ours, alone, strict=True) for pair in zip(a, b, strict=True)]
+    return max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs)
+
+
+class _Recorder(Reporter):
+    """The numbers of each step, instead of a file."""
+
+    def __init__(self, own: OnTwin) -> None:
+        super().__init__(Path("unused"), steps=own.train.steps or 0, log_every=1, is_main=False)
+        self.numbers: Numbers = []
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one step."""
+        self.numbers.append((metrics.loss, metrics.grad_norm, metrics.lr, metrics.tokens))
 
 
 def _on_twin(run: Prepared, number: int, lora: Mapping[str, Any]) -> OnTwin:
     """The run's adapter with options of its own, whatever the run's are, so that mixed-up adapters show.
 
-    Both factors are drawn, norms are clipped, and adapters end one after another.
+    Both factors are drawn, every other adapter is clipped, and they end one after another. eps is of the size of the
+    gradients: with the usual one AdamW forgets a gradient's scale, and with it a wrong count.
     """
     options = TrainConfig(
         output="unused",
@@ -142,7 +170,8 @@ def _on_twin(run: Prepared, number: int, lora: Mapping[str, Any]) -> OnTwin:
         batch_size=2 + number % 3,
         micro_batch_size=3,
         lr=1e-2 / (1 + number),
-        max_grad_norm=0.1 / (1 + number),
+        max_grad_norm=0.02 * (number % 2),
+        eps=1e-3,
         label_smoothing=run.config.train.label_smoothing,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
@@ -153,18 +182,24 @@ def _on_twin(run: Prepared, number: int, lora: Mapping[str, Any]) -> OnTwin:
     return OnTwin({**lora, "init_lora_weights": False}, lengths, options)
 
 
-def train_alone(folder: Path, config: Any, adapters: Mapping[str, OnTwin], trust_remote_code: bool) -> None:
+def train_alone(
+    folder: Path, config: Any, adapters: Mapping[str, OnTwin], trust_remote_code: bool
+) -> dict[str, Numbers]:
     """Make the twin of the configuration `config`, and train each of `adapters` by itself on it, on one process."""
     write_twin(config, folder / "twin", dtype=torch.float64, seed=0)
+    recorders = {name: _Recorder(own) for name, own in adapters.items()}
     for name, own in adapters.items():
         model = _load(folder, Topology(), trust_remote_code)
         run = _prepared(model, folder / _ALONE / name, own, Topology())
         add_adapter(model, name, run.lora, seed=own.train.seed)
         set_adapter(model, name)
-        Trainer(run, model, _quiet(own)).train()
+        Trainer(run, model, recorders[name]).train()
+    return {name: recorder.numbers for name, recorder in recorders.items()}
 
 
-def train_at_once(folder: Path, adapters: Mapping[str, OnTwin], topology: str, trust_remote_code: bool) -> None:
+def train_at_once(
+    folder: Path, adapters: Mapping[str, OnTwin], topology: str, trust_remote_code: bool
+) -> dict[str, Numbers]:
     """Train all of `adapters` at once, on the calling ranks."""
     shape = Topology.parse(topology)
     model = _load(folder, shape, trust_remote_code)
@@ -172,7 +207,9 @@ def train_at_once(folder: Path, adapters: Mapping[str, OnTwin], topology: str, t
     for name, own in adapters.items():
         runs[name] = _prepared(model, folder / _TOGETHER / name, own, shape)
         add_adapter(model, name, runs[name].lora, seed=own.train.seed)
-    ManyTrainer(runs, model, {name: _quiet(own) for name, own in adapters.items()}).train()
+    recorders = {name: _Recorder(own) for name, own in adapters.items()}
+    ManyTrainer(runs, model, recorders).train()
+    return {name: recorder.numbers for name, recorder in recorders.items()}
 
 
 def _load(folder: Path, topology: Topology, trust_remote_code: bool) -> Any:
@@ -198,7 +235,3 @@ def _prepared(model: Any, output: Path, own: OnTwin, topology: Topology) -> Prep
     offsets = np.cumsum([0, *own.lengths]).astype(np.int64)
     data = TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
     return Prepared(config, topology, runtime(model).plan, lora, {}, 0, 0, data, None, own.train.steps or 0)
-
-
-def _quiet(own: OnTwin) -> Reporter:
-    return Reporter(Path("unused"), steps=own.train.steps or 0, log_every=1, is_main=False)

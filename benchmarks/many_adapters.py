@@ -1,0 +1,317 @@
+"""Eight adapters at once on one base against eight runs in turn, of one sequence of 64 tokens each a step.
+
+    python benchmarks/many_adapters.py [--turns N] [--threads N] [--quick] [--tiny] [--json FILE]
+
+First every loss and every LoRA gradient at once is compared with that of each adapter alone in transformers + peft
+(fp32). Then steps are timed, those of meshlora's own trainers (batch, forward, loss, backward, gradients, clipping,
+AdamW): all adapters at once, one after another, and one after another in a plain PEFT loop; the three take turns. Last,
+whole runs: `meshlora train` of a file with eight adapters against eight such commands, from the command to the adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapter
+from meshlora.adapter.many import train_many
+from meshlora.api import load_without_proof
+from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.data import TokenizedDataset
+from meshlora.parallel.many import Share
+from meshlora.plan.topology import Topology
+from meshlora.train.losses import language_model_losses
+from meshlora.train.many import ManyTrainer
+from meshlora.train.metrics import Reporter
+from meshlora.train.prepare import Prepared
+from processes import be_quiet
+from table import Findings, Parity, ParityError, default_json, faster, parser, run
+
+K, SEQ, RANK, TARGET = 8, 64, 16, 3.0
+LIMIT = 1e-4  # fp32, relative
+MODEL = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+NAMES = [f"adapter-{number}" for number in range(K)]
+STEPS_OF_A_RUN = 50
+TOKENIZER = Path(__file__).parents[1] / "examples" / "tiny_base"
+RECORDS = Path(__file__).parents[1] / "examples" / "docstrings" / "train.jsonl"
+
+
+def lora_of(number: int) -> LoraConfig:
+    """Factors are both drawn, or half of the gradients would be zero."""
+    return LoraConfig(r=RANK, lora_alpha=8 + 4 * number, target_modules="all-linear", init_lora_weights=False)
+
+
+def make_checkpoint(folder: Path, model: dict[str, Any]) -> None:
+    """A random checkpoint with a tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**model), dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((TOKENIZER / name).read_bytes())
+
+
+def ours(folder: Path, dtype: str) -> Any:
+    """The checkpoint with all adapters."""
+    model = load_without_proof(folder, topology=Topology(), dtype=dtype, device="cpu")
+    for number, name in enumerate(NAMES):
+        add_adapter(model, name, lora_of(number), seed=number)
+    return model.train()
+
+
+def data_of(number: int, vocab: int) -> TokenizedDataset:
+    """Sequences of 64 random tokens, all trained but the first."""
+    generator = np.random.Generator(np.random.PCG64(number))
+    tokens = generator.integers(0, vocab, 8 * SEQ).astype(np.int32)
+    return TokenizedDataset(tokens, np.ones(8 * SEQ, dtype=bool), np.arange(0, 8 * SEQ + 1, SEQ).astype(np.int64))
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+def check_parity(folder: Path, vocab: int) -> float:
+    """The worst relative difference of a loss or a gradient at once from PEFT alone.
+
+    Raises:
+        ParityError: it is above `LIMIT`.
+    """
+    model = ours(folder, "float32")
+    train_many(model, NAMES)
+    rows = [torch.from_numpy(data_of(number, vocab)[0].input_ids).long() for number in range(K)]
+    ids = torch.stack(rows)
+    labels = torch.cat([ids[:, 1:], torch.full((K, 1), -100)], 1)
+    with runtime(model).many.at([Share(name, torch.arange(SEQ)) for name in NAMES]):
+        losses = language_model_losses(model, ids, torch.ones_like(ids), labels, [1] * K)
+        losses.sum().backward()
+    worst = 0.0
+    for number, name in enumerate(NAMES):
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        alone = get_peft_model(base, lora_of(number))
+        peers = {
+            key.removeprefix("base_model.model.").replace(".default.weight", ""): parameter
+            for key, parameter in alone.named_parameters()
+            if parameter.requires_grad
+        }
+        factors = {factor.name: factor.parameter for factor in adapter_factors(model, name)}
+        with torch.no_grad():
+            for key, parameter in factors.items():
+                peers[key].copy_(parameter)
+        loss = summed_loss(alone, ids[number : number + 1], labels[number : number + 1])
+        loss.backward()
+        gaps = {"loss": abs(float(losses[number]) - float(loss)) / float(loss)}
+        for key, peer in peers.items():
+            found = factors[key].grad
+            assert found is not None, key
+            assert peer.grad is not None, key
+            gaps[key] = float((found - peer.grad).norm() / peer.grad.norm())
+        worst = max(worst, *gaps.values())
+    if not worst <= LIMIT:
+        raise ParityError("losses and gradients at once against PEFT alone", worst, LIMIT)
+    return worst
+
+
+def summed_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """Of the plain loop."""
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Ours:
+    """meshlora's trainers of all adapters, at once or each by itself: the same objects."""
+
+    def __init__(self, folder: Path, dtype: str, vocab: int) -> None:
+        self.model = ours(folder, dtype)
+        runs = {name: self._run(number, vocab) for number, name in enumerate(NAMES)}
+        quiet = {name: Reporter(Path("unused"), steps=1, log_every=1, is_main=False) for name in NAMES}
+        self.many = ManyTrainer(runs, self.model, quiet)
+        self.step = 0
+
+    def _run(self, number: int, vocab: int) -> Prepared:
+        train = TrainConfig("unused", steps=10_000, batch_size=1, micro_batch_size=K, replica_check_every=0)
+        config = RunConfig(ModelConfig("unused"), DataConfig("unused"), replace(train, lr=1e-5, seed=number), lora={})
+        data = data_of(number, vocab)
+        return Prepared(config, Topology(), runtime(self.model).plan, lora_of(number), {}, 0, 0, data, None, 10_000)
+
+    def at_once(self, steps: int) -> float:
+        """Seconds a step of all adapters."""
+        self.many._gradients = None  # those of the other way are gone
+        self._step_at_once()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._step_at_once()
+        return (time.perf_counter() - started) / steps
+
+    def _step_at_once(self) -> None:
+        self.many.train_step(NAMES)
+        self.many.done = {name: done + 1 for name, done in self.many.done.items()}
+
+    def in_turn(self, steps: int) -> float:
+        """Seconds for a step of each adapter, one after another."""
+        total = 0.0
+        for name in NAMES:
+            set_adapter(self.model, name)
+            course = self.many.courses[name]
+            course.train_step(self.step)
+            started = time.perf_counter()
+            for _ in range(steps):
+                course.train_step(self.step)
+            total += time.perf_counter() - started
+        self.step += 1
+        return total / steps
+
+
+class Peft:
+    """A plain loop; one model for all, as the adapter's numbers make no difference to the time."""
+
+    def __init__(self, folder: Path, dtype: str, vocab: int) -> None:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self.model = get_peft_model(base, lora_of(0)).train()
+        self.dtype = getattr(torch, dtype)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
+        self.trained = trained
+        ids = torch.from_numpy(data_of(0, vocab)[0].input_ids).long().unsqueeze(0)
+        self.batch = ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+
+    def in_turn(self, steps: int) -> float:
+        """Seconds for K steps."""
+        self._one_step()
+        started = time.perf_counter()
+        for _ in range(steps * K):
+            self._one_step()
+        return (time.perf_counter() - started) / steps
+
+    def _one_step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            loss = summed_loss(self.model, *self.batch) / (SEQ - 1)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def time_runs(folder: Path, steps: int) -> tuple[float, float]:
+    """Seconds of (one command with all adapters, a command for each), from its start to its end."""
+    shared = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "lora": {"r": RANK, "lora_alpha": 16, "target_modules": "all-linear"},
+        "data": {"train": str(RECORDS), "max_length": SEQ, "cache_dir": str(folder / "cache"), "loss_on": "all"},
+        "train": {"steps": steps, "batch_size": 1, "micro_batch_size": K, "log_every": steps},
+        "device": "cpu",
+    }
+    many = {
+        **shared,
+        "train": {**shared["train"], "output": str(folder / "many")},
+        "adapters": {name: {"train": {"seed": number}} for number, name in enumerate(NAMES)},
+    }
+    at_once = _time_command(folder, many)
+    in_turn = 0.0
+    for number, name in enumerate(NAMES):
+        own = {**shared["train"], "output": str(folder / "alone" / name), "seed": number}
+        in_turn += _time_command(folder, {**shared, "train": own})
+    return at_once, in_turn
+
+
+def _time_command(folder: Path, tree: dict[str, Any]) -> float:
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tree))
+    command = [sys.executable, "-m", "meshlora", "train", str(file), "--no-preflight", "--set", "train.overwrite=true"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    started = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    return time.perf_counter() - started
+
+
+def measure(options: argparse.Namespace) -> Findings:
+    """All of it, as the interface of benchmarks has it."""
+    be_quiet()
+    torch.set_num_threads(options.threads)
+    model = MODEL | (TINY if options.tiny else {})
+    turns, steps = (2, 1) if options.tiny else (5, 2) if options.quick else (options.turns, 3)
+    rows = []
+    details: dict[str, Any] = {"model": model, "threads": options.threads, "seconds": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_checkpoint(folder, model)
+        worst = check_parity(folder, model["vocab_size"])
+        for dtype in ("bfloat16", "float32"):
+            own, peer = Ours(folder, dtype, model["vocab_size"]), Peft(folder, dtype, model["vocab_size"])
+            times: dict[str, list[float]] = {"at once": [], "in turn": [], "PEFT in turn": []}
+            for _ in range(turns):
+                times["at once"].append(own.at_once(steps))
+                times["in turn"].append(own.in_turn(steps))
+                times["PEFT in turn"].append(peer.in_turn(steps))
+            details["seconds"][dtype] = times
+            what = f"{K} adapters, {SEQ} tokens each, a step, {dtype} base"
+            for other, other_name in (("in turn", "meshlora, in turn"), ("PEFT in turn", "PEFT, in turn")):
+                rows.append(
+                    faster(
+                        what,
+                        ours=times["at once"],
+                        peer=times[other],
+                        unit="s",
+                        ours_name="at once",
+                        peer_name=other_name,
+                        target=TARGET if other == "in turn" else None,
+                    )
+                )
+        if not options.tiny:
+            # Their vocabulary is that of the records' tokenizer, whatever is measured above.
+            pairs = [time_runs(folder, STEPS_OF_A_RUN) for _ in range(1 if options.quick else 3)]
+            details["seconds"]["whole runs"] = pairs
+            rows.append(
+                faster(
+                    f"{K} runs of {STEPS_OF_A_RUN} steps, from command to adapter",
+                    ours=[at_once for at_once, _ in pairs],
+                    peer=[in_turn for _, in_turn in pairs],
+                    unit="s",
+                    ours_name="one command",
+                    peer_name=f"{K} commands in turn",
+                    target=TARGET,
+                )
+            )
+    said = "loss and every LoRA gradient of each adapter, at once, against PEFT alone, fp32"
+    return Findings(Parity(said, worst, LIMIT, agrees=True), rows, details)
+
+
+def main() -> int:
+    """The command line."""
+    made = parser(__doc__)
+    made.add_argument("--turns", type=int, default=15, help="turns of a full run (default 15)")
+    made.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
+    options = made.parse_args()
+    if options.json is None and not (options.quick or options.tiny):
+        options.json = default_json("many_adapters")
+    return run("Eight adapters at once", options, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The preflight of several adapters: together on the twin as alone, on every kind of split; a difference is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from meshlora.errors import UnsupportedError
+from meshlora.oracle.compare import Worst
+from meshlora.oracle.inputs import write_twin
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.run_file import read_runs
+from meshlora.train.many_gradients import ManyGradients
+from meshlora.train.many_prepare import prepare_runs
+from meshlora.train.prepare import Prepared
+from meshlora.verify import many as module
+from meshlora.verify.many import compare_on_twin, preflight_runs, runs_state
+from meshlora.verify.proof import Processes
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
+# Of a fused matrix, of which one key/value head lies on two ranks: rows of one factor are summed over unlike axes.
+FUSED = {"num_key_value_heads": 1}
+
+
+def _runs(folder: Path, topology: str, *, model: Path = TINY) -> dict[str, Prepared]:
+    (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
+    tree: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "cache_dir": str(folder / "tokens")},
+        "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 2, "micro_batch_size": 1},
+        "adapters": {
+            "all": {"lora": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}},
+            "some": {"lora": {"r": 2, "target_modules": ["o_proj", "down_proj"]}},
+            "same": {"lora": {"r": 4, "target_modules": "all-linear"}},
+        },
+        "topology": topology,
+        "device": "cpu",
+    }
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    return prepare_runs(read_runs(folder / "run.yaml"))
+
+
+@pytest.mark.parametrize("topology", ["tp=2,sp"])
+def test_together_on_the_twin_is_as_alone_where_rows_of_one_factor_lie_on_unlike_ranks(
+    topology: str, tmp_path: Path, processes: Processes
+) -> None:
+    write_twin(twin_config("phi3", vocab_size=2048, **FUSED), tmp_path / "model", dtype=torch.float32, seed=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path / "model")
+    runs = _runs(tmp_path, topology, model=tmp_path / "model")
+    worst = compare_on_twin(runs, Topology.parse(topology), processes)
+    assert worst.keys() == runs.keys()
+    assert max(found.relative for found in worst.values()) < 1e-11
+
+
+_FINISH, _CLIP = ManyGradients.finish, ManyGradients.clip
+
+
+def _put_in(fault: str) -> None:
+    """On a rank of the session's pool; no fault takes the others out again."""
+    ManyGradients.finish, ManyGradients.clip = _FINISH, _CLIP  # type: ignore[method-assign]
+    if fault == "count of all":
+        ManyGradients.finish = lambda self, counts: _FINISH(self, [sum(counts)] * len(counts))  # type: ignore[method-assign]
+    if fault == "limit of the next":
+        ManyGradients.clip = lambda self, limits: _CLIP(self, limits[1:] + limits[:1])  # type: ignore[method-assign]
+
+
+def test_difference_on_the_twin_is_seen(tmp_path: Path, processes: Processes) -> None:
+    runs, topology, worst = _runs(tmp_path, "tp=2"), Topology.parse("tp=2"), {}
+    for fault in ("count of all", "limit of the next", ""):
+        processes.ranks(2, "cpu").run(_put_in, fault)
+        worst[fault] = max(found.relative for found in compare_on_twin(runs, topology, processes).values())
+    assert worst.pop("") < 1e-11
+    assert min(worst.values()) > 1e-3, worst
+
+
+def test_together_is_proved_once_and_a_difference_refuses_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gap, calls, singles = [1e-13], [], []
+
+    def compared(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
+        calls.append(str(topology))
+        return {name: Worst("q_proj.lora_A", gap[0] if name == "some" else 0.0) for name in runs}
+
+    monkeypatch.setattr(module, "compare_on_twin", compared)
+    monkeypatch.setattr(module, "preflight", lambda run, **options: singles.append(run.config.train.output))
+    runs, cache = _runs(tmp_path, "tp=2"), tmp_path / "cache"
+    assert runs_state(runs, cache_dir=cache).endswith("together: preflight: train will prove it")
+    gap[0] = 1e-3
+    with pytest.raises(
+        UnsupportedError, match=r"on the twin some does not train as it would by itself \(q_proj.lora_A"
+    ):
+        preflight_runs(runs, cache_dir=cache)
+    gap[0] = 1e-13
+    preflight_runs(runs, cache_dir=cache)
+    preflight_runs(runs, cache_dir=cache)
+    assert calls == ["tp=2", "tp=2"]
+    assert len(singles) == 3 * len(runs)
+    assert "3 adapters at once on tp=2 proved in" in capsys.readouterr().out
+    assert "together: preflight: proved, 20" in runs_state(runs, cache_dir=cache)
+    preflight_runs(dict(list(runs.items())[:2]), cache_dir=cache, console=Console(quiet=True))
+    assert calls == ["tp=2"] * 3, "other adapters are another combination"
