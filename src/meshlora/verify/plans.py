@@ -39,6 +39,7 @@ def plans_and_adapter(
     is_default: bool,
     processes: int | None,
     trust_remote_code: bool,
+    quantization: str | None = None,
 ) -> tuple[dict[Topology, ModelPlan], LoraConfig]:
     """Topology -> plan; and the adapter.
 
@@ -56,6 +57,7 @@ def plans_and_adapter(
             attn_implementation="eager",
             disable_dropout="unsupported",
             trust_remote_code=trust_remote_code,
+            quantization=quantization,
         )
         wanted = lora
         if is_default and plan.projections:

@@ -39,6 +39,7 @@ from meshlora.oracle.case import (
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
@@ -67,7 +68,8 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio,
-            lora_plus_embedding_lr, packing: as in a run file. objective: sft, policy (held to the base) or dpo.
+            lora_plus_embedding_lr, packing: as in a run file; quantization: as in its `model`.
+        objective: sft, policy (held to the base) or dpo.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -85,6 +87,7 @@ class Request:
     label_smoothing: float = 0.0
     objective: str = "sft"
     packing: bool = False
+    quantization: str | None = None
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -174,6 +177,7 @@ class Proof:
             "model_dropout": bool(case.dropout),
             "smoothing": case.label_smoothing > 0,
             "packing": case.packing,
+            "quantized": case.quantization is not None,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
             "lora_plus": case.lora_plus_ratio is not None,
@@ -226,6 +230,7 @@ def prepare_proof(request: Request) -> Proof:
         is_default=request.lora == DEFAULT_LORA,
         processes=request.nproc or _AUTO_PROCESSES if "auto" in [t.strip() for t in request.topologies] else None,
         trust_remote_code=request.trust_remote_code,
+        quantization=request.quantization,
     )
     pieces = getattr(lora, "pieces", None) or {}
     plain = {name: value for name, value in request.lora.items() if name not in ("pieces", "share_experts")}
@@ -257,6 +262,7 @@ def prepare_proof(request: Request) -> Proof:
         label_smoothing=request.label_smoothing,
         objective=request.objective,
         packing=request.packing,
+        quantization=request.quantization,
         kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
         columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
         rows_per_example=data.rows_per_example,
@@ -306,10 +312,12 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
+    block = BLOCK if request.quantization is not None else 1
     if request.family is not None:
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
-        config = with_biases(_twin(request.family, tp, request.overrides), given=request.overrides)
+        twin = _twin(request.family, tp, request.overrides, block=block)
+        config = with_biases(twin, given=request.overrides)
     else:
         assert request.model is not None
         config = read_model_config(request.model, trust_remote_code=request.trust_remote_code)
@@ -318,23 +326,23 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
         if not request.twin and not isinstance(request.model, PretrainedConfig):
             handle_dropout(config, disable="unsupported")
             return config, False
-        config = shrink_config(config, tp=tp) if request.twin else copy.deepcopy(config)
+        config = shrink_config(config, tp=tp, block=block) if request.twin else copy.deepcopy(config)
     handle_dropout(config, disable=False)  # a twin has only what it was given
     return config, True
 
 
-def _twin(family: str, tp: int, overrides: dict[str, Any]) -> PretrainedConfig:
+def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> PretrainedConfig:
     """The twin of a family.
 
     Raises:
         UserError: no such family, or an override that is no field of its configuration.
     """
     try:
-        config = twin_config(family, tp=tp)
+        config = twin_config(family, tp=tp, block=block)
         for name in overrides:
             if not hasattr(config, name):
                 raise UserError(f"--set {name}", f"{family} has no such field", did_you_mean(name, config.to_dict()))
-        return twin_config(family, tp=tp, **overrides) if overrides else config
+        return twin_config(family, tp=tp, block=block, **overrides) if overrides else config
     except UserError:
         raise
     except Exception as error:  # families check their own fields, with exceptions of every kind
