@@ -43,12 +43,13 @@ def test_a_run_gives_the_same_bytes_sharded_over_dp_and_a_plain_peft_folder(
     folder: Path, pools: Callable[[int], Pool]
 ) -> None:
     """Layers computed twice, evaluation and checkpoints among it; the base's kind is no part of the adapter's files."""
-    options = {"model__quantization": "nf4", "train__recompute": "full"}
+    short = {"train__steps": 2, "train__warmup_steps": 1, "train__save_every": 1}
+    options = {"model__quantization": "nf4", "train__recompute": "full", **short}
     plain = run_file(folder, "whole", "dp=2", **options)
     pools(2).run(run_and_keep_groups, plain, 2, timeout_s=120)
     sharded = run_file(folder, "sharded", "dp=2,dp_shard", **options)
     pools(2).run(run_and_keep_groups, sharded, 2, timeout_s=120)
-    base = run_file(folder, "not-quantised", "dp=2")
+    base = run_file(folder, "not-quantised", "dp=2", **short)
     pools(2).run(run_and_keep_groups, base, 2, timeout_s=120)
     with pytest.raises(UserError, match=r"a run with other model\.quantization"):
         prepare(read_run(plain, ["model.quantization=int8"]), world=2, resume="auto")
