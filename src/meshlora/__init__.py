@@ -7,6 +7,7 @@ answers at once, to Ctrl-C too.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from meshlora.train.losses import language_model_loss as language_model_loss
 
 __version__ = "0.1.0"
+
+# PEFT imports bitsandbytes wherever it is installed, which then reports a fast path that is not, in each process.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 _HOME = {
     "add_adapter": "adapter.manage",

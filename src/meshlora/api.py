@@ -22,9 +22,11 @@ from meshlora.guards import check_dropouts, guard_model, handle_dropout
 from meshlora.parallel.dropout import replace_dropouts
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
+from meshlora.parallel.quantized import check_library
 from meshlora.parallel.sharding import check_units, finish_sharding
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families import check_proved
+from meshlora.plan.quantization import with_quantization
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.files import read_json
@@ -52,6 +54,7 @@ def load(
     disable_dropout: bool | Literal["unsupported"] = False,
     ignore_lora_dropout: bool = False,
     allow_unused_weights: bool = False,
+    quantization: str | None = None,
 ) -> Any:
     """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
 
@@ -68,6 +71,7 @@ def load(
             topology. Without it a model that has such is refused.
         ignore_lora_dropout: take `adapter` as one without lora_dropout.
         allow_unused_weights: accept a checkpoint that holds weights the model has no place for.
+        quantization: "nf4" or "int8": hold the matrices of all linears but the head in so few bits.
 
     Raises:
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: what is not proved to be exact.
@@ -87,6 +91,7 @@ def load(
         disable_dropout=disable_dropout,
         ignore_lora_dropout=ignore_lora_dropout,
         allow_unused_weights=allow_unused_weights,
+        quantization=quantization,
     )
 
 
@@ -110,6 +115,7 @@ def _load(
     disable_dropout: bool | Literal["unsupported"] = False,
     ignore_lora_dropout: bool = False,
     allow_unused_weights: bool = False,
+    quantization: str | None = None,
 ) -> Any:
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
@@ -122,6 +128,7 @@ def _load(
         attn_implementation=attn_implementation,
         disable_dropout=disable_dropout,
         trust_remote_code=trust_remote_code,
+        quantization=quantization,
     )
     if not is_proved:
         check_proved(hf_model.config.model_type, topology, has_experts=bool(plan.experts))
@@ -141,7 +148,7 @@ def _load(
         if isinstance(model, PretrainedConfig)
         else CheckpointSource(Path(model), hf_model)
     )
-    parallelize(hf_model, plan, mesh, targets=set(found), dtype=target_dtype)
+    parallelize(hf_model, plan, mesh, targets={*found, *plan.quantized}, dtype=target_dtype)
     fill(hf_model, plan, source, mesh, allow_unused=allow_unused_weights)
     hf_model.tie_weights()
     finish_sharding(hf_model, plan, mesh)
@@ -196,6 +203,7 @@ def build_meta(
     attn_implementation: str | None = None,
     disable_dropout: bool | Literal["unsupported"] = False,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> tuple[Any, ModelPlan]:
     """The model on the meta device and its plan: all that can be known, and refused, before any weight is read."""
     handle_dropout(config, disable=disable_dropout)
@@ -216,7 +224,8 @@ def build_meta(
         if name in wide:
             tensor.data = tensor.data.float()
     check_dropouts(model)
-    plan = plan_model(model, topology)
+    plan = with_quantization(plan_model(model, topology), quantization)
+    check_library(quantization)
     check_units(model, plan)
     return model, plan
 

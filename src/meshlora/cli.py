@@ -166,6 +166,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
+    verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
@@ -280,6 +281,7 @@ def _verify(options: argparse.Namespace) -> None:
         objective=options.objective,
         packing=options.packing,
         recompute=options.recompute,
+        quantization=options.quantization,
         steps=options.steps,
         seed=options.seed,
         data=options.data,

@@ -25,6 +25,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
+    quantization: Literal["nf4", "int8"] | None = None
 
 
 @dataclass(frozen=True)

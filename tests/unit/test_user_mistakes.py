@@ -148,6 +148,10 @@ MISTAKES: dict[str, Case] = {
     "topology_whose_experts_do_not_fit_the_ranks": case(
         setting("topology", "dp=2,ep=3"), "ep*etp=3", "must divide dp*tp", "use ep*etp in {1, 2}"
     ),
+    "dp_shard_without_dp": case(setting("topology", "tp=2,dp_shard"), "dp_shard with dp=1", "raise dp"),
+    "unknown_quantization": case(
+        setting("model.quantization", "nf5"), "model.quantization", "'nf5'", "'nf4' or 'int8'"
+    ),
     "two_stage_without_etp": case(setting("topology", "dp=2,ep=2,two-stage"), "two-stage with etp=1", "raise etp"),
     "tp_that_does_not_divide_the_heads": case(
         several(setting("topology", "tp=16"), lambda s: setattr(s, "nproc", 16)),

@@ -311,6 +311,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "a frozen base in few bits": (
+        {"family": "llama", "topologies": ("tp=2",), "quantization": "nf4"},
+        {
+            "quantized_blocks_straddle": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+        },
+    ),
+    "a frozen base in few bits, on whole matrices": (
+        {"family": "llama", "topologies": ("dp=2",), "quantization": "int8"},
+        {"quantized_otherwise_in_backward": ("backward", f"{LAST_MLP}.up_proj", "the backward of what this module's")},
+    ),
     "a frozen base that is sharded over dp": (
         {"family": "llama", "topologies": ("dp=2,dp_shard",)},
         {

@@ -197,6 +197,8 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
         ("dp=64,tp=4,sp", "dp=2,tp=4,sp"),
         ("dp=64,tp=8", "tp=8"),
         ("dp=64", "dp=2"),
+        ("dp=64,dp_shard", "dp=2,dp_shard"),
+        ("dp=64,tp=8,dp_shard", "dp=2,tp=8,dp_shard"),  # sixteen ranks: with one on dp there is nothing to shard
         ("dp=64,tp=2,ep=16", "dp=2,tp=2,ep=2"),
         ("dp=32,ep=8,etp=2", "dp=8,ep=2,etp=2"),
         ("dp=4,tp=4,sp,ep=4,etp=4,two-stage", "dp=2,tp=4,sp,ep=2,etp=2,two-stage"),

@@ -31,6 +31,7 @@ from meshlora.adapter.values import check_values
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.sharding import check_not_sharded
 from meshlora.plan.experts import ExpertRule
+from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.rules import LinearRule, ModelPlan
 
 _SUPPORTED = {
@@ -243,6 +244,7 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             biases = [name for name in biases if name.rpartition(".")[0] in targets]
         found += [name for name in biases if name not in found]
     for name in found:
+        check_not_quantized(plan, name)
         check_not_sharded(plan, name, model.get_parameter(name))
     return found
 

@@ -30,7 +30,7 @@ def check_whole_matrix(config: LoraConfig, targets: Collection[str], plan: Model
     """Refuse what PEFT does not decompose either, before any weight is read.
 
     Raises:
-        UnsupportedError: a base in float64, or sharded over dp; OLoRA on a weight that is stored transposed.
+        UnsupportedError: a base in float64, quantised or sharded over dp; OLoRA on a weight that is stored transposed.
     """
     init = config.init_lora_weights
     if init in WHOLE_MATRIX and plan.topology.dp_shard:
@@ -38,6 +38,12 @@ def check_whole_matrix(config: LoraConfig, targets: Collection[str], plan: Model
             f"init_lora_weights={init!r} on {plan.topology}",
             "it changes weights of which a rank holds a part only",
             "leave out dp_shard, or use init_lora_weights: true",
+        )
+    if init in WHOLE_MATRIX and plan.quantized:
+        raise UnsupportedError(
+            f"init_lora_weights={init!r} in {plan.quantization}",
+            "it changes the base, which is quantised",
+            "use init_lora_weights: true",
         )
     if init in WHOLE_MATRIX and dtype == torch.float64:
         raise UnsupportedError(f"init_lora_weights={init!r} in float64", "PEFT computes it in float32", "use float32")

@@ -33,7 +33,7 @@ _SOURCES = (
     *(f"oracle/{name}.py" for name in ("experts", "inputs", "objectives")),
     *(
         f"oracle/{name}.py"
-        for name in ("ownership", "pieces", "reference", "reference_case", "replay", "trace", "worker")
+        for name in ("ownership", "pieces", "quantized", "reference", "reference_case", "replay", "trace", "worker")
     ),
 )
 # Checkpoint files above this size are told apart by size and time of change instead of by content.
@@ -60,6 +60,7 @@ class Case:
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
         objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file.
         columns, rows_per_example: of the sequences.
+        quantization: how the frozen base is quantised, nf4 or int8; None: not at all.
         packing: our side puts several sequences into a row; recompute: it computes its layers' activations twice. The
             reference never does.
         pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
@@ -97,6 +98,7 @@ class Case:
     rows_per_example: int = 1
     packing: bool = False
     recompute: bool = False
+    quantization: str | None = None
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -196,7 +198,9 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     paths themselves do not count.
     """
     values = {k: v for k, v in dataclasses.asdict(case).items() if k not in ("model", "adapter")}
-    return digest([json.dumps(values, sort_keys=True, default=str), *inputs, json.dumps(versions()), *_own_sources()])
+    library = [importlib.metadata.version("bitsandbytes")] if case.quantization is not None else []
+    made_with = [json.dumps(versions()), *library, *_own_sources()]
+    return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
 
 
 def digest(parts: Iterable[str]) -> str:

@@ -37,6 +37,7 @@ from meshlora.oracle.experts import (
 )
 from meshlora.oracle.objectives import Objective
 from meshlora.oracle.pieces import mask_in_file, pieces_of
+from meshlora.oracle.quantized import quantize_base
 
 _PREFIX = "base_model.model."
 
@@ -65,11 +66,12 @@ def reference_model(
     trust_remote_code: bool = False,
     is_stock: bool = False,
     dropouts: Collection[str] = (),
+    quantization: str | None = None,
 ) -> Any:
     """The checkpoint with the PEFT adapter, trainable, on one process, without the model's own dropouts.
 
-    dropouts: fields of the configuration that stay as they are. is_stock: PEFT does with the configuration what it
-    always does, whether that is what it says or not.
+    dropouts: fields of the configuration that stay as they are. quantization: how the base is rounded, if at all.
+    is_stock: PEFT does with the configuration what it always does, whether that is what it says or not.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     for name, value in config.to_dict().items():
@@ -87,6 +89,7 @@ def reference_model(
     if dtype == torch.float64:
         for parameter in base.parameters():  # of some routers, which are float32 whatever is asked for
             parameter.data = parameter.data.to(dtype)
+    quantize_base(base, quantization)
     with contextlib.nullcontext() if is_stock else as_configured():
         model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     for name, module in model.named_modules():
@@ -260,7 +263,11 @@ def train_run(
     """
     options, torch_dtype = config.train, getattr(torch, config.model.dtype)
     model = reference_model(
-        config.model.path, adapter, dtype=torch_dtype, attn_implementation=config.model.attn_implementation
+        config.model.path,
+        adapter,
+        dtype=torch_dtype,
+        attn_implementation=config.model.attn_implementation,
+        quantization=config.model.quantization,
     )
 
     def batches(step: int) -> list[MicroBatch]:

@@ -24,6 +24,7 @@ from meshlora.oracle.experts import adapted_stacks, expert_modules, has_shared_a
 from meshlora.oracle.objectives import Objective
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.pieces import in_pieces
+from meshlora.oracle.quantized import quantize_base
 from meshlora.oracle.reference import (
     AdamW,
     accumulate,
@@ -147,6 +148,7 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
     fresh = AutoModelForCausalLM.from_pretrained(
         case.model, dtype=getattr(torch, case.dtype), local_files_only=True, trust_remote_code=case.trust_remote_code
     )
+    quantize_base(fresh, case.quantization)
     base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
     norms = {}
     for name in scaled:
@@ -193,6 +195,7 @@ def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bo
         trust_remote_code=case.trust_remote_code,
         is_stock=is_stock,
         dropouts=case.dropout,
+        quantization=case.quantization,
     )
     if precision != case.dtype:
         model = model.double()

@@ -28,6 +28,7 @@ from meshlora.parallel.dropout import DropoutTokens, Mask, input_features
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.many import ManyTokens, linear_with_many
+from meshlora.parallel.quantized import Packed, frozen_linear, pack
 from meshlora.parallel.recipe import LogitsRecipe
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -44,7 +45,8 @@ class LoraLinearFunction(Function):
         dx = g W + dz A     `[T, in]`
     With dropout, z = D(x) A^T, where D zeroes elements and scales the others: it is its own adjoint, so dA = dz^T D(x)
     and dx = g W + D(dz A). Its mask is computed once more in the backward.
-    W and b are frozen: no gradient is computed for them, and x is saved for dA alone.
+    W and b are frozen: no gradient is computed for them, and x is saved for dA alone. A packed W is unpacked in either
+    direction, and what is kept of it is the packed one.
     The factors may be of higher precision than x (fp32 beside bf16): they are rounded on use, their gradients are not
     kept in the lower precision.
     """
@@ -53,7 +55,7 @@ class LoraLinearFunction(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | Packed,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -61,16 +63,19 @@ class LoraLinearFunction(Function):
         dropout: Mask | None = None,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
-        y = F.linear(x, weight, bias)  # not a view: some models change it in place
+        packed = weight if isinstance(weight, Packed) else None
+        plain = weight.whole() if isinstance(weight, Packed) else weight
+        y = F.linear(x, plain, bias)  # not a view: some models change it in place
         z = (x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T
         y.view(-1, y.shape[-1]).addmm_(z, b.to(x.dtype).T, alpha=scale)
-        ctx.save_for_backward(x2, weight, a, b, z)
-        ctx.scale, ctx.dropout = scale, dropout
+        ctx.save_for_backward(x2, None if packed else plain, a, b, z)
+        ctx.scale, ctx.dropout, ctx.packed = scale, dropout, packed
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, z = ctx.saved_tensors
+        weight = weight if ctx.packed is None else ctx.packed.whole()
         shape, dropout = (*grads[0].shape[:-1], weight.shape[1]), ctx.dropout
         g = grads[0].reshape(-1, weight.shape[0])
         dz = (g @ b.to(g.dtype)).mul_(ctx.scale)
@@ -96,6 +101,8 @@ class ParallelLinear(AdaptedLeaf):
         bias: `[out_local]` (column) or `[out]` (row, whole), or None.
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
         dropout: adapter name -> share of the input's elements that its A does not see in training; 0 is left out.
+        quantized: how the weight is packed (`pack_weight`), None: not at all. weight and weight_absmax are then those
+            of a `Packed`.
         tokens: which tokens the running forward has; None where no adapter has dropout.
         many: whose tokens they are, where several adapters are trained at once.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
@@ -115,6 +122,22 @@ class ParallelLinear(AdaptedLeaf):
         self.dropout: dict[str, float] = {}
         self.tokens: DropoutTokens | None = None
         self.many: ManyTokens | None = None
+        self.quantized: str | None = None
+        self.dtype = dtype
+
+    def pack_weight(self, weight: Tensor, kind: str) -> None:
+        """Hold `weight` `[out_local, in_local]` in few bits from now on."""
+        packed = pack(weight, kind)
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        self.weight_absmax = nn.Parameter(packed.absmax, requires_grad=False)
+        self.quantized, self.dtype = kind, weight.dtype
+
+    @property
+    def frozen_weight(self) -> Tensor | Packed:
+        """W as products take it."""
+        if self.quantized is None or self.weight.dtype != torch.uint8:
+            return self.weight
+        return Packed(self.weight, self.weight_absmax, self.quantized, self.dtype)
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """As `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in a call of its own or not."""
@@ -145,10 +168,10 @@ class ParallelLinear(AdaptedLeaf):
         if self.many is not None and self.many.is_on:
             y = linear_with_many(self, x, bias)
         elif name is None:
-            y = F.linear(x, self.weight, bias)
+            y = frozen_linear(x, self.frozen_weight, bias)
         else:
             mask = self._mask(name, x)
-            y = LoraLinearFunction.apply(x, self.weight, bias, *self.factors(name), self.scaling[name], mask)
+            y = LoraLinearFunction.apply(x, self.frozen_weight, bias, *self.factors(name), self.scaling[name], mask)
         if is_row:
             y = self._leave_region(y)
         if name is not None and has_magnitude:
@@ -191,7 +214,8 @@ class ParallelLinear(AdaptedLeaf):
         linear each rank has the terms of its own input features: one small sum over tp.
         """
         a, b = (factor.float() for factor in self.factors(adapter))
-        weight = self.weight.float()
+        frozen = self.frozen_weight
+        weight = (frozen.whole() if isinstance(frozen, Packed) else frozen).float()
         scale = self.scaling[adapter]
         squares = weight.square().sum(1)
         squares += 2 * scale * (b * (weight @ a.T)).sum(1) + scale**2 * (b @ (a @ a.T) * b).sum(1)

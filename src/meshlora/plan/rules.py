@@ -111,6 +111,7 @@ class ModelPlan:
         experts: name -> rule, of every module of routed experts.
         matrices: name -> rule, of routers that are no linears and own their `weight` themselves.
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
+        quantized: names of the linears whose matrices are stored in few bits; quantization: how.
     """
 
     model_type: str
@@ -127,6 +128,8 @@ class ModelPlan:
     experts: Mapping[str, ExpertsRule] = field(default_factory=dict)
     matrices: Mapping[str, LinearRule] = field(default_factory=dict)
     units: tuple[str, ...] = ()
+    quantized: frozenset[str] = frozenset()
+    quantization: str | None = None
 
     @cached_property
     def projections(self) -> Mapping[str, ExpertRule]:

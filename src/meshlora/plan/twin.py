@@ -121,9 +121,10 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def twin_config(model_type: str, *, tp: int = 1, **overrides: Any) -> PretrainedConfig:
+def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: Any) -> PretrainedConfig:
     """The twin of a family: its default configuration shrunk, with grouped key/value heads, then `overrides`.
 
+    block: what divides each rank's widths, heads put together included.
     `num_hidden_layers` chooses among the layers of the default; other overrides are taken as they are.
 
     Raises:
@@ -137,32 +138,41 @@ def twin_config(model_type: str, *, tp: int = 1, **overrides: Any) -> Pretrained
     # Flags decide of what kinds the layers are, so they come before the choice of layers; sizes come after it.
     flags = {k: v for k, v in overrides.items() if v is None or isinstance(v, bool | str)}
     config = cls(**{**_BY_FAMILY.get(model_type, {}), **flags})
-    data = _shrunk(config, tp=tp, num_layers=overrides.get("num_hidden_layers"))
+    sizes = _sizes(tp, block)
+    data = _shrunk(config, sizes, num_layers=overrides.get("num_hidden_layers"))
     chosen: dict[str, Any] = {**_TOKENS, "is_decoder": True}
     if not data.get("qk_rope_head_dim"):  # multi-head latent attention has no key/value heads to share
-        chosen |= {"num_key_value_heads": _sizes(tp)["kv_heads"], "head_dim": _sizes(tp)["head_dim"]}
+        chosen |= {"num_key_value_heads": sizes["kv_heads"], "head_dim": sizes["head_dim"]}
     data.update({k: v for k, v in chosen.items() if k in data})
     data.update({cls.attribute_map.get(k, k): v for k, v in overrides.items() if k != "num_hidden_layers"})
     return cls(**data)
 
 
-def shrink_config(config: PretrainedConfig, *, tp: int = 1) -> PretrainedConfig:
-    """A tiny copy of `config` whose heads and widths divide by `tp`; the argument is not changed."""
-    return type(config)(**_shrunk(config, tp=tp, num_layers=None))
+def shrink_config(config: PretrainedConfig, *, tp: int = 1, block: int = 1) -> PretrainedConfig:
+    """A tiny copy of `config` whose heads and widths divide by `tp`, and a rank's widths by `block`.
+
+    The argument is not changed.
+    """
+    return type(config)(**_shrunk(config, _sizes(tp, block), num_layers=None))
 
 
-def _sizes(tp: int) -> dict[str, int]:
-    """Kind of field -> tiny size: 8 heads and 4 key/value heads where tp divides them, else 2 tp and tp."""
+def _sizes(tp: int, block: int) -> dict[str, int]:
+    """Kind of field -> tiny size: 8 heads and 4 key/value heads where tp divides them, else 2 tp and tp. Heads are of 8
+    features, or as much wider as `block` asks for.
+    """
     kv_heads = 4 if 4 % tp == 0 else tp
-    hidden = 2 * kv_heads * 8
+    head_dim = 8
+    while 2 * kv_heads * head_dim % (tp * block):
+        head_dim *= 2
+    hidden = 2 * kv_heads * head_dim
     return {
         "hidden": hidden,
         "inner": 2 * hidden,
         "expert_inner": hidden // 2,
         "heads": 2 * kv_heads,
         "kv_heads": kv_heads,
-        "head_dim": 8,
-        "two_head_dims": 16,
+        "head_dim": head_dim,
+        "two_head_dims": 2 * head_dim,
         "rank": hidden // 4,
         "layers": 2,
         "vocabulary": 256,
@@ -172,11 +182,10 @@ def _sizes(tp: int) -> dict[str, int]:
     }
 
 
-def _shrunk(config: PretrainedConfig, *, tp: int, num_layers: int | None) -> dict[str, Any]:
+def _shrunk(config: PretrainedConfig, sizes: dict[str, int], *, num_layers: int | None) -> dict[str, Any]:
     """The fields of the tiny copy, under the names of its class. `num_layers`: instead of one of each kind."""
     data: dict[str, Any] = config.to_dict()
     data.pop("quantization_config", None)  # the twin's weights are random, not quantized
-    sizes = _sizes(tp)
     whole = {_common_name(k, config): v for k, v in data.items()}  # as it was
     layers = _kept_layers(whole, num_layers)
     next_token = sizes["vocabulary"]
@@ -184,7 +193,7 @@ def _shrunk(config: PretrainedConfig, *, tp: int, num_layers: int | None) -> dic
         name = _common_name(field, config)
         part = config.__dict__.get(field)
         if isinstance(part, PretrainedConfig):
-            data[field] = _shrunk(part, tp=tp, num_layers=None)
+            data[field] = _shrunk(part, sizes, num_layers=None)
         elif value is None or isinstance(value, bool):
             continue
         elif _RANDOM.search(name) and isinstance(value, int | float):

@@ -3,8 +3,9 @@
 Owns: reading slices of a Hugging Face checkpoint, checking that it is one of the model, and filling a parallel model.
 Does not own: finding its tensors (`state.stored`), how a weight is split (`plan`), adapters (`adapter`).
 
-Peak host memory of a rank: its shard plus one tensor; under dp_shard plus one decoder layer. A safetensors file is a
-memory map whose touched pages count as ours while it is open, so each tensor is read through a map of its own.
+Peak host memory of a rank: its shard, packed where it is quantised, plus one tensor; under dp_shard plus one decoder
+layer. A safetensors file is a memory map whose touched pages count as ours while it is open, so each tensor is read
+through a map of its own.
 """
 
 from __future__ import annotations
@@ -183,6 +184,11 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
                 tensor = _read_local(_stored_name(name, source, aliases), where, source, mesh)
                 value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
                 _check_tied(aliases[name], source)
+                if path in plan.quantized and leaf == "weight":
+                    assert isinstance(module, ParallelLinear)
+                    assert plan.quantization is not None
+                    module.pack_weight(value, plan.quantization)
+                    continue
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             setattr(module, leaf, made[id(old)])
 

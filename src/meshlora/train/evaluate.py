@@ -105,6 +105,7 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
         attn_implementation=config.model.attn_implementation,
         disable_dropout=True,  # none is active outside of training
         trust_remote_code=trust,
+        quantization=config.model.quantization,
     )
     check_proved(plan.model_type, topology, has_experts=bool(plan.experts))
     check_checkpoint(
@@ -132,6 +133,7 @@ def load_for_evaluation(run: Evaluation) -> Any:
         trust_remote_code=options.trust_remote_code,
         disable_dropout=True,
         allow_unused_weights=options.allow_unused_weights,
+        quantization=options.quantization,
     ).eval()
 
 

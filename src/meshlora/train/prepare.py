@@ -107,6 +107,7 @@ def prepare(
         attn_implementation=config.model.attn_implementation,
         disable_dropout=config.model.disable_dropout,
         trust_remote_code=config.model.trust_remote_code,
+        quantization=config.model.quantization,
     )
     if config.adapter is not None:
         lora = engine_config(Path(config.adapter) / WEIGHTS_FILE, lora, plan)

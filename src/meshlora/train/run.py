@@ -46,6 +46,7 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
         trust_remote_code=config.model.trust_remote_code,
         disable_dropout=config.model.disable_dropout,
         allow_unused_weights=config.model.allow_unused_weights,
+        quantization=config.model.quantization,
     )
     output = Path(config.train.output)
     is_main = runtime(model).mesh.rank == 0

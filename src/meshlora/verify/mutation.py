@@ -34,7 +34,8 @@ class Mutation:
             "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens" (routers of
             some ranks see others); of the adapter and the run "pieces", "embedding_target", "trained" (what is no
             LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen base);
-            "lora_dropout", "model_dropout", "dropout" (either), "packing"; "dp_shard" of the frozen base.
+            "lora_dropout", "model_dropout", "dropout" (either), "packing"; of the frozen base "dp_shard",
+            "quantized".
         changes: the functions it replaces.
     """
 

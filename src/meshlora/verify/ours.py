@@ -30,6 +30,7 @@ from meshlora.oracle.replay import at_step, is_replayed, record_file, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.parallel.inject import parallel_leaves
+from meshlora.parallel.quantized import plain_weights
 from meshlora.parallel.sharding import whole_weights
 from meshlora.plan.budget import micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
@@ -60,6 +61,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         trust_remote_code=case.trust_remote_code,
         disable_dropout="unsupported",  # of what is on nothing is: the case would say so
         allow_unused_weights=True,
+        quantization=case.quantization,
     )
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
@@ -146,7 +148,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
 
 def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of the weights of the base that this rank holds."""
-    with manage.disable_adapter(model), whole_weights(model):
+    with manage.disable_adapter(model), whole_weights(model), plain_weights(model):
         return fingerprints(model)
 
 
@@ -268,7 +270,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
     longest = max(map(len, (sequence.input_ids for sequence in case.data)))
     return RunConfig(
-        model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code),
+        model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code, quantization=case.quantization),  # type: ignore[arg-type]
         data=DataConfig("unused", packing=case.packing, max_length=2 * longest),  # two or three sequences in a row
         train=TrainConfig(
             str(folder / Path(LAST).parent),

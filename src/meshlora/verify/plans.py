@@ -42,6 +42,7 @@ def plans_and_adapter(
     recomputes: bool,
     processes: int | None,
     trust_remote_code: bool,
+    quantization: str | None = None,
 ) -> tuple[dict[Topology, ModelPlan], LoraConfig]:
     """Topology -> plan; and the adapter.
 
@@ -60,6 +61,7 @@ def plans_and_adapter(
             attn_implementation="eager",
             disable_dropout="unsupported",
             trust_remote_code=trust_remote_code,
+            quantization=quantization,
         )
         check_recompute(model, "full" if recomputes else "none")
         wanted = dataclasses.replace(lora, lora_dropout=default_dropout) if is_default and default_dropout else lora

@@ -24,6 +24,7 @@ from meshlora.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import digest, versions
 from meshlora.plan.families import check_proved
+from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
 from meshlora.plan.twin import shrink_config
@@ -163,6 +164,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         objective=run.config.train.objective,
         packing=run.config.data.packing,
         recompute=run.config.train.recompute != "none",
+        quantization=run.config.model.quantization,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
@@ -257,7 +259,7 @@ def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
 def twin_of(run: Prepared) -> Any:
     """The configuration of the run's twin, with the dropouts that the run has."""
     given = copy.deepcopy(_config(run))
-    config = shrink_config(given, tp=run.topology.tp)
+    config = shrink_config(given, tp=run.topology.tp, block=BLOCK if run.plan.quantized else 1)
     handle_dropout(given, disable=run.config.model.disable_dropout)
     for name, rate in dropout_fields(given).items():  # a twin has none of its own
         setattr(config, name, rate)

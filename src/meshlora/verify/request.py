@@ -1,7 +1,7 @@
 """What is to be proved: the request in a user's words, checked before any process starts.
 
-Owns: the rules of a request, and where sequences come from. Does not own: running it (`verify.proof`), which topologies
-"auto" means (`verify.plans`), the shapes of twins (`plan.twin`).
+Owns: the rules of a request. Does not own: running it (`verify.proof`), which topologies "auto" means (`verify.plans`),
+where sequences come from (`verify.sequences`), the shapes of twins (`plan.twin`).
 """
 
 from __future__ import annotations
@@ -21,31 +21,21 @@ from transformers import PretrainedConfig
 from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.api import read_model_config, resolve_dtype
-from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.balance import has_load_balancing
-from meshlora.oracle.case import (
-    Case,
-    as_pairs,
-    batch_size_for,
-    case_hash,
-    distinct_sequences,
-    file_fingerprint,
-    num_sequences_for,
-    random_tokens,
-    with_rollouts,
-)
+from meshlora.oracle.case import Case, batch_size_for, case_hash, file_fingerprint, num_sequences_for
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
 from meshlora.train.packing import check_packing
-from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 from meshlora.verify.mutations import find
 from meshlora.verify.plans import plans_and_adapter
+from meshlora.verify.sequences import proof_sequences
 
 OBJECTIVES = ("sft", "policy", "dpo")
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -57,7 +47,6 @@ _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _KL_COEF = 0.1  # the same
 _MICRO_BATCH_SIZE = 2
 _DTYPES = ("float64", "float32", "bfloat16")
-_MAX_LENGTH = 128
 
 
 @dataclass(frozen=True)
@@ -69,8 +58,8 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
-        dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio, lora_plus_embedding_lr, packing: as in a run
-            file. recompute: of all layers. objective: sft, policy (held to the base) or dpo.
+        dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization:
+            as in a run file. recompute: of all layers. objective: sft, policy (held to the base) or dpo.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -90,6 +79,7 @@ class Request:
     objective: str = "sft"
     packing: bool = False
     recompute: bool = False
+    quantization: str | None = None
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -179,6 +169,7 @@ class Proof:
             "model_dropout": bool(case.dropout),
             "smoothing": case.label_smoothing > 0,
             "packing": case.packing,
+            "quantized": case.quantization is not None,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
             "lora_plus": case.lora_plus_ratio is not None,
@@ -233,6 +224,7 @@ def prepare_proof(request: Request) -> Proof:
         recomputes=request.recompute,
         processes=request.nproc or _AUTO_PROCESSES if "auto" in [t.strip() for t in request.topologies] else None,
         trust_remote_code=request.trust_remote_code,
+        quantization=request.quantization,
     )
     pieces = getattr(lora, "pieces", None) or {}
     plain = {name: value for name, value in request.lora.items() if name not in ("pieces", "share_experts")}
@@ -251,7 +243,15 @@ def prepare_proof(request: Request) -> Proof:
         plain["fan_in_fan_out"] = True  # or PEFT warns, and does it by itself
     device = _device(request.device, max(t.world for t in plans))
     batch_size = batch_size_for(max(t.dp for t in plans))
-    data, pad = _sequences(request, config, number=num_sequences_for(batch_size, request.steps))
+    data, pad = proof_sequences(
+        config,
+        number=num_sequences_for(batch_size, request.steps),
+        objective=request.objective,
+        seed=request.seed,
+        data=request.data,
+        model=request.model if isinstance(request.model, str) and not request.twin else None,
+        trust_remote_code=request.trust_remote_code,
+    )
     if request.objective != "sft" and dtype != "float64" and any(plan.experts for plan in plans.values()):
         why = "routing is replayed below float64, and the frozen base routes by itself"
         raise UnsupportedError(f"--objective {request.objective} of experts in {dtype}", why, "use float64")
@@ -267,6 +267,7 @@ def prepare_proof(request: Request) -> Proof:
         objective=request.objective,
         packing=request.packing,
         recompute=request.recompute,
+        quantization=request.quantization,
         kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
         columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
         rows_per_example=data.rows_per_example,
@@ -316,10 +317,12 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
+    block = BLOCK if request.quantization is not None else 1
     if request.family is not None:
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
-        config = with_biases(_twin(request.family, tp, request.overrides), given=request.overrides)
+        twin = _twin(request.family, tp, request.overrides, block=block)
+        config = with_biases(twin, given=request.overrides)
     else:
         assert request.model is not None
         config = read_model_config(request.model, trust_remote_code=request.trust_remote_code)
@@ -328,23 +331,23 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
         if not request.twin and not isinstance(request.model, PretrainedConfig):
             handle_dropout(config, disable="unsupported")
             return config, False
-        config = shrink_config(config, tp=tp) if request.twin else copy.deepcopy(config)
+        config = shrink_config(config, tp=tp, block=block) if request.twin else copy.deepcopy(config)
     handle_dropout(config, disable=False)  # a twin has only what it was given
     return config, True
 
 
-def _twin(family: str, tp: int, overrides: dict[str, Any]) -> PretrainedConfig:
+def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> PretrainedConfig:
     """The twin of a family.
 
     Raises:
         UserError: no such family, or an override that is no field of its configuration.
     """
     try:
-        config = twin_config(family, tp=tp)
+        config = twin_config(family, tp=tp, block=block)
         for name in overrides:
             if not hasattr(config, name):
                 raise UserError(f"--set {name}", f"{family} has no such field", did_you_mean(name, config.to_dict()))
-        return twin_config(family, tp=tp, **overrides) if overrides else config
+        return twin_config(family, tp=tp, block=block, **overrides) if overrides else config
     except UserError:
         raise
     except Exception as error:  # families check their own fields, with exceptions of every kind
@@ -364,33 +367,6 @@ def _device(wanted: str, ranks: int) -> str:
         return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
     on_gpus(wanted, num_ranks=ranks)
     return wanted
-
-
-def _sequences(request: Request, config: PretrainedConfig, *, number: int) -> tuple[TokenizedDataset, int]:
-    """(the sequences to train on, the id of padding)."""
-    number *= 2 if request.objective == "dpo" else 1
-    data, pad = _tokens(request, config, number=number)
-    if request.objective == "dpo":
-        return as_pairs(data), pad
-    if request.objective == "policy":
-        return with_rollouts(data, vocab_size=config.get_text_config().vocab_size, seed=request.seed), pad
-    return data, pad
-
-
-def _tokens(request: Request, config: PretrainedConfig, *, number: int) -> tuple[TokenizedDataset, int]:
-    text_config = config.get_text_config()
-    if request.data is None:
-        pad = getattr(text_config, "pad_token_id", None)
-        pad = pad if isinstance(pad, int) and 0 <= pad < text_config.vocab_size else 0
-        return random_tokens(num_sequences=number, vocab_size=text_config.vocab_size, seed=request.seed), pad
-    if not isinstance(request.model, str) or request.twin:
-        raise UserError(
-            f"--data {request.data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin"
-        )
-    tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-    limit = getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH
-    data = tokenize(read_records([request.data]), tokenizer, max_length=min(limit, _MAX_LENGTH))
-    return distinct_sequences(data, number, source=request.data), padding_token_id(tokenizer)
 
 
 def _config_text(config: PretrainedConfig) -> str:

@@ -1,0 +1,64 @@
+"""The sequences that a proof trains on: random tokens, or a user's text.
+
+Owns: where they come from, and what an objective makes of them. Does not own: how many there must be (`oracle.case`).
+"""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from meshlora.data import TokenizedDataset, read_records, tokenize
+from meshlora.errors import UserError
+from meshlora.oracle.case import as_pairs, distinct_sequences, random_tokens, with_rollouts
+from meshlora.train.tokenizer import load_tokenizer, padding_token_id
+
+_MAX_LENGTH = 128
+
+
+def proof_sequences(
+    config: PretrainedConfig,
+    *,
+    number: int,
+    objective: str,
+    seed: int,
+    data: str | None,
+    model: str | None,
+    trust_remote_code: bool = False,
+) -> tuple[TokenizedDataset, int]:
+    """(`number` examples of `objective` to train on, the id of padding).
+
+    Args:
+        data: a file to take text from; None: random tokens. model: the folder with the tokenizer, None for a twin.
+
+    Raises:
+        UserError: text without a tokenizer, or too little of it.
+    """
+    found, pad = _tokens(
+        config,
+        number=2 * number if objective == "dpo" else number,
+        seed=seed,
+        data=data,
+        model=model,
+        trust_remote_code=trust_remote_code,
+    )
+    if objective == "dpo":
+        return as_pairs(found), pad
+    if objective == "policy":
+        return with_rollouts(found, vocab_size=config.get_text_config().vocab_size, seed=seed), pad
+    return found, pad
+
+
+def _tokens(
+    config: PretrainedConfig, *, number: int, seed: int, data: str | None, model: str | None, trust_remote_code: bool
+) -> tuple[TokenizedDataset, int]:
+    text_config = config.get_text_config()
+    if data is None:
+        pad = getattr(text_config, "pad_token_id", None)
+        pad = pad if isinstance(pad, int) and 0 <= pad < text_config.vocab_size else 0
+        return random_tokens(num_sequences=number, vocab_size=text_config.vocab_size, seed=seed), pad
+    if model is None:
+        raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    limit = getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH
+    found = tokenize(read_records([data]), tokenizer, max_length=min(limit, _MAX_LENGTH))
+    return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
