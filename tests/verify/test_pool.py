@@ -202,8 +202,16 @@ def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Sig
         assert set(parent.folders()) > {folder.parent for folder in folders}  # and that of the ranks' own parent
         parent.process.send_signal(number)
         parent.end()
-        wait_until(lambda: not parent.living(), timeout_s=20)
+        wait_until(lambda: not parent.living(), timeout_s=60)
         assert parent.folders() == []
+
+
+def test_ranks_are_forked_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with CUDA, and not where the path of a socket would be too long."""
+    assert module._context("cpu")[0].get_start_method() == "forkserver"
+    assert module._context("cuda")[0].get_start_method() == "spawn"
+    monkeypatch.setattr(module.util, "get_temp_dir", lambda: "/" + 100 * "x")
+    assert module._context("cpu")[0].get_start_method() == "spawn"
 
 
 def test_scratch_is_in_memory_only_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
