@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli_adapter import read_meta
-from meshlora.errors import UserError
+from meshlora.errors import MeshloraError, UserError
 
 
 def add_plan(commands: Any) -> None:
@@ -103,6 +103,10 @@ def _choose(options: argparse.Namespace) -> None:
     for line in show.why_not(problem, choice):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(show.assumptions(problem), highlight=False, soft_wrap=True, markup=False)
+    if not best.fits:
+        missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
+        way_out = "use more GPUs, or shorter sequences"
+        raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
     if options.gradients:
         from meshlora.plan.derive import plan_model
 
@@ -122,7 +126,6 @@ def _choose(options: argparse.Namespace) -> None:
 
 def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
     """Run it, show it; fails where the prediction does not hold."""
-    from meshlora.errors import MeshloraError
     from meshlora.planner import show
     from meshlora.planner.simulate import simulate
 

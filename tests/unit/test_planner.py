@@ -202,6 +202,16 @@ def test_measured_numbers_replace_the_datasheets(tmp_path: Path) -> None:
             hardware_named("h200", str(file))
 
 
+def test_plan_that_fits_nowhere_is_a_failure_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.yaml"
+    words = ["plan", "--model", str(SHAPE), "--gpus", "1", "--gpu", "l40s", "--seq", "512", "--out", str(out)]
+    assert main(words) == 1
+    assert "no topology fits: dp=1 comes nearest" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_plan_writes_a_run_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from meshlora.run_file import read_run
 
