@@ -2,8 +2,8 @@
 plot`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
-wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`),
-evaluate and generate (`cli_evaluate`), pictures (`cli_pictures`).
+wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`), plan (`cli_plan`), evaluate and
+generate (`cli_evaluate`), pictures (`cli_pictures`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A hub is never asked: a model is a local folder.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from meshlora.cli_adapter import add_merge_and_export, read_meta
+from meshlora.cli_adapter import add_merge_and_export
 from meshlora.cli_evaluate import add_evaluate
 from meshlora.cli_pictures import add_pictures, plot_schedule_of
+from meshlora.cli_plan import add_plan
 from meshlora.errors import MeshloraError, UserError
 
 
@@ -121,15 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.set_defaults(run=_check)
 
-    plan = commands.add_parser("plan", help="show how a model is split on a topology")
-    plan.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint; only config.json is read")
-    plan.add_argument("--topology", required=True, metavar="T", help="as in dp=2,tp=2,sp")
-    plan.add_argument(
-        "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
-    )
-    plan.add_argument("--trust-remote-code", action="store_true")
-    plan.set_defaults(run=_plan)
-
+    add_plan(commands)
     add_evaluate(commands)
     add_merge_and_export(commands)
     add_pictures(commands)
@@ -364,15 +357,3 @@ def _size(data: object) -> str:
     if not isinstance(data, TokenizedDataset):
         return "none"
     return f"{len(data):,} sequences, {len(data.input_ids):,} tokens, {data.num_trained_tokens:,} trained"
-
-
-def _plan(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from meshlora.plan.table import gradient_table, plan_table
-
-    _, plan = read_meta(options, options.topology)
-    console = Console()
-    console.print(plan_table(plan))
-    if options.gradients:
-        console.print(gradient_table(plan))

@@ -23,6 +23,8 @@ from tests.unit.mistakes import (
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
 
 
+GPUS = ("--gpus", "8", "--gpu", "h100", "--seq", "64")
+
 MISTAKES: dict[str, Case] = {
     # Other commands.
     "generate_below_absolute_zero": case(
@@ -93,6 +95,42 @@ MISTAKES: dict[str, Case] = {
         "num_attention_heads=8",
         "{1, 2, 4, 8}",
     ),
+    "plan_without_a_topology": case(command("plan", "--model", "{folder}/model"), "--topology", "required", "--gpus"),
+    "plan_option_without_gpus": case(
+        command("plan", "--model", "{folder}/model", "--topology", "tp=2", "--simulate"), "--simulate", "--gpus"
+    ),
+    "plan_gpus_without_a_length": case(
+        command("plan", "--model", "{folder}/model", "--gpus", "8", "--gpu", "h100"), "--seq", "required"
+    ),
+    "plan_unknown_gpu": case(
+        command("plan", "--model", "{folder}/model", "--gpus", "8", "--gpu", "h20", "--seq", "64"),
+        "--gpu h20",
+        "did you mean 'h200'?",
+    ),
+    "plan_topology_of_another_size": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=2,tp=2"), "4 processes", "8 were started"
+    ),
+    "plan_fewer_sequences_than_dp_ranks": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=8", "--global-batch", "4"),
+        "--global-batch 4",
+        "dp=8",
+    ),
+    "plan_sequence_too_long": case(
+        command("plan", "--model", "{folder}/model", "--gpus", "8", "--gpu", "h100", "--seq", "1000"),
+        "--seq 1000",
+        "128 positions",
+    ),
+    "plan_recompute_that_is_none": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--recompute", "some"), "--recompute some", "none, full"
+    ),
+    "plan_no_gpus": case(
+        command("plan", "--model", "{folder}/model", "--gpus", "0", "--gpu", "h100", "--seq", "64"), "--gpus 0"
+    ),
+    "plan_hardware_missing": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--hardware", "nowhere.json"),
+        "nowhere.json",
+        "no such file",
+    ),
 }
 
 
@@ -104,7 +142,6 @@ USAGE_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "nproc_is_not_a_number": (["train", "run.yaml", "--nproc", "two"], ("--nproc", "'two'")),
     "unknown_argument": (["check", "run.yaml", "--fast"], ("--fast",)),
     "generate_without_a_prompt": (["generate", "--model", "m"], ("--prompt", "required")),
-    "plan_without_a_topology": (["plan", "--model", "m"], ("--topology", "required")),
 }
 
 

@@ -160,7 +160,7 @@ def attach(
             principal = take_out_of_base(leaf, state.mesh, init=init, r=target.r, scaling=scaling)
             values = values or principal
         local = {
-            part: local_part(factor, _rule_of(state.plan, target, part), state.mesh).to(state.mesh.device, dtype)
+            part: local_part(factor, rule_of_part(state.plan, target, part), state.mesh).to(state.mesh.device, dtype)
             for part, factor in values.items()
         }
         leaf.add_adapter(name, local, scaling=target.scaling)
@@ -249,7 +249,7 @@ def adapter_factors(model: Any, adapter: str) -> list[Factor]:
     state = runtime(model)
     targets = state.adapters[adapter].targets
     found = [
-        Factor(factor_name(leaf, name, part), parameter, _rule_of(state.plan, targets[name], part))
+        Factor(factor_name(leaf, name, part), parameter, rule_of_part(state.plan, targets[name], part))
         for name, leaf in parallel_leaves(model).items()
         for part, parameter in leaf.trained(adapter).items()
     ]
@@ -266,7 +266,7 @@ def factor_name(leaf: nn.Module | Target, module: str, part: str) -> str:
     return f"{module}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
 
 
-def _rule_of(plan: ModelPlan, target: Target, part: str) -> FactorRule:
+def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
     """How `part` of an adapter on `target` lies on the mesh."""
     module = target.name
     side, _, piece = part.partition(".")

@@ -203,6 +203,24 @@ def leave() -> None:
     time.sleep(_GLOO_SETTLES_S)
 
 
+@contextlib.contextmanager
+def simulated_job(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of a job of `world` ranks that do not exist: torch's fake backend, no messages.
+
+    Raises:
+        UserError: the process has a job already.
+    """
+    if dist.is_initialized():
+        raise UserError("a simulated job", "this process is a rank of a job already", "start it by itself")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def open_mesh(
     topology: Topology,
     *,

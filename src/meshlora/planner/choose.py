@@ -1,0 +1,363 @@
+"""Which topology: a prediction for each that is proved, the best first, and why the others lose.
+
+Owns: which topologies, micro-batches and choices of recomputation there are, the time of a step, the order. Does not
+own: the numbers that it adds up (`memory`, `communication`, `trace`, `hardware`), words (`planner.show`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from meshlora.adapter.targets import Target, resolve_targets, trained_parameters
+from meshlora.api import build_meta, read_model_config
+from meshlora.errors import UserError
+from meshlora.parallel.groups import simulated_job
+from meshlora.plan.derive import decoder_layers, plan_model
+from meshlora.plan.families import check_proved
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology, divisors
+from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, traffic_of
+from meshlora.planner.fake import Work
+from meshlora.planner.hardware import Hardware
+from meshlora.planner.kinds import Shrunk, shrink
+from meshlora.planner.memory import Peak, States, peak_of, states_of
+from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
+
+Recompute = str | int
+RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
+# Of a parameter's gradient: into and out of its bucket, scaled, squared in fp64, clipped, one each in eager code.
+_KERNELS_OF_A_GRADIENT = 10
+# What AdamW and all of that read and write, in passes over the gradients.
+_PASSES_OF_A_STEP = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be run, and on what.
+
+    Attributes:
+        model: on the meta device, whole. shrunk: with one layer of each kind. seq: tokens of a sequence.
+        global_batch: sequences of an optimizer step. micro_batch, recompute: where the user chose; else None.
+    """
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    lora: LoraConfig
+    model: Any
+    shrunk: Shrunk
+    gpus: int
+    gpu: Hardware
+    seq: int
+    global_batch: int
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether products are of two bytes an element."""
+        return self.dtype.itemsize == 2
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return int(self.model.get_input_embeddings().embedding_dim)
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the head."""
+        return model_vocab(self.model)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One way to run it.
+
+    Attributes:
+        micro_batch: sequences that a dp rank runs at once; micro_batches: how many of these make a step. tokens: of a
+            sequence, padded to what sp can cut.
+        recomputed: whether each layer computes its activations twice. messages: with those that this adds.
+        chunk_bytes: of the logits of one chunk of the loss, on a rank.
+        compute_s, recompute_s, update_s: of a step: kernels of forward and backward; of layers a second time; of
+            gradients and optimizer. traffic: link -> what messages take of it.
+    """
+
+    topology: Topology
+    micro_batch: int
+    micro_batches: int
+    tokens: int
+    recompute: Recompute
+    recomputed: tuple[bool, ...]
+    states: States
+    peak: Peak
+    chunk_bytes: int
+    messages: tuple[Message, ...]
+    traffic: Mapping[str, Traffic]
+    compute_s: float
+    recompute_s: float
+    update_s: float
+    usable_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that is there at once."""
+        return self.states.kept + self.peak.largest
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU has room for it."""
+        return self.memory_bytes <= self.usable_bytes
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """What a step consists of, in seconds, one after another: nothing is taken to overlap."""
+        return {
+            "compute": self.compute_s,
+            "recomputation": self.recompute_s,
+            "messages inside nodes": self.traffic["node"].time_s,
+            "messages between nodes": self.traffic["network"].time_s,
+            "update": self.update_s,
+        }
+
+    @property
+    def time_s(self) -> float:
+        """Of an optimizer step."""
+        return sum(self.parts_s.values())
+
+    def tokens_per_s(self, global_batch: int, seq: int) -> float:
+        """Of one GPU."""
+        return global_batch * seq / self.time_s / self.topology.world
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All that was looked at. ranked: what fits by time, then what does not by memory. left_out: (topology, why)."""
+
+    ranked: tuple[Prediction, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
+
+    Raises:
+        UserError: as of `meshlora.api.read_model_config`.
+    """
+    path = Path(model)
+    if not path.is_file():
+        return read_model_config(model, trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder) / "config.json")
+        return read_model_config(folder, trust_remote_code=trust_remote_code)
+
+
+def pose(
+    config: PretrainedConfig,
+    lora: LoraConfig,
+    *,
+    dtype: torch.dtype,
+    gpus: int,
+    gpu: Hardware,
+    seq: int,
+    global_batch: int,
+    micro_batch: int | None = None,
+    recompute: Recompute | None = None,
+    trust_remote_code: bool = False,
+) -> Problem:
+    """The problem, with all that every topology shares.
+
+    Raises:
+        UserError: a size below 1; sequences that are longer than the model's positions; a model that cannot be built.
+    """
+    for name, value in {"--gpus": gpus, "--seq": seq, "--global-batch": global_batch}.items():
+        if value < 1:
+            raise UserError(f"{name} {value}", "it must be at least 1")
+    if micro_batch is not None and micro_batch < 1:
+        raise UserError(f"--micro-batch {micro_batch}", "it must be at least 1")
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and seq > limit:
+        raise UserError(f"--seq {seq}", f"the model has {limit} positions", f"use at most {limit}")
+    model, _ = build_meta(config, Topology(), dtype=dtype, disable_dropout=True, trust_remote_code=trust_remote_code)
+    if recompute not in (None, "none"):
+        _check_recompute(model, recompute)
+    return Problem(config, dtype, lora, model, shrink(model), gpus, gpu, seq, global_batch, micro_batch, recompute)
+
+
+def choose(
+    problem: Problem,
+    topologies: Sequence[Topology] = (),
+    *,
+    advance: Callable[[str], None] = lambda _: None,
+) -> Choice:
+    """Predict `topologies`, or all that there are, and put them in order.
+
+    advance: told which one comes next.
+
+    Raises:
+        UserError: none can be predicted.
+    """
+    found: list[Prediction] = []
+    left_out: list[tuple[str, str]] = []
+    with simulated_job(2):
+        for topology in topologies or all_topologies(problem):
+            advance(str(topology))
+            try:
+                found.append(predict(problem, topology))
+            except UserError as error:
+                if len(topologies) == 1:
+                    raise
+                left_out.append((str(topology), error.rule))
+    if not found:
+        name, why = left_out[0]
+        raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
+    ranked = sorted(found, key=lambda p: (not p.fits, p.time_s if p.fits else p.memory_bytes))
+    return Choice(tuple(ranked), tuple(left_out))
+
+
+def all_topologies(problem: Problem) -> Iterator[Topology]:
+    """Every shape of both meshes; that of experts with etp inside a node, as rows go to all etp ranks of an expert."""
+    experts = [
+        m.shape[0] for n, m in problem.shrunk.model.named_parameters() if n.endswith(".down_proj") and m.ndim == 3
+    ]
+    for tp in divisors(problem.gpus):
+        for sp in (False, True) if tp > 1 else (False,):
+            dp = problem.gpus // tp
+            if not experts:
+                yield Topology(dp=dp, tp=tp, sp=sp)
+                continue
+            sizes = itertools.product(divisors(experts[0]), divisors(problem.gpu.gpus_per_node))
+            for ep, etp in sizes:
+                if problem.gpus % (ep * etp) == 0:
+                    yield Topology(dp=dp, tp=tp, sp=sp, ep=ep, etp=etp)
+                    if etp > 1 and ep > 1:
+                        yield Topology(dp=dp, tp=tp, sp=sp, ep=ep, etp=etp, two_stage=True)
+
+
+def predict(problem: Problem, topology: Topology) -> Prediction:
+    """The best way to run `topology`: the fastest that fits, else the one that takes least memory.
+
+    Raises:
+        UserError: it cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: not proved.
+    """
+    share = -(-problem.global_batch // topology.dp)
+    if topology.dp > problem.global_batch:
+        raise UserError(
+            f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
+        )
+    model = problem.shrunk.model
+    plan = plan_model(model, topology)
+    check_proved(model.config.model_type, topology, has_experts=bool(plan.experts))
+    targets = resolve_targets(model, plan, problem.lora)
+    trained = trained_parameters(model, plan, problem.lora, targets)
+    states = states_of(problem.shrunk, plan, targets, trained)
+    tokens = -(-problem.seq // topology.tp) * topology.tp if topology.sp else problem.seq
+    one, two = (trace(problem.shrunk, plan, problem.lora, targets, rows=n, tokens=tokens) for n in (1, 2))
+    predictions = [
+        _prediction(problem, topology, plan, targets, states, (one, two), rows, tokens, recompute)
+        for rows in _micro_batches(problem, share)
+        for recompute in _recomputations(problem)
+    ]
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    if fitting:
+        return min(fitting, key=lambda p: p.time_s)
+    return min(predictions, key=lambda p: p.memory_bytes)
+
+
+def _micro_batches(problem: Problem, share: int) -> list[int]:
+    """Powers of two up to the sequences of a dp rank, and all of these."""
+    if problem.micro_batch is not None:
+        return [min(problem.micro_batch, share)]
+    return sorted({2**n for n in range(share.bit_length()) if 2**n <= share} | {share})
+
+
+def _recomputations(problem: Problem) -> list[Recompute]:
+    if problem.recompute is not None:
+        return [problem.recompute]
+    layers = decoder_layers(problem.model)[1]
+    can = all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+    return [r for r in RECOMPUTE if r == "none" or (can and (isinstance(r, str) or r < len(layers)))]
+
+
+def _check_recompute(model: Any, recompute: Recompute | None) -> None:
+    layers = decoder_layers(model)[1]
+    if recompute != "full" and not (isinstance(recompute, int) and 1 <= recompute <= len(layers)):
+        raise UserError(f"--recompute {recompute}", f"it must be none, full or a number n from 1 to {len(layers)}")
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        raise UserError(f"--recompute {recompute}", "the layers of this family cannot be computed twice", "use none")
+
+
+def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
+    """Whether each of `number` layers computes its activations twice: none, full, or layers 0, n, 2n, ..."""
+    if isinstance(recompute, int):
+        return tuple(index % recompute == 0 for index in range(number))
+    return (recompute == "full",) * number
+
+
+def _prediction(
+    problem: Problem,
+    topology: Topology,
+    plan: ModelPlan,
+    targets: Mapping[str, Target],
+    states: States,
+    traces: tuple[Trace, Trace],
+    rows: int,
+    tokens: int,
+    recompute: Recompute,
+) -> Prediction:
+    shrunk, gpu, (one, two) = problem.shrunk, problem.gpu, traces
+    micro_batches = -(-problem.global_batch // (topology.dp * rows))
+    recomputed = recomputed_layers(recompute, len(shrunk.order))
+    chunk_tokens = tokens_of_chunk(problem.vocab, problem.dtype, rows * tokens)
+    memory = one.memory.at(two.memory, rows, chunk_tokens)
+    peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1)
+    sizes = Sizes(rows, tokens, problem.width, problem.vocab, problem.dtype)
+    scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
+    messages = repeated(messages_of(shrunk, plan, one.flow, sizes, states, scaled=scaled), shrunk.order, recomputed)
+
+    def seconds(part: str) -> float:
+        """Of one run of a part, with `rows` sequences: what is done for each adds up."""
+        times = [gpu.work_s(t.work.get(part, Counter()), is_half=problem.is_half) for t in traces]
+        return times[0] + (rows - 1) * (times[1] - times[0])
+
+    per_kind = Counter(shrunk.order)
+    twice = Counter(kind for kind, again in zip(shrunk.order, recomputed, strict=True) if again)
+    compute_s = sum(seconds(part) for part in ("before", "after", "back"))
+    # The larger of the two traced chunks stands for all of them.
+    chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
+    compute_s += chunk_s * rows * tokens
+    compute_s += sum(n * (seconds(f"layer {k}") + seconds(f"layer {k} back")) for k, n in per_kind.items())
+    update = {
+        Work(0, _PASSES_OF_A_STEP * states.gradients): 1,
+        Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters,
+    }
+    exact = 8 if problem.dtype == torch.float64 else 4
+    columns = -(-sizes.vocab // topology.tp)
+    return Prediction(
+        topology,
+        rows,
+        micro_batches,
+        tokens,
+        recompute,
+        recomputed,
+        states,
+        peak,
+        chunk_tokens * columns * (exact + problem.dtype.itemsize),
+        tuple(messages),
+        traffic_of(messages, topology, gpu, micro_batches=micro_batches),
+        micro_batches * compute_s,
+        micro_batches * sum(n * seconds(f"layer {k}") for k, n in twice.items()),
+        gpu.work_s(update, is_half=False),
+        gpu.usable_bytes,
+    )

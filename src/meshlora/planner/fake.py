@@ -1,0 +1,280 @@
+"""Running real code on tensors without memory, and noting what it would cost.
+
+Owns: `FakeRun`, the mode in which floating-point tensors have no content: their storages and when they are freed, the
+collectives, and the work of each operator. Does not own: what is run, or what follows from the numbers.
+
+Floating-point tensors are on torch's meta device. Those of whole numbers are real wherever they come of whole numbers
+alone, as code asks them: is there a label? how many rows go where? What it asks a tensor without content has one
+answer: 1 for a number, an equal share for each expert where rows are counted. The messages of collectives have no
+content, but for whole numbers: of these every rank has what this one has. Attention is one fused kernel, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "linear")
+# A mask of all pairs of tokens is whole numbers too; as a real tensor it would take the memory that this saves.
+_MOST_REAL_ELEMENTS = 2**25
+
+
+class Call(NamedTuple):
+    """A collective: what it moves, over how many ranks, and the bytes that one rank puts in."""
+
+    phase: str
+    kind: str
+    ranks: int
+    num_bytes: int
+
+
+class Work(NamedTuple):
+    """What an operator costs: floating-point operations, and bytes that it reads and writes."""
+
+    flops: int
+    num_bytes: int
+
+
+@dataclass
+class Section:
+    """What happened while one part of the code ran. Bytes are those of live storages, relative to its start.
+
+    Attributes:
+        peak_bytes: the most at any time. end_bytes: at its end. work: operators, by cost.
+    """
+
+    start_bytes: int
+    peak_bytes: int = 0
+    end_bytes: int = 0
+    work: Counter[Work] = field(default_factory=Counter)
+
+
+class FakeRun(TorchDispatchMode):
+    """Inside, tensors have no content. A context manager.
+
+    Attributes:
+        phase: under which name collectives are noted. calls: call -> how often. live_bytes: of all storages that the
+            mode has seen and that still exist. sections: name -> what happened in it, the last time it ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.calls: Counter[Call] = Counter()
+        self.live_bytes = 0
+        self.sections: dict[str, Section] = {}
+        self._section: Section | None = None
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        # On the meta device torch would choose the attention that keeps all pairs of tokens, which no GPU runs. Not a
+        # TorchFunctionMode: that is off while a backward runs forwards once more.
+        self._attention = mock.patch.object(F, "scaled_dot_product_attention", _attention)
+
+    def __enter__(self) -> FakeRun:
+        self._attention.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._attention.stop()
+
+    def hold(self, model: nn.Module) -> int:
+        """Count the parameters and buffers of `model`; returns their bytes."""
+        before = self.live_bytes
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._hold(tensor)
+        return self.live_bytes - before
+
+    def begin(self, name: str) -> None:
+        """What follows belongs to section `name`."""
+        self.end()
+        self.sections[name] = self._section = Section(self.live_bytes)
+
+    def end(self) -> None:
+        """What follows belongs to no section."""
+        if self._section is not None:
+            self._section.end_bytes = self.live_bytes - self._section.start_bytes
+            self._section = None
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[Section]:
+        """`begin` and `end`."""
+        self.begin(name)
+        yield self.sections[name]
+        self.end()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        given = list(_tensors((args, kwargs)))
+        name: str = func._schema.name
+        if any(t.is_meta for t in given):
+            if name == "aten::_local_scalar_dense":
+                return 1.0 if given[0].is_floating_point() else 1
+            if name == "aten::bincount":
+                return _equal_shares(given[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
+        elif _stays_real(given, args, kwargs):
+            return func(*args, **kwargs)
+        if not all(t.is_meta for t in given):
+            args, kwargs = tree_map_only(Tensor, _without_content, (args, kwargs))
+        if "device" in kwargs or (not given and _takes_device(func)):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        is_grouped = name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16
+        found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
+        made = [found] if isinstance(found, Tensor) else list(_tensors(found))
+        for tensor in made:
+            self._hold(tensor)
+        if self._section is not None and made and not _is_view(func):
+            moved = sum(t.numel() * t.element_size() for t in (*given, *made))
+            self._section.work[Work(_flops(name, given, made), moved)] += 1
+        return found
+
+    def _hold(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor` until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        before = self._sizes.get(key)
+        if before == size:
+            return
+        if before is None:
+            self._references[key] = weakref.ref(storage, functools.partial(self._free, key))
+        self._sizes[key] = size
+        self.live_bytes += size - (before or 0)
+        section = self._section
+        if section is not None:
+            section.peak_bytes = max(section.peak_bytes, self.live_bytes - section.start_bytes)
+
+    def _free(self, key: int, _: Any) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+        del self._references[key]
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note it, and let the real process group have messages of no bytes in its place."""
+        plain = func._schema.name.partition("::")[2].replace("_", "")
+        kind = next((k for k in _KINDS if k in plain), plain)
+        held = list(_tensors(args))
+        sizes = [t.numel() * t.element_size() for t in held]
+        size = ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()
+        number = min(sizes) if kind == "allgather" else max(sizes)
+        self.calls[Call(self.phase, kind, size, number)] += 1
+        if kind == "allgather" and not any(t.is_meta for t in held):
+            whole, own = held
+            whole.copy_(own.repeat(len(whole) // len(own), *[1] * (own.ndim - 1)))
+        nothing = tree_map_only(Tensor, lambda t: torch.empty(0, dtype=t.dtype), args)
+        if kind == "alltoall":
+            nothing = (*nothing[:3], [], [], *nothing[5:])
+        return func(*nothing, **kwargs)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """In the place of torch's: one fused kernel, `[B, h, S, d]`.
+
+    Values that are narrower than keys are padded, as flash attention needs them.
+    """
+    missing = query.shape[-1] - value.shape[-1]
+    padded = F.pad(value, [0, missing]) if missing > 0 else value
+    if attn_mask is not None:
+        attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = fused(query, key, padded, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return out[..., : value.shape[-1]] if missing > 0 else out
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`[N, a] x [E, a, b]` or `[a, N] x [N, b]`, which the meta device takes in bfloat16 only, and a CPU in float32."""
+    if right.ndim == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(len(ends), left.shape[0], right.shape[1])
+
+
+def _without_content(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _equal_shares(number: int, places: int) -> Tensor:
+    """How many of `number` rows each of `places` experts has, a real tensor."""
+    shares = torch.full((places,), number // places)
+    shares[: number % places] += 1
+    return shares
+
+
+def _stays_real(given: list[Tensor], args: Any, kwargs: Any) -> bool:
+    """Whether a call of no tensor without content is about whole numbers that are worth having."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if (device is not None and torch.device(device).type == "meta") or (dtype is not None and dtype.is_floating_point):
+        return False
+    if given:
+        if any(t.is_floating_point() for t in given):
+            return False
+        with contextlib.suppress(RuntimeError):
+            return math.prod(torch.broadcast_shapes(*(t.shape for t in given))) <= _MOST_REAL_ELEMENTS
+        return True
+    return dtype is not None or _are_whole(args)
+
+
+def _are_whole(args: Any) -> bool:
+    """Whether all numbers among the arguments are whole, and there are some: those of `arange`, not of `empty`."""
+    return bool(args) and all(isinstance(arg, int) for arg in args)
+
+
+@functools.cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operator only looks at its input in another way."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _flops(name: str, given: list[Tensor], made: list[Tensor]) -> int:
+    """Floating-point operations of a matrix product or an attention; 0 of the rest, which memory bounds."""
+    short = name.partition("::")[2]
+    if short in _PRODUCTS:
+        left = given[1] if short.startswith(("addmm", "baddbmm")) else given[0]
+        return 2 * made[0].numel() * left.shape[-1]
+    if "scaled_dot_product" in short:
+        # Of a causal attention half the pairs are computed. Backward: the first product again, and two for each.
+        query, key = (given[1], given[2]) if "backward" in short else (given[0], given[1])
+        return (5 if "backward" in short else 2) * query.numel() * key.shape[-2]
+    return 0

@@ -1,0 +1,242 @@
+"""What a rank keeps: bytes of weights, adapter, gradients and moments, by arithmetic; and the peak of a step.
+
+Owns: the states of a rank (`states_of`), and how what the parts of a step take adds up (`peak_of`). Does not own: what
+one part of a step takes (`planner.trace`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshlora.adapter.manage import rule_of_parameter, rule_of_part
+from meshlora.adapter.targets import Target, embedding_size
+from meshlora.plan.grads import FactorRule
+from meshlora.plan.rules import ModelPlan
+from meshlora.planner.kinds import Shrunk
+
+Axes = tuple[frozenset[str], frozenset[str]]
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on rank 0, which holds as much as any.
+
+    Attributes:
+        weights: the frozen base. buffers: tables of the model. adapter: trained parameters. gradients, moments: theirs.
+        buckets: (grad axes, mean axes) -> bytes of gradients that are summed over them. largest: of one parameter.
+        parameters: how many there are to train.
+    """
+
+    weights: int
+    buffers: int
+    adapter: int
+    gradients: int
+    moments: int
+    buckets: Mapping[Axes, int]
+    largest: int
+    parameters: int
+
+    @property
+    def kept(self) -> int:
+        """What is there from step to step."""
+        return self.weights + self.buffers + self.adapter + self.moments
+
+
+def states_of(shrunk: Shrunk, plan: ModelPlan, targets: Mapping[str, Target], trained: Sequence[str]) -> States:
+    """The states of the model that `shrunk` is of. plan: of the shrunk model, on the topology.
+
+    trained: names of the base's parameters that are trained in full.
+    """
+    model = shrunk.model
+    weights = sum(
+        shrunk.times(name) * local_numel(name, parameter.shape, plan) * parameter.element_size()
+        for name, parameter in model.named_parameters()
+    )
+    buffers = sum(shrunk.times(name) * b.numel() * b.element_size() for name, b in model.named_buffers())
+    each = 8 if model.dtype == torch.float64 else 4
+    buckets: Counter[Axes] = Counter()
+    total, largest, count = 0, 0, 0
+    for name, shape, rule in factors_of(model, plan, targets, trained):
+        times, local = shrunk.times(name), local_shape(shape, rule, plan)
+        number = math.prod(local)
+        total += times * number
+        largest, count = max(largest, number * each), count + times
+        for segment in rule.segments(rank=0, size=plan.topology.tp):
+            part = list(local)
+            stop = part[segment.dim] if segment.stop is None else segment.stop
+            part[segment.dim] = stop - segment.start
+            buckets[segment.grad_axes, segment.mean_axes] += times * math.prod(part) * each
+    # AdamW keeps two moments, and the number of the step as one fp32 for each parameter.
+    return States(weights, buffers, total * each, total * each, 2 * total * each + 4 * count, buckets, largest, count)
+
+
+def factors_of(
+    model: Any, plan: ModelPlan, targets: Mapping[str, Target], trained: Sequence[str]
+) -> Iterable[tuple[str, tuple[int, ...], FactorRule]]:
+    """(name of its module or parameter, whole shape, rule) of every trained parameter."""
+    embedding = embedding_size(model, plan)
+    for name, target in targets.items():
+        for part, shape in target.shapes(plan.rule_of(name), embedding).items():
+            yield name, shape, rule_of_part(plan, target, part)
+    for name in trained:
+        yield name, tuple(model.get_parameter(name).shape), rule_of_parameter(plan, name)
+
+
+def local_shape(shape: Sequence[int], rule: FactorRule, plan: ModelPlan) -> tuple[int, ...]:
+    """What a rank holds of a trained parameter of whole shape `shape`."""
+    local = list(shape)
+    for cut in rule.cuts:
+        local[cut.dim] = cut.layout.local_size(plan.topology.size_over(frozenset({cut.axis})))
+    return tuple(local)
+
+
+def local_numel(name: str, shape: Sequence[int], plan: ModelPlan) -> int:
+    """Elements that a rank holds of a parameter of the base."""
+    tp, whole = plan.topology.tp, math.prod(shape)
+    owner, _, leaf = name.rpartition(".")
+    if name in plan.parameters:
+        rule = plan.parameters[name]
+        return whole // shape[rule.dim] * rule.layout.local_size(tp)
+    if owner in plan.linears:
+        linear = plan.linears[owner]
+        inside, out = linear.local_features(tp) if linear.layout else (linear.in_features, linear.out_features)
+        return out if leaf == "bias" else inside * out
+    # Of experts the bias is named after the matrix, as a parameter beside it.
+    expert = plan.projections.get(name) or plan.projections.get(name.removesuffix("_bias"))
+    if expert is not None:
+        inside, out = expert.local_features(plan.topology.etp)
+        each = inside * out if name in plan.projections else out
+        return expert.num_experts // plan.topology.ep * each
+    return whole
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a step: the most that it takes, and what it leaves, in bytes beyond what was there at its start."""
+
+    peak: float
+    end: float
+
+    def at(self, other: Phase, rows: float) -> Phase:
+        """From this with one row at once and `other` with two: with `rows`. What is kept for a row adds up."""
+        return Phase(self.peak + (rows - 1) * (other.peak - self.peak), self.end + (rows - 1) * (other.end - self.end))
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Of one decoder layer.
+
+    Attributes:
+        forward: with what it returns, and without what it was given, unless that is kept. saved: of that, what it keeps
+            of its own. output: the residual stream that it returns. kept_input: that it was given, where it keeps it.
+        gradients: of its own factors.
+    """
+
+    forward: Phase
+    backward: Phase
+    saved: float
+    output: float
+    kept_input: float
+    gradients: float
+
+    def at(self, other: LayerMemory, rows: int) -> LayerMemory:
+        """As `Phase.at`."""
+
+        def grown(name: str) -> float:
+            one, two = getattr(self, name), getattr(other, name)
+            return float(one + (rows - 1) * (two - one))
+
+        return LayerMemory(
+            self.forward.at(other.forward, rows),
+            self.backward.at(other.backward, rows),
+            grown("saved"),
+            grown("output"),
+            grown("kept_input"),
+            self.gradients,
+        )
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """All parts of a micro-batch: before the layers, each kind of layer, after them, a chunk of the loss, its backward.
+
+    chunk_tokens: of the chunk.
+    """
+
+    before: Phase
+    layers: tuple[LayerMemory, ...]
+    after: Phase
+    chunk: Phase
+    back: Phase
+    chunk_tokens: int
+
+    def at(self, other: StepMemory, rows: int, chunk_tokens: int) -> StepMemory:
+        """As `Phase.at`; a chunk has its own number of tokens."""
+        grown = other.chunk_tokens - self.chunk_tokens
+        chunks = 1 + (chunk_tokens - self.chunk_tokens) / grown if grown else 1.0
+        return StepMemory(
+            self.before.at(other.before, rows),
+            tuple(one.at(two, rows) for one, two in zip(self.layers, other.layers, strict=True)),
+            self.after.at(other.after, rows),
+            self.chunk.at(other.chunk, chunks),
+            self.back.at(other.back, rows),
+            chunk_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a step beyond the states. activations: kept between forward and backward. working: beyond them.
+
+    largest: of all but the states, gradients included, at the worst moment.
+    """
+
+    activations: int
+    working: int
+    largest: int
+
+
+def peak_of(
+    memory: StepMemory, order: Sequence[int], states: States, *, recomputed: Sequence[bool], accumulates: bool
+) -> Peak:
+    """Walk through a step and note the most that is there at once.
+
+    order: the kind of each layer. recomputed: whether each layer computes its activations twice. accumulates: whether
+    gradients of an earlier micro-batch are there already.
+    """
+    live = most = float(states.gradients) if accumulates else 0.0
+
+    def run(phase: Phase) -> None:
+        nonlocal live, most
+        most = max(most, live + phase.peak)
+        live += phase.end
+
+    start = live
+    run(memory.before)
+    for kind, twice in zip(order, recomputed, strict=True):
+        layer = memory.layers[kind]
+        run(Phase(layer.forward.peak, layer.output) if twice else layer.forward)
+    activations = live - start
+    run(memory.after)
+    run(memory.chunk)
+    run(memory.back)
+    for kind, twice in zip(reversed(order), reversed(recomputed), strict=True):
+        layer = memory.layers[kind]
+        new = 0.0 if accumulates else layer.gradients
+        # What the traced backward leaves has its gradients in it.
+        back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
+        if twice:
+            # It begins from its input, which is kept for it, and keeps what it would have kept.
+            end = back.end + layer.saved + layer.kept_input - layer.output
+            back = Phase(max(layer.forward.peak, layer.saved + back.peak), end)
+        run(back)
+    # The sum of a bucket is of a flat copy, out of place; the norm squares one parameter after another in fp64.
+    summed = max((2 * size for size in states.buckets.values()), default=0)
+    most = max(most, states.gradients + summed, states.gradients + 4 * states.largest)
+    return Peak(int(activations), int(most - activations), int(most))

@@ -1,0 +1,202 @@
+"""A choice of topologies in words: tables for the terminal, JSON, and the run file of the best.
+
+Owns: what is printed and written. Does not own: the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from meshlora.planner.choose import Choice, Prediction, Problem
+from meshlora.planner.communication import grouped
+from meshlora.planner.simulate import Simulation
+
+_GB = 1e9
+
+
+def ranking(problem: Problem, choice: Choice) -> Table:
+    """One row for each topology, the best first: micro-batches of how many sequences, memory of a rank, time and
+    collectives of a step.
+    """
+    gpu = problem.gpu
+    title = (
+        f"{problem.model.config.model_type} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences of "
+        f"{problem.seq:,} tokens a step"
+    )
+    table = Table(title=title)
+    for name in ("topology", "batches", "recompute", "GB", "s a step", "tokens/s/GPU", "calls"):
+        table.add_column(name, justify="left" if name in ("topology", "recompute") else "right", no_wrap=True)
+    for prediction in choice.ranked:
+        calls = sum(grouped(prediction.messages, micro_batches=prediction.micro_batches).values())
+        rows = f"{prediction.micro_batches} x {prediction.micro_batch}"
+        memory = f"{prediction.memory_bytes / _GB:,.1f}"
+        if not prediction.fits:
+            table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, "-", "does not fit", "-")
+            continue
+        speed = f"{prediction.tokens_per_s(problem.global_batch, problem.seq):,.0f}"
+        time_s = f"{prediction.time_s:,.2f}"
+        table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, time_s, speed, f"{calls:,}")
+    return table
+
+
+def breakdown(problem: Problem, prediction: Prediction) -> Table:
+    """Where the memory of a rank, its time and its messages go."""
+    table = Table("", "", title=f"{prediction.topology}: a rank, a step", show_header=False)
+    table.columns[1].justify = "right"
+    for name, number in memory_parts(prediction).items():
+        table.add_row(name, f"{number / _GB:,.2f} GB")
+    table.add_row("together, at most", f"{prediction.memory_bytes / _GB:,.2f} GB")
+    table.add_row("room on a GPU", f"{prediction.usable_bytes / _GB:,.2f} GB", end_section=True)
+    for name, time_s in prediction.parts_s.items():
+        table.add_row(name, f"{time_s:,.3f} s")
+    table.add_row("together", f"{prediction.time_s:,.3f} s", end_section=True)
+    for link, traffic in prediction.traffic.items():
+        words = {"node": "messages inside nodes", "network": "messages between nodes"}[link]
+        table.add_row(words, f"{traffic.calls:,}, {traffic.wire_bytes / _GB:,.2f} GB sent")
+    for name, calls in grouped(prediction.messages, micro_batches=prediction.micro_batches).items():
+        words = {"layers": "layers", "ends": "embedding, head, loss", "buckets": "gradient buckets"}.get(name, name)
+        table.add_row(f"collectives of {words}", f"{calls:,}")
+    return table
+
+
+def memory_parts(prediction: Prediction) -> dict[str, int]:
+    """Name -> bytes, of a rank at its fullest moment."""
+    states, peak = prediction.states, prediction.peak
+    return {
+        "weights": states.weights,
+        "buffers": states.buffers,
+        "adapter": states.adapter,
+        "moments": states.moments,
+        "saved activations": peak.activations,
+        "logits of a chunk": prediction.chunk_bytes,
+        "gradients": states.gradients,
+        "other working memory": max(0, peak.working - prediction.chunk_bytes - states.gradients),
+    }
+
+
+def why_not(problem: Problem, choice: Choice) -> list[str]:
+    """For each topology but the best: why it loses."""
+    best = choice.ranked[0]
+    found = []
+    for other in choice.ranked[1:]:
+        if not other.fits:
+            missing = other.memory_bytes - other.usable_bytes
+            found.append(
+                f"{other.topology}: does not fit by {missing / _GB:,.1f} GB, even with micro-batches of "
+                f"{other.micro_batch} and recompute {other.recompute}"
+            )
+            continue
+        more = {name: other.parts_s[name] - best.parts_s[name] for name in best.parts_s}
+        worst = sorted((name for name in more if more[name] > 0.05 * (other.time_s - best.time_s)), key=more.get)  # type: ignore[arg-type]
+        words = ", ".join(f"{_time(more[name])} more {name}" for name in reversed(worst)) or "about the same"
+        found.append(f"{other.topology}: {other.time_s / best.time_s:.2f} x the time: {words}")
+    by_reason: dict[str, list[str]] = {}
+    for topology, why in choice.left_out:
+        by_reason.setdefault(why, []).append(topology)
+    return found + [f"{'; '.join(topologies)}: {why}" for why, topologies in by_reason.items()]
+
+
+def _time(time_s: float) -> str:
+    return f"{1000 * time_s:,.0f} ms" if time_s < 1 else f"{time_s:,.2f} s"
+
+
+def assumptions(problem: Problem) -> str:
+    """What the times rest on."""
+    gpu = problem.gpu
+    tflops = gpu.half_tflops if problem.is_half else gpu.full_tflops
+    return (
+        f"times are estimates: {tflops:,.0f} TFLOP/s at {gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
+        f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us a kernel at least, links of "
+        f"{gpu.node_gb_s:g} GB/s in nodes of {gpu.gpus_per_node} and {gpu.network_gb_s:g} GB/s between them at "
+        f"{gpu.link_efficiency:.0%}, nothing overlaps ({gpu.source or 'given'}); --hardware FILE.json replaces any"
+    )
+
+
+def as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
+    """All of it as plain values. Bytes, seconds."""
+    return {
+        "model_type": problem.model.config.model_type,
+        "gpus": problem.gpus,
+        "gpu": problem.gpu.name,
+        "seq": problem.seq,
+        "global_batch": problem.global_batch,
+        "topologies": [_prediction_json(problem, prediction) for prediction in choice.ranked],
+        "left_out": [{"topology": topology, "why": why} for topology, why in choice.left_out],
+        "why_not": why_not(problem, choice),
+    }
+
+
+def _prediction_json(problem: Problem, prediction: Prediction) -> dict[str, Any]:
+    return {
+        "topology": str(prediction.topology),
+        "micro_batch_size": prediction.micro_batch,
+        "micro_batches": prediction.micro_batches,
+        "recompute": prediction.recompute,
+        "fits": prediction.fits,
+        "memory_bytes": prediction.memory_bytes,
+        "memory": memory_parts(prediction),
+        "time_s": prediction.time_s,
+        "times_s": prediction.parts_s,
+        "tokens_per_s_per_gpu": prediction.tokens_per_s(problem.global_batch, problem.seq),
+        "collectives": grouped(prediction.messages, micro_batches=prediction.micro_batches),
+        "links": {
+            link: {"calls": traffic.calls, "bytes_sent": traffic.wire_bytes, "time_s": traffic.time_s}
+            for link, traffic in prediction.traffic.items()
+        },
+    }
+
+
+def simulated(simulation: Simulation) -> Table:
+    """Predicted and seen, side by side."""
+    table = Table("", "predicted", "seen", title=f"a step on {simulation.world:,} simulated ranks")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, (predicted, seen) in simulation.bytes.items():
+        table.add_row(f"{name}, GB", f"{predicted / _GB:,.3f}", f"{seen / _GB:,.3f}")
+    for phase in ("forward", "loss", "backward", "step"):
+        numbers = [
+            sum(n for call, n in calls.items() if call.phase == phase)
+            for calls in (simulation.predicted_calls, simulation.calls)
+        ]
+        table.add_row(f"collectives, {phase}", *(f"{number:,}" for number in numbers))
+    totals = [
+        sum(call.num_bytes * n for call, n in calls.items()) for calls in (simulation.predicted_calls, simulation.calls)
+    ]
+    table.add_row("bytes put into them", *(f"{number:,}" for number in totals))
+    return table
+
+
+def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str, output: str) -> str:
+    """YAML that `meshlora check` and `meshlora train` take."""
+    lora = problem.lora
+    targets = lora.target_modules
+    values: dict[str, Any] = {
+        "model": {"path": model, "dtype": str(problem.dtype).removeprefix("torch.")},
+        "lora": {
+            "r": lora.r,
+            "lora_alpha": lora.lora_alpha,
+            "target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
+        },
+        "data": {"train": data, "max_length": problem.seq},
+        "train": {
+            "output": output,
+            "epochs": 1,
+            "batch_size": problem.global_batch,
+            "micro_batch_size": prediction.micro_batch,
+            "recompute": prediction.recompute,
+        },
+        "topology": str(prediction.topology),
+    }
+    if lora.target_parameters:
+        values["lora"]["target_parameters"] = list(lora.target_parameters)
+    nodes = -(-problem.gpus // problem.gpu.gpus_per_node)
+    each = min(problem.gpus, problem.gpu.gpus_per_node)
+    head = [
+        f"# meshlora plan: {problem.gpus} x {problem.gpu.name}, {prediction.memory_bytes / _GB:.1f} GB a rank, about "
+        f"{prediction.time_s:.2f} s a step",
+        f"# torchrun --nnodes {nodes} --nproc-per-node {each} -m meshlora train {{this file}}",
+    ]
+    return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False)

@@ -1,0 +1,158 @@
+"""A whole step of the product on one process that stands for all: does the prediction hold?
+
+Owns: the run and the comparison. Does not own: the prediction. The only file of the planner that imports the trainer's
+code: model, regions, loss, backward, `finish_gradients`, clipping and AdamW are those of a real run, on torch's fake
+backend, which has every group of the topology and sends nothing, and on tensors without content.
+"""
+
+from __future__ import annotations
+
+import copy
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshlora.adapter.manage import active_factors
+from meshlora.adapter.targets import resolve_targets, trained_parameters
+from meshlora.api import build_meta
+from meshlora.config import TrainConfig
+from meshlora.parallel.groups import open_mesh, simulated_job
+from meshlora.planner.choose import Prediction, Problem
+from meshlora.planner.communication import calls_of
+from meshlora.planner.fake import Call, FakeRun
+from meshlora.planner.memory import factors_of, local_shape
+from meshlora.planner.trace import assemble
+from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.losses import language_model_loss
+from meshlora.train.optimizer import parameter_groups
+from meshlora.train.recompute import recompute_layers
+
+MOST_ERROR = 0.05
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step did on rank 0, and what was predicted of it.
+
+    Attributes:
+        world: ranks. calls, predicted_calls: collectives of one micro-batch and of what ends a step.
+        bytes: name -> (predicted, seen). shapes: trained parameters whose shape is not the predicted one.
+        time_s, host_bytes: what the simulation itself took, and the process at most.
+    """
+
+    world: int
+    calls: Counter[Call]
+    predicted_calls: Counter[Call]
+    bytes: dict[str, tuple[int, int]]
+    shapes: tuple[str, ...]
+    time_s: float
+    host_bytes: int
+
+    def differences(self) -> Iterator[str]:
+        """What does not agree: shapes, numbers and bytes of collectives exactly, states too, the peak within 5 %."""
+        yield from self.shapes
+        for call in sorted({*self.calls, *self.predicted_calls}):
+            seen, predicted = self.calls[call], self.predicted_calls[call]
+            if seen != predicted:
+                words = f"{call.phase} {call.kind} over {call.ranks} ranks of {call.num_bytes:,} bytes"
+                yield f"{words}: {predicted} predicted, {seen} seen"
+        for name, (predicted, seen) in self.bytes.items():
+            limit = MOST_ERROR * seen if name == "peak" else 0
+            if abs(predicted - seen) > limit:
+                yield f"{name}: {predicted:,} bytes predicted, {seen:,} seen"
+
+
+def simulate(problem: Problem, prediction: Prediction) -> Simulation:
+    """Run a step of `prediction` and compare."""
+    started = time.perf_counter()
+    topology, rows, tokens = prediction.topology, prediction.micro_batch, prediction.tokens
+    run = FakeRun()
+    with simulated_job(topology.world):
+        model, plan = build_meta(copy.deepcopy(problem.config), topology, dtype=problem.dtype, disable_dropout=True)
+        targets = resolve_targets(model, plan, problem.lora)
+        trained = trained_parameters(model, plan, problem.lora, targets)
+        predicted_shapes = [
+            local_shape(shape, rule, plan) for _, shape, rule in factors_of(model, plan, targets, trained)
+        ]
+        mesh = open_mesh(topology, copies=plan.copies, has_experts=bool(plan.experts))
+        with run:
+            assemble(model, plan, mesh, problem.lora, targets, run)
+            recompute_layers(model, prediction.recompute)
+            run.calls.clear()  # DoRA's magnitudes are of the whole base, and asked for once
+            adapter = sum(f.parameter.numel() * f.parameter.element_size() for f in active_factors(model))
+            states = run.live_bytes
+            largest = _step(run, model, rows, tokens, accumulates=prediction.micro_batches > 1)
+            grads = sum(_bytes(f.parameter.grad) for f in active_factors(model))
+            before = run.live_bytes
+            optimizer = _update(model)
+            moments = run.live_bytes - before
+            del optimizer
+    shapes = Counter(tuple(f.parameter.shape) for f in active_factors(model))
+    expected = Counter(predicted_shapes)
+    wrong = [
+        f"shape {list(s)}: {expected[s]} predicted, {shapes[s]} seen"
+        for s in shapes.keys() | expected.keys()
+        if shapes[s] != expected[s]
+    ]
+    own = prediction.states
+    return Simulation(
+        topology.world,
+        run.calls,
+        calls_of(prediction.messages, topology),
+        {
+            "weights and buffers": (own.weights + own.buffers, states - adapter),
+            "adapter": (own.adapter, adapter),
+            "gradients": (own.gradients, grads),
+            "moments": (own.moments, moments),
+            "peak": (prediction.memory_bytes, states + moments + largest),
+        },
+        tuple(wrong),
+        time.perf_counter() - started,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _step(run: FakeRun, model: Any, rows: int, tokens: int, *, accumulates: bool) -> int:
+    """A micro-batch of sequences that are trained from end to end, up to the clipped gradient; returns the peak.
+
+    accumulates: gradients of earlier micro-batches are there, as one is as the other.
+    """
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+
+    def enter(phase: str) -> Any:
+        return lambda *_: setattr(run, "phase", phase)
+
+    hooks = [
+        model.register_forward_pre_hook(enter("forward"), prepend=True),
+        model.register_forward_hook(enter("loss")),
+    ]
+    with run.section("step") as section:
+        if accumulates:
+            for factor in active_factors(model):
+                factor.parameter.grad = torch.empty_like(factor.parameter)
+        loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
+        run.phase = "backward"
+        loss.backward()
+        run.phase = "step"
+        finish_gradients(model, num_tokens=rows * tokens)
+        clip_gradients(model, 1.0)
+    for hook in hooks:
+        hook.remove()
+    return section.peak_bytes
+
+
+def _update(model: Any) -> torch.optim.Optimizer:
+    """AdamW after a step. Not `fused`, which asks for a device that has content; what it keeps is the same."""
+    groups = [{"params": g["params"]} for g in parameter_groups(model, TrainConfig(output="-", steps=1))]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, foreach=True)
+    optimizer.step()
+    return optimizer
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

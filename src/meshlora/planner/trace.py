@@ -1,0 +1,269 @@
+"""One layer of each kind, run for real on tensors without content: what a layer keeps, takes at most, and computes.
+
+Owns: a shrunk model put on a topology that no process is on (`assemble`), and one micro-batch through it (`trace`).
+Does not own: adding layers up (`planner.memory`), messages (`planner.communication`); nothing here reads how many
+collectives there are, so that the simulation can judge those.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from meshlora.adapter import manage
+from meshlora.adapter.targets import Target, embedding_size
+from meshlora.errors import UnsupportedError
+from meshlora.guards import guard_model
+from meshlora.parallel.dropout import replace_dropouts
+from meshlora.parallel.experts import ParallelExperts
+from meshlora.parallel.groups import Axis, Mesh
+from meshlora.parallel.inject import parallelize
+from meshlora.parallel.linear import ParallelHead
+from meshlora.parallel.vocabulary import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
+from meshlora.plan.derive import decoder_layers
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
+from meshlora.planner.communication import Flow
+from meshlora.planner.fake import FakeRun, Section, Work
+from meshlora.planner.kinds import Shrunk
+from meshlora.planner.memory import LayerMemory, Phase, StepMemory
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of one micro-batch through the shrunk model.
+
+    Attributes:
+        work: part -> its operators: "before", "layer 0", "layer 0 back", ..., "after", "chunk", "back".
+    """
+
+    memory: StepMemory
+    work: Mapping[str, Counter[Work]]
+    flow: Flow
+
+
+def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
+    """Trained tokens, of `tokens`, whose logits exist at once (`parallel.vocabulary`)."""
+    return min(tokens, max(1, CHUNK_BYTES // (vocab * (8 if dtype == torch.float64 else 4))))
+
+
+def model_vocab(model: Any) -> int:
+    """Rows of the head of a model that is not split."""
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def nowhere(topology: Topology, copies: set[int], *, has_experts: bool) -> Mesh:
+    """The mesh of rank 0, all of whose groups are the one that is open: sizes are right, members are not."""
+    names: list[tuple[str, ...]] = [tuple(topology.sizes)]
+    names += [EXPERT_AXES] if has_experts else []
+    subsets = {
+        frozenset(some) for each in names for n in range(len(each) + 1) for some in itertools.combinations(each, n)
+    }
+    for number in copies:
+        subsets |= {frozenset({copies_axis(number)}), frozenset({copies_axis(number), "dp"})}
+    axes = {s: Axis(topology.size_over(s), 0, tuple(range(topology.size_over(s))), None) for s in subsets}
+    return Mesh(topology, 0, torch.device("cpu"), axes)
+
+
+def assemble(
+    model: Any, plan: ModelPlan, mesh: Mesh, lora: LoraConfig, targets: Mapping[str, Target], run: FakeRun
+) -> Any:
+    """`model`, on the meta device, as `meshlora.load` makes it, with weights and factors that have no content.
+
+    Inside `run`; returns the model, whose states `run` counts.
+    """
+    parallelize(model, plan, mesh, targets=set(targets), dtype=model.dtype)
+    model.tie_weights()
+    run.hold(model)
+    model.meshlora = manage.Runtime(plan, mesh, None)
+    replace_dropouts(model, plan.model_type, model.meshlora.dropout)
+    guard_model(model, plan.topology)
+    embedding = embedding_size(model, plan)
+
+    def factors(target: Target) -> dict[str, Tensor]:
+        shapes = target.shapes(plan.rule_of(target.name), embedding)
+        return {part: torch.empty(shape) for part, shape in shapes.items() if part != "magnitude"}
+
+    manage.attach(model, "default", lora, targets, factors)
+    manage.set_adapter(model, "default")
+    model.train()
+    return model
+
+
+def trace(
+    shrunk: Shrunk, plan: ModelPlan, lora: LoraConfig, targets: Mapping[str, Target], *, rows: int, tokens: int
+) -> Trace:
+    """A micro-batch of `rows` sequences of `tokens` tokens. plan: of the shrunk model.
+
+    A simulated job has to be open, of any size.
+
+    Raises:
+        UnsupportedError: a model whose logits are needed whole.
+    """
+    run = FakeRun()
+    chunk_tokens = tokens_of_chunk(model_vocab(shrunk.model), shrunk.model.dtype, rows * tokens)
+    with run:
+        mesh = nowhere(plan.topology, plan.copies, has_experts=bool(plan.experts))
+        model = assemble(copy.deepcopy(shrunk.model), plan, mesh, lora, targets, run)
+        watch = _Watch(run, model, plan)
+        run.begin("before")
+        loss = _loss(run, model, plan, mesh, rows, tokens, chunk_tokens)
+        run.end()
+        watch.let_go()
+        run.begin("back")
+        loss.backward()
+        run.end()
+    sections = run.sections
+    layers = tuple(
+        _layer_memory(run.sections, watch, number, _bytes_of_gradients(layer))
+        for number, layer in enumerate(decoder_layers(model)[1])
+    )
+    parts = (_phase(sections[name]) for name in ("before", "after", "chunk", "back"))
+    before, after, chunk, back = parts
+    memory = StepMemory(before, layers, after, chunk, back, chunk_tokens)
+    return Trace(memory, {name: section.work for name, section in sections.items()}, watch.flow())
+
+
+def _phase(section: Section) -> Phase:
+    return Phase(section.peak_bytes, section.end_bytes)
+
+
+def _layer_memory(sections: Mapping[str, Section], watch: _Watch, number: int, gradients: int) -> LayerMemory:
+    """Of one layer, of a trace in which every layer's output was held on to."""
+    forward = _phase(sections[f"layer {number}"])
+    output = watch.output[number]
+    given = watch.output[number - 1] if number else 0  # what comes before the layers is freed after them
+    kept = given if number and watch.is_kept[number - 1] else 0
+    return LayerMemory(
+        Phase(forward.peak, forward.end - given + kept),
+        _phase(sections.get(f"layer {number} back", Section(0))),
+        forward.end - output,
+        output,
+        kept,
+        gradients,
+    )
+
+
+def _bytes_of_gradients(layer: nn.Module) -> int:
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    return sum(grad.numel() * grad.element_size() for grad in grads)
+
+
+def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, tokens: int, num_trained: int) -> Tensor:
+    """The loss as in training, of `num_trained` tokens: no more than one chunk, as all chunks are alike."""
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    head = model.get_submodule(plan.head) if plan.head else None
+    if not isinstance(head, ParallelHead):
+        raise UnsupportedError(
+            f"model_type {plan.model_type!r}", "its head is not an ordinary one", "it is not planned"
+        )
+    head.is_lazy = True
+    recipe = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    labels = torch.full_like(ids, IGNORED).flatten()
+    labels[:num_trained] = 0
+
+    def local_logits(hidden: Tensor) -> Tensor:
+        run.begin("chunk")
+        logits: Tensor = recipe.replay(head.local_logits(hidden))
+        return logits
+
+    hidden = recipe.hidden.flatten(0, -2)
+    return summed_cross_entropy_from_hidden(
+        hidden, local_logits, labels, trained, axis=mesh.tp, vocab=head.rule.out_features
+    )
+
+
+class _Watch:
+    """Hooks that tell the parts of a run apart, and see where gradients flow."""
+
+    def __init__(self, run: FakeRun, model: Any, plan: ModelPlan) -> None:
+        self.run, self.plan = run, plan
+        self.output: dict[int, int] = {}
+        self.is_kept: dict[int, bool] = {}
+        self._held: dict[int, Tensor] = {}
+        self.reached: set[str] = set()
+        self.top_k: dict[str, int] = {}
+        self.weight_bytes: dict[str, int] = {}
+        self.is_trained_before = False
+        layers = decoder_layers(model)[1]
+        for number, layer in enumerate(layers):
+            self._tell_apart(layer, number, is_last=number == len(layers) - 1)
+        for name in (*(region.name for region in plan.regions if region.is_split), *plan.wide_norms):
+            model.get_submodule(name).register_forward_pre_hook(self._input(name), with_kwargs=True, prepend=True)
+        left = [region.name for region in plan.regions if not region.is_split]
+        for name in (*left, *(name for name, rule in plan.linears.items() if rule.split is Split.ROW)):
+            model.get_submodule(name).register_forward_hook(self._output(name))
+        for name in plan.experts:
+            model.get_submodule(name).register_forward_pre_hook(self._experts(name))
+
+    def flow(self) -> Flow:
+        """What was seen."""
+        return Flow(frozenset(self.reached), self.top_k, self.weight_bytes, self.is_trained_before)
+
+    def let_go(self) -> None:
+        """Free what layers returned, and note what is kept all the same: for the backward of the layer after it."""
+        for number in list(self._held):
+            before = self.run.live_bytes
+            del self._held[number]
+            self.is_kept[number] = self.run.live_bytes == before
+
+    def _tell_apart(self, layer: nn.Module, number: int, *, is_last: bool) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if number == 0:
+                self.is_trained_before = _has_gradient((args, kwargs))
+            self.run.begin(f"layer {number}")
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple | list) else output
+            self.output[number] = hidden.numel() * hidden.element_size()
+            self._held[number] = hidden
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: self.run.begin(f"layer {number} back"))
+            if is_last:
+                self.run.begin("after")
+
+        layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        # Before the hook that joins the tokens after the last layer.
+        layer.register_forward_hook(leave, prepend=True)
+
+    def _input(self, name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if _has_gradient((args, kwargs)):
+                self.reached.add(name)
+
+        return hook
+
+    def _output(self, name: str) -> Any:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            if _has_gradient(output):
+                self.reached.add(name)
+
+        return hook
+
+    def _experts(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            assert isinstance(module, ParallelExperts)
+            hidden, chosen, weights = args
+            self.top_k[name], self.weight_bytes[name] = chosen.shape[-1], weights.element_size()
+            if hidden.requires_grad or weights.requires_grad:
+                self.reached.add(name)
+
+        return hook
+
+
+def _has_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, dict):
+        return any(map(_has_gradient, value.values()))
+    return isinstance(value, tuple | list) and any(map(_has_gradient, value))

@@ -1,0 +1,98 @@
+"""What the planner says of messages and states against real ranks that send them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import meshlora
+from meshlora.adapter.manage import active_factors, runtime
+from meshlora.oracle.capture import CollectiveCounter
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.planner.choose import choose, pose
+from meshlora.planner.hardware import hardware_named
+from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.losses import language_model_loss
+from tests.pool import Pool
+
+ROWS, TOKENS = 2, 16
+Totals = dict[tuple[str, str], tuple[int, int]]
+
+
+def _step(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
+    """((phase, kind) -> calls and bytes, states) of a step of real ranks with messages of real bytes."""
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    model = meshlora.load(twin_config(family), lora=lora, topology=topology)
+    ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+    counter = CollectiveCounter()
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "forward"), prepend=True),
+        model.register_forward_hook(lambda *_: setattr(counter, "phase", "loss")),
+    ]
+    with counter:
+        loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
+        counter.phase = "backward"
+        loss.backward()
+        counter.phase = "step"
+        finish_gradients(model, num_tokens=ROWS * TOKENS)
+        clip_gradients(model, 1.0)
+    for hook in hooks:
+        hook.remove()
+    assert runtime(model).mesh.topology == Topology.parse(topology)
+    factors = [factor.parameter for factor in active_factors(model)]
+    optimizer = torch.optim.AdamW(factors, fused=True)
+    optimizer.step()
+    adapter = {id(parameter) for parameter in factors}
+    states = {
+        "weights": sum(_bytes(p) for p in model.parameters() if id(p) not in adapter),
+        "adapter": sum(map(_bytes, factors)),
+        "moments": sum(_bytes(t) for state in optimizer.state.values() for t in state.values()),
+    }
+    totals = {key: (number, counter.sent[key]) for key, number in counter.counts.items()}
+    return totals, states
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _planned(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
+    shape = Topology.parse(topology)
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    problem = pose(
+        twin_config(family),
+        lora,
+        dtype=torch.float32,
+        gpus=shape.world,
+        gpu=hardware_named("h100"),
+        seq=TOKENS,
+        global_batch=ROWS * shape.dp,
+        micro_batch=ROWS,
+        recompute="none",
+    )
+    (prediction,) = choose(problem, [shape]).ranked
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for message in prediction.messages:
+        calls[message.phase, message.kind] += message.calls
+        sent[message.phase, message.kind] += message.calls * message.num_bytes
+    states = prediction.states
+    found: dict[str, Any] = {name: getattr(states, name) for name in ("weights", "adapter", "moments")}
+    return {key: (number, sent[key]) for key, number in calls.items()}, found
+
+
+@pytest.mark.parametrize(
+    ("family", "topology"),
+    [("llama", "tp=2"), ("llama", "tp=2,sp"), ("llama", "dp=2"), ("gpt2", "tp=2,sp"), ("olmo2", "tp=2")],
+)
+def test_two_real_ranks_send_what_is_planned(family: str, topology: str, pools: Callable[[int], Pool]) -> None:
+    """Numbers of calls, bytes and states, each as predicted, on both ranks."""
+    planned = _planned(family, topology)
+    for found in pools(2).run(_step, family, topology):
+        assert found == planned

@@ -1,0 +1,229 @@
+"""The planner's arithmetic against runs: states, messages and memory, of real plans on ranks that do not exist."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig
+
+from meshlora.cli import main
+from meshlora.errors import UserError
+from meshlora.plan.budget import micro_batch_budget
+from meshlora.plan.derive import plan_model
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.planner.choose import Problem, choose, pose
+from meshlora.planner.communication import Message, grouped, span_of
+from meshlora.planner.fake import FakeRun, Work
+from meshlora.planner.hardware import GPUS, hardware_named
+from meshlora.planner.simulate import Simulation, simulate
+
+SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
+
+
+def _problem(family: str, world: int, *, seq: int = 64, batch: int = 0, lora: Any = None, **options: Any) -> Problem:
+    config = twin_config(family, **options.pop("config", {}))
+    lora = LoraConfig(r=4, target_modules="all-linear", **(lora or {}))
+    return pose(
+        config,
+        lora,
+        dtype=options.pop("dtype", torch.float32),
+        gpus=world,
+        gpu=hardware_named("h100"),
+        seq=seq,
+        global_batch=batch or world,
+        **options,
+    )
+
+
+def _simulated(problem: Problem, topology: str) -> Simulation:
+    (prediction,) = choose(problem, [Topology.parse(topology, world=problem.gpus)]).ranked
+    return simulate(problem, prediction)
+
+
+@pytest.mark.parametrize(
+    ("family", "topology", "options"),
+    [
+        pytest.param("llama", "tp=2,sp", {}, id="sp"),
+        pytest.param("llama", "dp=2,tp=2", {"batch": 8, "micro_batch": 2}, id="accumulated"),
+        pytest.param("llama", "tp=8", {"dtype": torch.bfloat16}, id="heads_on_two_ranks"),
+        pytest.param("llama", "dp=4", {}, id="dp"),
+        pytest.param("llama", "tp=4,sp", {"recompute": "full"}, id="recomputed"),
+        pytest.param("llama", "tp=2,sp", {"recompute": 2, "config": {"num_hidden_layers": 5}}, id="every_second"),
+        pytest.param("llama", "tp=4", {"lora": {"use_dora": True}}, id="dora"),
+        pytest.param("llama", "tp=2", {"lora": {"modules_to_save": ["embed_tokens"]}}, id="embedding_trained"),
+        pytest.param("gpt2", "tp=2,sp", {}, id="conv1d_tied"),
+        pytest.param("gemma2", "tp=2", {"config": {"num_hidden_layers": 6}}, id="two_kinds_of_layers"),
+        pytest.param("gpt_neox", "tp=2,sp", {}, id="parallel_residual"),
+        pytest.param("olmo2", "tp=2", {}, id="wide_norms"),
+        pytest.param("olmo_hybrid", "tp=2,sp", {}, id="whole_regions"),
+        pytest.param("mixtral", "dp=2,ep=2", {}, id="ep"),
+        pytest.param("qwen3_moe", "tp=2,sp,ep=2", {}, id="ep_sp"),
+        pytest.param("qwen3_moe", "dp=2,tp=2,ep=2,etp=2,two-stage", {}, id="two_stage"),
+        pytest.param("llama", "dp=2048,tp=8,sp", {}, id="16384"),
+    ],
+)
+def test_simulated_step_is_as_predicted(family: str, topology: str, options: dict[str, Any]) -> None:
+    """Shapes, states, numbers and bytes of collectives exactly, the peak within 5 %."""
+    world = Topology.parse(topology).world
+    simulation = _simulated(_problem(family, world, **options), topology)
+    assert not list(simulation.differences())
+    assert simulation.world == world
+    assert world == 1 or simulation.calls.total()
+
+
+@pytest.mark.parametrize("topology", ["tp=2", "tp=4,sp", "dp=2,tp=2"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "olmo_hybrid", "qwen3_moe"])
+def test_messages_are_those_of_the_budget(family: str, topology: str) -> None:
+    """Two derivations of the numbers of calls: with the embedding trained, all that the budget allows are there."""
+    shape = Topology.parse(topology)
+    problem = _problem(family, shape.world, seq=16, lora={"modules_to_save": ["embed_tokens"]})
+    (prediction,) = choose(problem, [shape]).ranked
+    counted: Counter[tuple[str, str]] = Counter()
+    for message in prediction.messages:
+        if message.phase != "step":
+            counted[message.phase, message.kind] += message.calls
+    budget = micro_batch_budget(plan_model(problem.model, shape))
+    assert counted == {key: number for key, number in budget.items() if number}
+
+
+def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer() -> None:
+    """Design section 3: 4 for each layer, and the buckets; beside them the ends of the model and two scalars."""
+    started = time.process_time()
+    config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
+    lora = LoraConfig(r=16, target_modules="all-linear")
+    problem = pose(config, lora, dtype=torch.bfloat16, gpus=16_384, gpu=GPUS["h200"], seq=8192, global_batch=16_384)
+    (prediction,) = choose(problem, [Topology.parse("tp=8", world=16_384)]).ranked
+    found = grouped(prediction.messages, micro_batches=1)
+    assert found["layers"] == 4 * 80
+    assert found["buckets"] == 2
+    simulation = simulate(problem, prediction)
+    assert not list(simulation.differences())
+    large = sum(n for c, n in simulation.calls.items() if c.ranks == 8 and c.kind == "allreduce")
+    assert large == 4 * 80 + 1  # the embedding
+    assert time.process_time() - started < 20
+    assert simulation.host_bytes < 2e9
+
+
+def test_peak_without_a_layers_activations_is_noticed() -> None:
+    """The comparison itself: what is wrong by more than 5 %, or by one call or byte, is said."""
+    problem = _problem("llama", 2)
+    simulation = _simulated(problem, "tp=2")
+    predicted, seen = simulation.bytes["peak"]
+    simulation.bytes["peak"] = (int(predicted * 0.93), seen)
+    simulation.bytes["adapter"] = (simulation.bytes["adapter"][0] - 4, simulation.bytes["adapter"][1])
+    (call, *_) = simulation.predicted_calls
+    simulation.predicted_calls[call] += 1
+    found = list(simulation.differences())
+    assert len(found) == 3
+    assert all(word in " ".join(found) for word in ("peak", "adapter", call.kind))
+
+
+def test_storages_are_counted_until_they_are_freed() -> None:
+    run = FakeRun()
+    with run:
+        a = torch.empty(1000)
+        b = a.view(10, 100)[2:]  # no memory of its own
+        c = b * 2
+        assert run.live_bytes == 4 * (1000 + 800)
+        del a, c
+        assert run.live_bytes == 4000
+        del b
+        assert run.live_bytes == 0
+        numbers = torch.arange(6).view(2, 3)
+        assert numbers.sum(1).tolist() == [3, 12]  # whole numbers are real
+        with run.section("s"):
+            _ = torch.empty(4, 8) @ torch.empty(8, 2)
+    assert run.sections["s"].work[Work(2 * 4 * 8 * 2, 4 * (32 + 16 + 8))] == 1
+
+
+def test_what_links_carry_is_by_ring() -> None:
+    def wire(kind: str, ranks: int) -> float:
+        return Message("forward", kind, frozenset({"tp"}), 800).wire_bytes(ranks)
+
+    assert wire("allreduce", 8) == 1400
+    assert wire("reducescatter", 8) == wire("alltoall", 8) == 700
+    assert wire("allgather", 8) == 5600  # of 800 bytes each has, 7 others' are received
+
+
+def test_groups_that_leave_a_node_take_the_network() -> None:
+    topology = Topology.parse("dp=4,tp=8")
+    gpu = GPUS["h200"]
+    assert not gpu.crosses_nodes(span_of(topology, frozenset({"tp"})))
+    assert gpu.crosses_nodes(span_of(topology, frozenset({"dp"})))
+    assert span_of(Topology.parse("dp=4,tp=2"), frozenset({"dp"})) == 7
+    assert gpu.message_s(1e9, ranks=8, is_network=True) > gpu.message_s(1e9, ranks=8, is_network=False)
+
+
+def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
+    from meshlora.planner.show import why_not
+
+    problem = _problem("llama", 4, seq=64, batch=8)
+    small = hardware_named("h100")
+    every = choose(problem)
+    most, least = (pick(p.memory_bytes for p in every.ranked) for pick in (max, min))
+    between = (most + least) / 2 / 1e9 / small.usable_memory
+    tight = Problem(**{**problem.__dict__, "gpu": type(small)(**{**small.__dict__, "memory_gb": between})})
+    choice = choose(tight)
+    fits = [prediction.fits for prediction in choice.ranked]
+    assert fits == sorted(fits, reverse=True)
+    assert fits[0]
+    words = why_not(tight, choice)
+    assert len(words) == len(choice.ranked) - 1
+    assert [p.time_s for p in choice.ranked if p.fits] == sorted(p.time_s for p in choice.ranked if p.fits)
+    if not all(fits):
+        assert sum("does not fit by" in word for word in words) == fits.count(False)
+
+
+def test_topologies_that_are_not_proved_are_left_out_with_the_reason() -> None:
+    problem = _problem("llama", 4)
+    problem.shrunk.model.config.model_type = "nobody_proved_me"
+    choice = choose(problem)
+    assert [str(p.topology) for p in choice.ranked] == ["dp=4"]
+    assert len(choice.left_out) == 4
+    assert all("not proved" in why for _, why in choice.left_out)
+
+
+def test_measured_numbers_replace_the_datasheets(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"matmul_efficiency": 0.7, "node_gb_s": 380}))
+    gpu = hardware_named("H200", str(file))
+    assert (gpu.matmul_efficiency, gpu.node_gb_s, gpu.network_gb_s) == (0.7, 380, 50)
+    for wrong, word in ({"matmul_eficiency": 0.7}, "matmul_efficiency"), ({"link_efficiency": 2}, "at most 1"):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=word):
+            hardware_named("h200", str(file))
+
+
+def test_plan_that_fits_nowhere_is_a_failure_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.yaml"
+    words = ["plan", "--model", str(SHAPE), "--gpus", "1", "--gpu", "l40s", "--seq", "512", "--out", str(out)]
+    assert main(words) == 1
+    assert "no topology fits: dp=1 comes nearest" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_plan_writes_a_run_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from meshlora.run_file import read_run
+
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(twin_config("llama").to_dict()))
+    out, numbers = tmp_path / "run.yaml", tmp_path / "plan.json"
+    words = ["plan", "--model", str(model), "--gpus", "4", "--gpu", "l40s", "--seq", "32", "--global-batch", "8"]
+    assert main([*words, "--simulate", "--gradients", "--out", str(out), "--json", str(numbers)]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("as predicted", "gradient axes", "l40s", "times are estimates"))
+    run = read_run(out)
+    found = json.loads(numbers.read_text())
+    assert run.topology == found["topologies"][0]["topology"]
+    assert (run.train.batch_size, run.data.max_length) == (8, 32)
+    assert {t["topology"] for t in found["topologies"]} == {"dp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4", "tp=4,sp"}
