@@ -83,9 +83,9 @@ class Capture:
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensor = first_tensor(output)
-            if name == "" and type(tensor) is not Tensor:  # logits that are not computed
+            if name == "" and not _has_values(tensor):  # logits that are not computed
                 self.is_forward = False
-            if type(tensor) is not Tensor or not tensor.is_floating_point() or not self.micro_batches:
+            if tensor is None or not _has_values(tensor) or not tensor.is_floating_point() or not self.micro_batches:
                 return
             # Several calls are told apart by a word among the arguments (a rotary embedding's layer type, in an order
             # that may differ between processes), else by their number.
@@ -163,6 +163,11 @@ def first_tensor(output: Any) -> Tensor | None:
         return output["logits"]  # not the loss of load balancing
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def _has_values(tensor: Tensor | None) -> bool:
+    """Whether it is a tensor as any other; one that takes over how torch dispatches stands for values nobody has."""
+    return tensor is not None and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def copy(tensor: Tensor) -> Tensor:

@@ -31,10 +31,15 @@ def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks of `axis`, out of place and without a gradient."""
     if axis.size == 1:
         return tensor
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    with axis.arrivals.at("all_reduce", axis.ranks):
-        dist.all_reduce(result, group=axis.group)
-    return result
+    return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis)
+
+
+def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:
+    """As `all_reduce_sum`, for a contiguous tensor that nobody else holds: neither autograd nor a trace."""
+    if axis.size > 1:
+        with axis.arrivals.at("all_reduce", axis.ranks):
+            dist.all_reduce(tensor, group=axis.group)
+    return tensor
 
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:

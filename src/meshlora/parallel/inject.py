@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from meshlora.errors import UserError
 from meshlora.parallel.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.parallel.experts import ParallelExpertLinear, parallelize_block, parallelize_experts
+from meshlora.parallel.gated import watch_activations
 from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.linear import ParallelHead, ParallelLinear
 from meshlora.parallel.norm import widen_norm
@@ -62,6 +63,7 @@ def parallelize(
             parallelize_block(model.get_submodule(experts.block))
     for name, layout in plan.wide_norms.items():
         widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
+    watch_activations(model, plan.owners)
     install_borders(model, plan, mesh.tp)
 
 
@@ -101,6 +103,7 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
     leaf.weight = nn.Parameter(module.weight.T, requires_grad=False) if rule.is_transposed else module.weight
     leaf.register_parameter("bias", module.bias)
+    leaf.has_neighbours = name in plan.neighbours
     leaf.train(module.training)
     _replace(model, leaf)
     return leaf
@@ -109,7 +112,9 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
 def _leaf(plan: ModelPlan, rule: LinearRule, tp: Axis, *, dtype: torch.dtype) -> ParallelLinear:
     cls = ParallelHead if rule.name == plan.head else ParallelLinear
     scatters = plan.topology.sp and rule.split is Split.ROW
-    return cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
+    leaf = cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
+    leaf.has_neighbours = rule.name in plan.neighbours
+    return leaf
 
 
 def _replace(model: nn.Module, leaf: ParallelLinear) -> None:

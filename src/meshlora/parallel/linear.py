@@ -25,11 +25,13 @@ from meshlora.parallel.collectives import (
     reduce_scatter_each_to_each,
 )
 from meshlora.parallel.dropout import DropoutTokens, Mask, input_features
+from meshlora.parallel.gated import Product, product_behind
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.many import ManyTokens, linear_with_many
 from meshlora.parallel.quantized import Packed, frozen_linear, pack
 from meshlora.parallel.recipe import LogitsRecipe
+from meshlora.parallel.shared_input import InputGradient, share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 
@@ -45,8 +47,10 @@ class LoraLinearFunction(Function):
         dx = g W + dz A     `[T, in]`
     With dropout, z = D(x) A^T, where D zeroes elements and scales the others: it is its own adjoint, so dA = dz^T D(x)
     and dx = g W + D(dz A). Its mask is computed once more in the backward.
-    W and b are frozen: no gradient is computed for them, and x is saved for dA alone. A packed W is unpacked in either
-    direction, and what is kept of it is the packed one.
+    W and b are frozen: no gradient is computed for them, and x is saved for dA alone; of a product of two tensors that
+    are kept anyway (`parallel.gated`) these are saved in its place. A packed W is unpacked in either direction, and
+    what is kept of it is the packed one. Where x is shared with other linears, all of them add to one dx and return
+    none (`parallel.shared_input`): they are called with x detached, and the token of what is shared.
     The factors may be of higher precision than x (fp32 beside bf16): they are rounded on use, their gradients are not
     kept in the lower precision.
     """
@@ -61,6 +65,9 @@ class LoraLinearFunction(Function):
         b: Tensor,
         scale: float,
         dropout: Mask | None = None,
+        product: Product | None = None,
+        gradient: InputGradient | None = None,
+        token: Tensor | None = None,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
         packed = weight if isinstance(weight, Packed) else None
@@ -68,28 +75,42 @@ class LoraLinearFunction(Function):
         y = F.linear(x, plain, bias)  # not a view: some models change it in place
         z = (x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T
         y.view(-1, y.shape[-1]).addmm_(z, b.to(x.dtype).T, alpha=scale)
-        ctx.save_for_backward(x2, None if packed else plain, a, b, z)
-        ctx.scale, ctx.dropout, ctx.packed = scale, dropout, packed
+        inputs = (x2,) if product is None else (product.gate, product.up.detach())
+        ctx.save_for_backward(None if packed else plain, a, b, z, *inputs)
+        ctx.scale, ctx.dropout, ctx.packed, ctx.gradient = scale, dropout, packed, gradient
+        ctx.activation = product.activation if product is not None else None
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, z = ctx.saved_tensors
+        weight, a, b, z, *inputs = ctx.saved_tensors
         weight = weight if ctx.packed is None else ctx.packed.whole()
-        shape, dropout = (*grads[0].shape[:-1], weight.shape[1]), ctx.dropout
+        dropout, gradient = ctx.dropout, ctx.gradient
         g = grads[0].reshape(-1, weight.shape[0])
         dz = (g @ b.to(g.dtype)).mul_(ctx.scale)
         dx = da = db = None
         if ctx.needs_input_grad[3]:
+            x = _input(ctx, inputs)
             da = (dz.T @ (x if dropout is None else dropout.drop(x))).to(a.dtype)
         if ctx.needs_input_grad[4]:
             db = (g.T @ z).to(b.dtype).mul_(ctx.scale)
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] or gradient is not None:
+            dx = g @ weight if gradient is None else gradient.add(g, weight)
             if dropout is None:
-                dx = (g @ weight).addmm_(dz, a.to(g.dtype)).view(shape)
+                dx.addmm_(dz, a.to(g.dtype))
             else:
-                dx = (g @ weight).add_(dropout.drop(dz @ a.to(g.dtype))).view(shape)
-        return dx, None, None, da, db, None, None
+                dx.add_(dropout.drop(dz @ a.to(g.dtype)))
+            dx = dx.view(*grads[0].shape[:-1], weight.shape[1]) if gradient is None else None
+        return dx, None, None, da, db, *[None] * 5
+
+
+def _input(ctx: Any, saved: list[Tensor]) -> Tensor:
+    """x `[T, in]` of the forward, from what was saved in its place."""
+    if ctx.activation is None:
+        return saved[0]
+    gate, up = saved
+    # A product's own gradient follows, and needs the activation too.
+    return (ctx.activation.of(gate, keep=True) * up).reshape(-1, up.shape[-1])
 
 
 class ParallelLinear(AdaptedLeaf):
@@ -106,7 +127,10 @@ class ParallelLinear(AdaptedLeaf):
         tokens: which tokens the running forward has; None where no adapter has dropout.
         many: whose tokens they are, where several adapters are trained at once.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
+        has_neighbours: whether other linears are called with the same input.
     """
+
+    has_neighbours = False
 
     def __init__(
         self, rule: LinearRule, tp: Axis, *, scatters_tokens: bool, dtype: torch.dtype, device: torch.device | str
@@ -170,8 +194,13 @@ class ParallelLinear(AdaptedLeaf):
         elif name is None:
             y = frozen_linear(x, self.frozen_weight, bias)
         else:
-            mask = self._mask(name, x)
-            y = LoraLinearFunction.apply(x, self.frozen_weight, bias, *self.factors(name), self.scaling[name], mask)
+            mask, product = self._mask(name, x), product_behind(x)
+            arguments = (self.frozen_weight, bias, *self.factors(name), self.scaling[name], mask, product)
+            shared = share(x) if self.has_neighbours else None
+            if shared is None:
+                y = LoraLinearFunction.apply(x, *arguments)
+            else:
+                y = LoraLinearFunction.apply(x.detach(), *arguments, shared.gradient, shared.token)
         if is_row:
             y = self._leave_region(y)
         if name is not None and has_magnitude:

@@ -21,6 +21,7 @@ region, which the head leaves: its ranks each see all tokens, and make logits of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -153,6 +154,19 @@ class ModelPlan:
         is_of_experts = parameter.startswith(tuple(f"{name}." for name in self.experts))
         return not is_of_experts or self.topology.experts_repeat_over_dp
 
+    @cached_property
+    def neighbours(self) -> frozenset[str]:
+        """Names of the linears that may be called with the same tensor as another: of one module, of one width."""
+        widths = Counter((_owner(name), rule.in_features) for name, rule in self.linears.items() if _enters(rule))
+        return frozenset(
+            name for name, rule in self.linears.items() if _enters(rule) and widths[_owner(name), rule.in_features] > 1
+        )
+
+    @cached_property
+    def owners(self) -> frozenset[str]:
+        """Names of the modules that linears are children of."""
+        return frozenset(map(_owner, self.linears))
+
     def rule_of(self, name: str) -> LinearRule | ExpertRule | None:
         """Of a linear, of a projection of experts, or of a router; None of what is none of them."""
         return self.linears.get(name) or self.projections.get(name) or self.matrices.get(name)
@@ -171,3 +185,12 @@ class ModelPlan:
         """The numbers of neighbouring tp ranks, above 1, that hold the same rows of something."""
         layouts = [rule.layout for rule in self.linears.values()] + [rule.layout for rule in self.parameters.values()]
         return {n for layout in layouts if layout for n in layout.copies(self.topology.tp)} - {1}
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _enters(rule: LinearRule) -> bool:
+    """Whether a linear reads what comes into its block: a row-parallel one reads what the block has made."""
+    return rule.split is not Split.ROW

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshlora.adapter.manage import Factor, active_factors, runtime
 from meshlora.errors import MeshloraError
-from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.parallel.groups import Mesh
 from meshlora.plan.grads import Segment, segment_of
 
@@ -77,8 +77,8 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
     # Over all ranks, each with its share of what several hold: one sum gives every rank the same bits.
     norm = float(all_reduce_sum(_sum_of_squares(factors, mesh), mesh.world).sqrt())
     if max_norm and norm > max_norm:
-        for factor in factors:
-            _grad(factor).mul_(max_norm / (norm + 1e-6))  # the same epsilon as torch.nn.utils.clip_grad_norm_
+        # The same epsilon as torch.nn.utils.clip_grad_norm_.
+        torch._foreach_mul_([_grad(factor) for factor in factors], max_norm / (norm + 1e-6))
     return norm
 
 
@@ -95,21 +95,27 @@ def _in_order(axes: tuple[frozenset[str], frozenset[str]]) -> tuple[list[str], .
 def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale: float) -> None:
     """Sum `grads` over `axes` as one flat message, scale, and put the results back."""
     if mesh.over(axes).size == 1:
-        for grad in grads:
-            grad.mul_(scale)
+        torch._foreach_mul_(grads, scale)
         return
-    flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes)).mul_(scale)
-    for grad, result in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(result.view_as(grad))
+    # The bucket is fresh memory that nobody else holds: no copy of it is made for the sum.
+    flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes)).mul_(scale)
+    torch._foreach_copy_(
+        grads, [r.view_as(g) for g, r in zip(grads, flat.split([g.numel() for g in grads]), strict=True)]
+    )
 
 
 def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    """`[1]`, float64: the squares of all elements on this rank, each over the number of ranks that hold it."""
+    by_holders: dict[int, list[Tensor]] = {}
     for factor in factors:
         for segment in _segments(factor, mesh):
             holders = segment.copies * mesh.topology.size_over(segment.replicas)
-            total = total + segment_of(_grad(factor), segment).double().square().sum() / holders
-    return total.reshape(1)
+            by_holders.setdefault(holders, []).append(segment_of(_grad(factor), segment))
+    total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    for holders, parts in sorted(by_holders.items()):
+        norms = torch._foreach_norm(parts, 2, torch.float64)  # a few kernels, and no copies in float64
+        total += torch.stack(list(norms)).square().sum() / holders
+    return total
 
 
 def _segments(factor: Factor, mesh: Mesh) -> list[Segment]:

@@ -1,0 +1,221 @@
+"""What a dense layer keeps for its backward: counted, to the tensor; and that keeping less changes no gradient."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import meshlora
+from meshlora.adapter.manage import active_factors
+from meshlora.parallel.gated import product_behind, watch_activations
+from meshlora.parallel.linear import LoraLinearFunction
+from meshlora.parallel.shared_input import share
+from meshlora.plan.twin import twin_config
+from meshlora.train.losses import language_model_loss
+from tests.pool import Pool
+
+B, S, R = 2, 8, 4
+T, H, F_, HEADS, KV, D = B * S, 64, 128, 8, 4, 8  # of the llama twin
+
+
+def _model(topology: str = "", **options: Any) -> Any:
+    lora = LoraConfig(r=R, target_modules="all-linear", init_lora_weights=False)
+    return meshlora.load(twin_config("llama", **options), lora=lora, topology=topology, dtype="float32")
+
+
+def _saved(model: nn.Module) -> Counter[int]:
+    """Numbers of elements of what the forward and the loss leave, each storage once, without parameters."""
+    own = {t.untyped_storage().data_ptr() for t in chain(model.parameters(), model.buffers())}
+    held: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            held.setdefault(pointer, tensor.detach())
+        return tensor
+
+    ids = torch.arange(3, 3 + T).view(B, S)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        language_model_loss(model.train(), ids, None, ids.roll(-1, 1))
+    return Counter(t.untyped_storage().nbytes() // t.element_size() for t in held.values())
+
+
+def _of_a_layer(topology: str) -> Counter[int]:
+    two, four = (_saved(_model(topology, num_hidden_layers=n)) for n in (2, 4))
+    return Counter({size: (four[size] - two[size]) // 2 for size in four if four[size] != two[size]})
+
+
+def _expected(tp: int, *, sp: bool) -> Counter[int]:
+    residual = T * H // tp if sp else T * H
+    tensors = [
+        *(residual, residual // H) * 2,  # what each norm reads, and one number a token
+        T * H,  # what q, k and v read: once for the three
+        *(T * HEADS * D // tp,) * 2,  # q, and what the attention returns, which o reads too
+        *(T * KV * D // tp,) * 2,  # k, v
+        T * HEADS // tp,  # of each row of scores the logarithm of its sum
+        T * H,  # what gate and up read
+        *(T * F_ // tp,) * 2,  # gate, up: neither the activation nor the product
+        *(T * R,) * 7,  # x A^T of each linear
+    ]
+    return Counter(tensors)
+
+
+def test_a_layer_keeps_exactly_these_tensors() -> None:
+    assert _of_a_layer("") == _expected(1, sp=False)
+
+
+@pytest.mark.parametrize("topology", ["tp=2", "tp=2,sp"])
+def test_a_layer_on_two_ranks_keeps_exactly_these_tensors(topology: str, pools: Callable[[int], Pool]) -> None:
+    for found in pools(2).run(_of_a_layer, topology):
+        assert found == _expected(2, sp="sp" in topology)
+
+
+# --- the gated product
+
+
+class _Mlp(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act_fn = act
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+def _gate_and_up() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    leaves = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    return leaves[0].requires_grad_(), leaves[1].requires_grad_()
+
+
+def _watched(act: nn.Module) -> _Mlp:
+    model = nn.ModuleDict({"mlp": _Mlp(act)})
+    watch_activations(model, ["mlp"])
+    return model["mlp"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()], ids=str)
+def test_gradients_of_a_gated_product_pass_gradcheck(act: nn.Module) -> None:
+    mlp = _watched(act)
+    assert product_behind(mlp(*_gate_and_up())) is not None
+    assert torch.autograd.gradcheck(mlp, _gate_and_up())
+
+
+def test_a_linear_on_a_gated_product_has_the_gradients_of_the_formula() -> None:
+    mlp, plain = _watched(nn.SiLU()), _Mlp(nn.SiLU())
+    weight, a, b = (torch.randn(shape, dtype=torch.float64) for shape in ((7, 5), (2, 5), (7, 2)))
+    a, b = a.requires_grad_(), b.requires_grad_()
+
+    def gradients(mlp: nn.Module) -> tuple[Tensor, ...]:
+        gate, up = _gate_and_up()
+        x = mlp(gate, up)
+        y = LoraLinearFunction.apply(x, weight, None, a, b, 0.5, None, product_behind(x))
+        return torch.autograd.grad(y.square().sum(), (gate, up, a, b))
+
+    for ours, expected in zip(gradients(mlp), gradients(plain), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-12)
+
+
+def test_a_product_that_was_changed_in_place_is_none_any_more() -> None:
+    x = _watched(nn.SiLU())(*_gate_and_up())
+    x.mul_(2)
+    assert product_behind(x) is None
+
+
+def test_whatever_else_is_done_with_an_activation_is_done_as_always() -> None:
+    gate, up = _gate_and_up()
+    activated, plain = _watched(nn.SiLU()).act_fn(gate), F.silu(gate)
+    for function in (lambda t: t + up, lambda t: t * 2.0, lambda t: up * t[:1], lambda t: t.mul(up[:1]), torch.relu):
+        found = function(activated)
+        assert type(found) is Tensor
+        assert torch.equal(found, function(plain))
+    with torch.no_grad():
+        assert product_behind(_watched(nn.SiLU())(gate, up)) is None
+
+
+# --- the shared input
+
+
+def _shared_and_apart(*, is_shared: bool) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    leaf, w, a, b = (
+        torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 3, 5), (7, 5), (2, 5), (7, 2))
+    )
+    leaf, a, b = (t.requires_grad_() for t in (leaf, a, b))
+    x = leaf * 1
+    total = x.sum()  # another reader
+    for scale in (0.5, 2.0, 3.0):
+        shared = share(x) if is_shared else None
+        others = (w * scale, None, a, b, scale, None, None)
+        if shared is None:
+            y = LoraLinearFunction.apply(x, *others)
+        else:
+            y = LoraLinearFunction.apply(x.detach(), *others, shared.gradient, shared.token)
+        total = total + y.square().sum()
+    # Stops before the input: what was added up there must not come into the next backward.
+    torch.autograd.grad(total, (a,), retain_graph=True)
+    return torch.autograd.grad(total, (leaf, a, b))
+
+
+def test_linears_that_share_an_input_add_up_its_gradient() -> None:
+    for ours, expected in zip(_shared_and_apart(is_shared=True), _shared_and_apart(is_shared=False), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-12)
+
+
+def test_an_input_that_was_changed_in_place_is_another_input() -> None:
+    x = torch.ones(2, 3, requires_grad=True) * 1
+    before = share(x)
+    assert before is not None
+    assert share(x) is before
+    x.mul_(2)
+    assert share(x) is not before
+
+
+def test_a_change_of_a_shared_input_is_noticed_by_who_saved_it() -> None:
+    leaf, w, a, b = (torch.ones(s, requires_grad=True) for s in ((3, 5), (7, 5), (2, 5), (7, 2)))
+    x = leaf * 1
+    shared = share(x)
+    assert shared is not None
+    y = LoraLinearFunction.apply(x.detach(), w.detach(), None, a, b, 0.5, None, None, shared.gradient, shared.token)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_graph_that_nobody_holds_is_freed_with_its_input() -> None:
+    gc.disable()
+    try:
+        x = torch.ones(2, 3, requires_grad=True) * 1
+        shared = share(x)
+        assert shared is not None
+        found = weakref.ref(shared.gradient)
+        del x, shared
+        assert found() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_of_a_whole_model_do_not_depend_on_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> dict[str, Tensor]:
+        lora = LoraConfig(r=R, target_modules="all-linear", init_lora_weights=False)
+        model = meshlora.load(twin_config("llama"), lora=lora, dtype="float64")
+        ids = torch.arange(3, 3 + T).view(B, S)
+        language_model_loss(model.train(), ids, None, ids.roll(-1, 1)).backward()
+        return {f.name: f.parameter.grad for f in active_factors(model) if f.parameter.grad is not None}
+
+    ours = gradients()
+    monkeypatch.setattr("meshlora.parallel.linear.product_behind", lambda x: None)
+    monkeypatch.setattr("meshlora.parallel.linear.share", lambda x: None)
+    for name, expected in gradients().items():
+        assert torch.allclose(ours[name], expected, rtol=1e-10), name
