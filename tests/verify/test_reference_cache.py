@@ -83,7 +83,8 @@ def test_request_that_changes_what_is_computed_has_another_key(change: dict[str,
 
 
 def test_topologies_share_a_reference_as_long_as_the_batch_is_the_same() -> None:
-    assert prepare_proof(Request(("tp=2,sp", "dp=2,tp=2", "dp=4"), family="llama")).key == BASE.key
+    assert prepare_proof(Request(("tp=2,sp", "dp=2,tp=2", "dp=2"), family="llama")).key == BASE.key
+    assert prepare_proof(Request(("tp=2,sp", "dp=4"), family="llama")).key != BASE.key  # which needs a larger one
 
 
 def test_versions_and_the_references_own_code_count(monkeypatch: pytest.MonkeyPatch) -> None:
