@@ -73,6 +73,8 @@ class ManyTrainer:
         for name, course in self.courses.items():
             with one_of_many(self.model, name):
                 course.begin()
+                if self.done[name] == course.run.steps:  # killed between its last checkpoint and its end
+                    course.end()
         while left := [name for name, course in self.courses.items() if self.done[name] < course.run.steps]:
             steps = self.train_step(left)
             for name in left:
