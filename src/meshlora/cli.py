@@ -189,6 +189,7 @@ def _train(options: argparse.Namespace) -> None:
     from meshlora.train.many_prepare import logs_of, prepare_runs
     from meshlora.train.run import train
     from meshlora.verify.many import preflight_runs
+    from meshlora.verify.pool import stop_forking
 
     place = launcher_place()
     if options.nproc is not None and place is not None:
@@ -205,6 +206,7 @@ def _train(options: argparse.Namespace) -> None:
         if _are_finished(runs):
             return
         preflight_runs(runs, skip=options.no_preflight)
+        stop_forking()
         words = [word for override in options.overrides for word in ("--set", override)]
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
@@ -220,6 +222,7 @@ def _train(options: argparse.Namespace) -> None:
             # Joined first, so that the ranks that wait for this one notice when it ends here.
             join(first.config.device)
             preflight_runs(runs, skip=options.no_preflight)
+            stop_forking()
         if place is not None and place.rank > 0:
             goes_on = any(run.resume is not None for run in runs.values())
             log_to_file(logs_of(runs), place.rank, goes_on=goes_on)

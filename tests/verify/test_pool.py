@@ -206,6 +206,34 @@ def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Sig
         assert parent.folders() == []
 
 
+FORKING = """
+import multiprocessing, os, pathlib, sys
+from meshlora.verify.pool import Pool, stop_forking
+
+def children():
+    return [p.name for p in pathlib.Path("/proc").glob("[0-9]*/status") if f"PPid:\\t{os.getpid()}\\n" in p.read_text()]
+
+if __name__ == "__main__":
+    pool = Pool(1)
+    pool.run(os.getpid)
+    stop_forking()  # not with a rank that is needed
+    pool.run(os.getpid)
+    pool.close()
+    before = len(children())
+    stop_forking()
+    print(before, len(children()))
+"""
+
+
+def test_what_ranks_are_forked_from_ends_when_no_rank_is_left(tmp_path: Path) -> None:
+    (tmp_path / "forking.py").write_text(FORKING)
+    with Started(tmp_path, str(tmp_path / "forking.py"), PYTHONPATH=str(Path(module.__file__).parents[2])) as parent:
+        code, out, err = parent.end()
+    assert (code, err) == (0, "")
+    before, after = map(int, out.split())
+    assert after == before - 1
+
+
 def test_ranks_are_forked_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with CUDA, and not where the path of a socket would be too long."""
     assert module._context("cpu")[0].get_start_method() == "forkserver"

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,15 @@ _GRACE_S = 5.0
 # From the end of a rank's pipe to the end of its process.
 _EXIT_S = 2.0
 
-# What every rank imports first, and what takes the time: libraries alone, so that the reference has nothing of ours.
-_LIBRARIES = ("torch.distributed", "transformers.models.auto.modeling_auto", "transformers.modeling_utils", "peft")
+# What every rank imports first, and what takes the time: libraries alone, so that the reference has nothing of ours but
+# the package's own few lines, which keep libraries quiet.
+_LIBRARIES = (
+    "meshlora",
+    "torch.distributed",
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+    "peft",
+)
 
 # A socket's path may have 107 bytes; that of multiprocessing's ends in "/listener-" and eight more.
 _LONGEST_FOLDER_OF_SOCKETS = 85
@@ -202,6 +209,17 @@ def _context(device: str) -> tuple[Any, list[Path]]:
             context.set_forkserver_preload(list(_LIBRARIES))
             return context, [folder]
     return multiprocessing.get_context("spawn"), []
+
+
+def stop_forking() -> None:
+    """End the process that ranks are forked from, where none of them is left: it holds some 300 MB. The next rank that
+    is started starts it again.
+    """
+    server: Any = vars(forkserver)["_forkserver"]  # its own `_stop` is for tests, and all there is
+    if server._forkserver_pid is None or multiprocessing.active_children():
+        return
+    os.kill(server._forkserver_pid, signal.SIGKILL)  # it has nothing to put away
+    server._stop()
 
 
 @contextlib.contextmanager
