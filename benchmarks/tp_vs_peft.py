@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshlora
 from meshlora.adapter.manage import active_factors
+from meshlora.parallel.allocator import keep_freed_memory
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run
@@ -104,7 +105,10 @@ class Candidate:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.train()
-        self.optimizer = torch.optim.AdamW(self.factors().values(), lr=LEARNING_RATE, weight_decay=0.0)
+        factors = list(self.factors().values())
+        # What meshlora's trainer takes, and transformers' by default. torch refuses it for DTensors beside plain ones.
+        fused = len({isinstance(factor, DTensor) for factor in factors}) == 1
+        self.optimizer = torch.optim.AdamW(factors, lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
 
     def factors(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by module and side: `model.layers.0.mlp.up_proj.lora_A`."""
@@ -129,6 +133,10 @@ class Candidate:
 
 
 class Meshlora(Candidate):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        keep_freed_memory()  # as its trainer does
+
     def factors(self) -> dict[str, nn.Parameter]:
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
@@ -285,6 +293,7 @@ def page(parity: dict[str, dict[str, float]], times: dict[str, dict[str, list[Tu
         "",
         "- a step: forward, loss, backward, gradient sync where needed, AdamW; the systems take turns, a few steps "
         "each, after one that is not timed",
+        f"- AdamW is the fused one but for `{PEER.name}`: torch refuses it for DTensors beside plain parameters",
         f"- `{PEER.name}` needs `lora_A.in_features = lora_A.weight.shape[1]` on row-parallel layers; as installed it "
         "does not train",
         "- CPU time (of the slowest rank, all its threads) leaves out waiting: it hardly moves when the machine is "

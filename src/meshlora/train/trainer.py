@@ -25,6 +25,7 @@ from meshlora.adapter.peft_format import save_adapter
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import MeshloraError, SaveError
 from meshlora.lift import lift
+from meshlora.parallel.allocator import keep_freed_memory
 from meshlora.parallel.collectives import all_reduce_sum, broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.train.balance import LoadBalancing
@@ -78,6 +79,8 @@ class Trainer:
         self.batching = Batching(self.mesh, options.micro_batch_size, self.run.pad_token_id, row_length)
         self.objective = objective_of(options)
         recompute_layers(self.model, options.recompute)
+        if self.mesh.device.type == "cpu":
+            keep_freed_memory()
         coef = options.router_aux_loss_coef
         self.balance = LoadBalancing(self.model, coef=coef) if coef else None
         folder = options.routing_replay or options.routing_record
