@@ -1,56 +1,52 @@
 """One process: meshlora against PEFT with a plain loop, and PEFT with transformers' Trainer. Step time and memory.
 
-    python benchmarks/dense_vs_peft.py [--quick] [--steps N] [--json FILE]
+    python benchmarks/dense_vs_peft.py [--turns N] [--quick] [--tiny] [--json FILE]
 
 Every system has a process of its own, the same random checkpoint and the same adapter. Before anything is timed, the
 loss and every LoRA gradient of the first step are compared with PEFT's: a system that disagrees ends the benchmark. A
 step is forward, loss, backward, fused AdamW. The systems take turns, a few steps at a time. Memory is counted twice:
 what autograd saves (each storage once, without parameters; the same on every machine), and the most that a step
-allocates beyond what was there before it.
+allocates beyond what was there before it. The interface is that of benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-import transformers
-from activation_memory import SavedBytes
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from activation_memory import SavedBytes
+from processes import Group, be_quiet, open_groups
+from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
 from tp_vs_peft import (
-    BLOCK,
     LEARNING_RATE,
     MODEL,
     RANK,
+    TINY,
     TOLERANCE,
     Candidate,
     Shape,
     System,
-    hardware,
+    Turn,
     load,
     make_checkpoint,
+    tokens,
 )
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-import meshlora
-from processes import Group, batch_of, be_quiet, open_groups
 
 REFERENCE = System("PEFT, plain loop", "peft")
 TRAINER = System("PEFT, transformers Trainer", "trainer")
 OURS = System("meshlora", "meshlora")
 SYSTEMS = (OURS, REFERENCE, TRAINER)
-SHAPES = (Shape(256, 1), Shape(32, 1), Shape(1024, 1))
+SHAPES, QUICK, TINY_SHAPES = (Shape(256, 1), Shape(32, 1), Shape(1024, 1)), (Shape(256, 1),), (Shape(16, 1),)
 TARGET_TIME, TARGET_MEMORY = 1.1, 0.7
 
 
@@ -68,7 +64,7 @@ def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
     """The loss and every LoRA gradient, before any optimizer step."""
     candidate: Candidate = _held["candidate"]
     candidate.optimizer.zero_grad(set_to_none=True)
-    loss = candidate.gradients(*_batch(shape))
+    loss = candidate.gradients(*tokens(candidate, shape))
     return loss, {name: p.grad for name, p in candidate.factors().items() if p.grad is not None}
 
 
@@ -76,7 +72,8 @@ def time_steps(shape: Shape, steps: int) -> list[tuple[float, float]]:
     """Seconds and CPU seconds of each of `steps` steps, after one that warms the caches up again."""
     if _held["system"].kind == "trainer":
         return _time_trainer(shape, steps)
-    candidate, batch = _held["candidate"], _batch(shape)
+    candidate = _held["candidate"]
+    batch = tokens(candidate, shape)
     clock = _Clock()
     for _ in range(steps + 1):
         candidate.step(*batch)
@@ -105,7 +102,7 @@ class _Clock(TrainerCallback):
 
 
 def _time_trainer(shape: Shape, steps: int) -> list[tuple[float, float]]:
-    ids, labels = _batch(shape)
+    ids, labels = tokens(_held["candidate"], shape)
     # transformers shifts by itself: of the same tokens, one prediction less a sequence.
     rows = [{"input_ids": ids[0], "attention_mask": torch.ones_like(ids[0]), "labels": labels[0]}] * (steps + 1)
     clock = _Clock()
@@ -131,17 +128,17 @@ def saved(shape: Shape) -> int:
     candidate: Candidate = _held["candidate"]
     candidate.optimizer.zero_grad(set_to_none=True)
     with SavedBytes(candidate.model) as found:
-        candidate.gradients(*_batch(shape))
+        candidate.gradients(*tokens(candidate, shape))
     return found.total
 
 
 def peak(shape: Shape) -> int:
     """The most bytes that a step of forward, loss and backward holds beyond what was there before it."""
     candidate: Candidate = _held["candidate"]
-    candidate.step(*_batch(shape))
+    candidate.step(*tokens(candidate, shape))
     candidate.optimizer.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        candidate.gradients(*_batch(shape))
+        candidate.gradients(*tokens(candidate, shape))
     held = most = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -150,18 +147,14 @@ def peak(shape: Shape) -> int:
     return most
 
 
-def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
-    return batch_of(shape.batch_size, shape.seq_len, MODEL["vocab_size"])
-
-
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def check_parity(groups: dict[str, Group], shapes: tuple[Shape, ...]) -> dict[str, float]:
+def check_parity(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[str, float]:
     """Worst relative difference from PEFT of loss and gradients, by shape.
 
     Raises:
-        RuntimeError: one is above `TOLERANCE`.
+        ParityError: one is above `TOLERANCE`.
     """
     worst = {}
     for shape in shapes:
@@ -173,27 +166,28 @@ def check_parity(groups: dict[str, Group], shapes: tuple[Shape, ...]) -> dict[st
         differences = [float((ours[n] - expected[n]).norm() / expected[n].norm()) for n in expected]
         worst[str(shape)] = max(abs(loss - expected_loss) / abs(expected_loss), *differences)
         if not worst[str(shape)] <= TOLERANCE:
-            raise RuntimeError(f"{shape}: {worst[str(shape)]:.1e} off PEFT; no times are printed")
+            raise ParityError(f"{OURS.name}, {shape}, against {REFERENCE.name}", worst[str(shape)], TOLERANCE)
     return worst
 
 
-def measure_times(groups: dict[str, Group], shapes: tuple[Shape, ...], steps: int) -> dict[str, Any]:
-    """shape -> system -> clock -> seconds of each step."""
-    times: dict[str, Any] = {str(shape): {name: {"wall": [], "cpu": []} for name in groups} for shape in shapes}
-    for done in range(0, steps, BLOCK):
+def measure_times(
+    groups: dict[str, Group], shapes: Sequence[Shape], turns: int, steps: int
+) -> dict[Shape, dict[str, list[Turn]]]:
+    """By shape and system, of each turn."""
+    times: dict[Shape, dict[str, list[Turn]]] = {shape: {name: [] for name in groups} for shape in shapes}
+    for _ in range(turns):
         for shape in shapes:
             for name, group in groups.items():
-                for wall, cpu in group.call(time_steps, shape, min(BLOCK, steps - done))[0]:
-                    times[str(shape)][name]["wall"].append(wall)
-                    times[str(shape)][name]["cpu"].append(cpu)
+                wall, cpu = zip(*group.call(time_steps, shape, steps)[0], strict=True)
+                times[shape][name].append(Turn(list(wall), list(cpu)))
     return times
 
 
-def measure_memory(groups: dict[str, Group], shapes: tuple[Shape, ...]) -> dict[str, Any]:
+def measure_memory(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[Shape, dict[str, dict[str, int]]]:
     """shape -> system -> {"saved": bytes, "peak": bytes}; the Trainer runs the plain loop's forward and backward."""
     kinds: dict[str, Callable[[Shape], int]] = {"saved": saved, "peak": peak}
     return {
-        str(shape): {
+        shape: {
             system.name: {kind: groups[system.name].call(measure, shape)[0] for kind, measure in kinds.items()}
             for system in (OURS, REFERENCE)
         }
@@ -201,88 +195,75 @@ def measure_memory(groups: dict[str, Group], shapes: tuple[Shape, ...]) -> dict[
     }
 
 
-def _ratio(typical: Callable[[list[float]], float], theirs: list[float], ours: list[float]) -> str:
-    return f"{typical(theirs) / typical(ours):.2f}×"
-
-
-def report(results: dict[str, Any]) -> str:
-    """The Markdown page."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    lines = [
-        "# LoRA on one process: meshlora against PEFT",
-        "",
-        f"Llama, hidden {MODEL['hidden_size']}, {MODEL['num_hidden_layers']} layers, intermediate "
-        f"{MODEL['intermediate_size']}, vocab {MODEL['vocab_size']}, LoRA r={RANK} on all seven linears, fp32,",
-        "one thread, fused AdamW on all sides.",
-        "",
-        f"- hardware: {results['hardware']}",
-        f"- versions: {versions}",
-        f"- command: `{results['command']}`",
-        f"- the systems take turns, {BLOCK} steps at a time; CPU time hardly moves where the machine is shared",
-    ]
-    for shape, systems in results["times_s"].items():
-        lines += [
-            "",
-            f"## {shape}",
-            "",
-            f"Loss and gradients of the first step: {results['parity'][shape]:.0e} off PEFT.",
-            "",
-            f"| system | median step | min..max | median CPU time | {OURS.name} is faster by: median, fastest, CPU |",
-            "|---|---|---|---|---|",
-        ]
-        ours = systems[OURS.name]
-        for name, times in systems.items():
-            wall, cpu = times["wall"], times["cpu"]
-            lines.append(
-                f"| {name} | {1e3 * statistics.median(wall):.0f} ms | {1e3 * min(wall):.0f}..{1e3 * max(wall):.0f} ms "
-                f"| {1e3 * statistics.median(cpu):.0f} ms "
-                f"| {_ratio(statistics.median, wall, ours['wall'])}, {_ratio(min, wall, ours['wall'])}, "
-                f"{_ratio(statistics.median, cpu, ours['cpu'])} |"
+def rows_of(
+    times: dict[Shape, dict[str, list[Turn]]], memory: dict[Shape, dict[str, dict[str, int]]], tiny: bool
+) -> list[Row]:
+    """A step against either peer, and the memory of a step against PEFT."""
+    rows = []
+    for shape, systems in times.items():
+        rows += [
+            faster(
+                f"a step, one process, {shape}",
+                ours=[turn.median_ms for turn in systems[OURS.name]],
+                peer=[turn.median_ms for turn in systems[peer.name]],
+                unit="ms",
+                ours_name=OURS.name,
+                peer_name=peer.name,
+                target=None if tiny or peer is TRAINER else TARGET_TIME,
             )
-        lines += ["", "| memory of a step | saved by autograd | most allocated |", "|---|---|---|"]
-        memory = results["memory_bytes"][shape]
-        for name, found in memory.items():
-            shares = (f"{found[k] / 2**20:.1f} MiB ({found[k] / memory[REFERENCE.name][k]:.0%})" for k in found)
-            lines.append(f"| {name} | {' | '.join(shares)} |")
-    return "\n".join(lines) + "\n"
+            for peer in (REFERENCE, TRAINER)
+        ]
+        for kind, what, target in (
+            ("saved", "activations that autograd keeps", TARGET_MEMORY),
+            ("peak", "most allocated in a step", None),
+        ):
+            mib = {name: [found[kind] / 2**20] for name, found in memory[shape].items()}
+            rows.append(
+                smaller(
+                    f"{what}, {shape}",
+                    ours=mib[OURS.name],
+                    peer=mib[REFERENCE.name],
+                    unit="MiB",
+                    ours_name=OURS.name,
+                    peer_name=REFERENCE.name,
+                    target=None if tiny else target,
+                )
+            )
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30, help="timed steps per system and shape")
-    parser.add_argument("--quick", action="store_true", help="one shape, six steps")
-    default = Path(__file__).parent / "results" / f"dense_vs_peft_{hardware()}_{time.strftime('%Y%m')}.json"
-    parser.add_argument("--json", type=Path, default=default, help="the numbers go there, and a page beside them")
-    options = parser.parse_args()
-    shapes, steps = (SHAPES[:1], 6) if options.quick else (SHAPES, options.steps)
-    be_quiet()
+def measure(options: argparse.Namespace) -> Findings:
+    """Parity, then memory, then times."""
+    shapes, turns = (QUICK, 4) if options.quick else (SHAPES, options.turns)
+    sizes = TINY if options.tiny else {"max_position_embeddings": 1024}
+    shapes = TINY_SHAPES if options.tiny else shapes
     with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name), max_position_embeddings=1024)
-        with open_groups({system: 1 for system in SYSTEMS}, Path(name), open_system, folder) as groups:  # noqa: C420
+        folder = make_checkpoint(Path(name), **sizes)
+        with open_groups(dict.fromkeys(SYSTEMS, 1), Path(name), open_system, folder) as groups:
             parity = check_parity(groups, shapes)
             memory = measure_memory(groups, shapes)
-            times = measure_times(groups, shapes, steps)
-    results = {
-        "hardware": hardware(),
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {
-            "meshlora": meshlora.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "peft": peft.__version__,
-            "python": platform.python_version(),
-        },
-        "targets": {"time": TARGET_TIME, "saved": TARGET_MEMORY},
+            times = measure_times(groups, shapes, turns, 3)
+    details = {
+        "model": {**MODEL, **sizes, "lora_rank": RANK, "dtype": "float32"},
         "parity": parity,
-        "memory_bytes": memory,
-        "times_s": times,
+        "memory_bytes": {str(shape): found for shape, found in memory.items()},
+        "times": {str(s): {n: [vars(turn) for turn in found] for n, found in by.items()} for s, by in times.items()},
     }
-    page = report(results)
-    print(page)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
-    options.json.with_suffix(".md").write_text(page)
+    what = f"loss and every gradient of step 1, against {REFERENCE.name}"
+    return Findings(
+        Parity(what, max(parity.values()), TOLERANCE, agrees=True), rows_of(times, memory, options.tiny), details
+    )
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--turns", type=int, default=10, help="of each system and shape, 3 timed steps each")
+    options = made.parse_args()
+    if options.json is None and not (options.quick or options.tiny):
+        options.json = default_json("dense_vs_peft")
+    be_quiet()
+    return run("LoRA on one process: meshlora against PEFT", options, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
