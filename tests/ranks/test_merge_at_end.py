@@ -15,7 +15,7 @@ from meshlora.adapter import merge
 from meshlora.cli import main
 from meshlora.errors import UnsupportedError
 from tests.pool import Pool, RankError
-from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_file
+from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file, small_base
 
 __all__ = ["folder"]  # a fixture
 MERGES = {
@@ -34,7 +34,7 @@ def test_merged_model_lies_beside_the_adapter(
     file, output = run_file(folder, "merging", "tp=2", **MERGES), folder / "merging"
     pools(2).run(run_and_keep_groups, file, 2)
     ids = torch.arange(3, 19).view(1, 16)
-    base = AutoModelForCausalLM.from_pretrained(EXAMPLES / "tiny_base", dtype="float32")
+    base = AutoModelForCausalLM.from_pretrained(small_base(), dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(output / "merged", dtype="float32")
     with torch.no_grad():
         plain = base(ids).logits

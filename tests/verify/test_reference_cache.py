@@ -35,6 +35,8 @@ CHANGED: dict[str, Any] = {
     "rows_per_example": 2,
     "dropout": ("resid_pdrop",),
     "packing": True,
+    "recompute": True,
+    "quantization": "nf4",
     "lora_plus_ratio": 4.0,
     "lora_plus_embedding_lr": 1e-5,
     "input_ids": (5, *BASE.case.input_ids[1:]),
