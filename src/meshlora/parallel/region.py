@@ -161,16 +161,17 @@ def map_output(module: nn.Module, change: Any) -> None:
 
 def _refuse_second_input(name: str, rest: Any) -> None:
     """A second input with a gradient would need its own border; without one its gradient is silently a fraction."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(rest)):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(rest)):
         raise UnsupportedError(name, "only the hidden states of a region may carry a gradient", "use tp=1")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)

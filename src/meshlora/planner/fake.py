@@ -28,6 +28,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from meshlora.parallel.region import tensors_in
+
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "linear")
 # A mask of all pairs of tokens is whole numbers too; as a real tensor it would take the memory that this saves.
@@ -123,7 +125,7 @@ class FakeRun(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         name: str = func._schema.name
         if any(t.is_meta for t in given):
             if name == "aten::_local_scalar_dense":
@@ -138,7 +140,7 @@ class FakeRun(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         is_grouped = name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16
         found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
-        made = [found] if isinstance(found, Tensor) else list(_tensors(found))
+        made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
         for tensor in made:
             self._hold(tensor)
         if self._section is not None and made and not _is_view(func):
@@ -169,7 +171,7 @@ class FakeRun(TorchDispatchMode):
         """Note it, and let the real process group have messages of no bytes in its place."""
         plain = func._schema.name.partition("::")[2].replace("_", "")
         kind = next((k for k in _KINDS if k in plain), plain)
-        held = list(_tensors(args))
+        held = list(tensors_in(args))
         sizes = [t.numel() * t.element_size() for t in held]
         size = ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()
         number = min(sizes) if kind == "allgather" else max(sizes)
@@ -215,18 +217,6 @@ def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _without_content(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _equal_shares(number: int, places: int) -> Tensor:

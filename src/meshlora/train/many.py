@@ -25,7 +25,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import add_adapter, runtime
 from meshlora.adapter.many import one_of_many, train_many
 from meshlora.adapter.peft_format import load_adapter
@@ -40,7 +39,7 @@ from meshlora.train.losses import language_model_losses
 from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
-from meshlora.train.run import prepare_output
+from meshlora.train.run import introduce, prepare_output
 from meshlora.train.stopping import StopRequest, noticing_signals
 from meshlora.train.trainer import Trainer
 
@@ -231,7 +230,7 @@ def train_together(
                     name=name,
                 )
             )
-            _introduce(run, notes, reporters[name])
+            introduce(run, notes, reporters[name])
         stop = opened.enter_context(noticing_signals(end_at_once, is_lost=another_rank_failed))
         opened.enter_context(mesh.patient_for(shared.train.timeout_s))
         trainer = ManyTrainer(runs, model, reporters, stop)
@@ -245,16 +244,3 @@ def train_together(
         if not is_done and mesh.rank == 0:
             console.print(f"Go on with:\n{go_on}", highlight=False, soft_wrap=True)
     leave()
-
-
-def _introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
-    for note in notes:
-        reporter.say(note)
-    reporter.say(
-        f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
-        f"{len(run.train_data):,} sequences, {run.steps:,} steps"
-    )
-    for line in describe_targets(run.targets):
-        reporter.say(line)
-    if run.resume is not None:
-        reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")

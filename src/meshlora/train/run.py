@@ -66,16 +66,7 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
         if is_main
         else (),
     ) as reporter:
-        for note in notes:
-            reporter.say(note)
-        reporter.say(
-            f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
-            f"{len(run.train_data):,} sequences, {run.steps:,} steps"
-        )
-        for line in describe_targets(run.targets):
-            reporter.say(line)
-        if run.resume is not None:
-            reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
+        introduce(run, notes, reporter)
         mesh = runtime(model).mesh
         with (
             noticing_signals(end_at_once, is_lost=another_rank_failed) as stop,
@@ -120,6 +111,20 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
         check_merge(model.path, adapter, config=hf_config, trust_remote_code=trust)
     except UserError as error:
         raise UserError("train.merge_at_end", f"it would fail at the end ({error})", "leave it out") from None
+
+
+def introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
+    """Say what is trained, and from where, before the first step."""
+    for note in notes:
+        reporter.say(note)
+    reporter.say(
+        f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
+        f"{len(run.train_data):,} sequences, {run.steps:,} steps"
+    )
+    for line in describe_targets(run.targets):
+        reporter.say(line)
+    if run.resume is not None:
+        reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
 
 
 def prepare_output(run: Prepared) -> list[str]:
