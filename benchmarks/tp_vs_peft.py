@@ -106,9 +106,11 @@ class Candidate:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.train()
         factors = list(self.factors().values())
-        # What meshlora's trainer takes, and transformers' by default. torch refuses it for DTensors beside plain ones.
-        fused = len({isinstance(factor, DTensor) for factor in factors}) == 1
-        self.optimizer = torch.optim.AdamW(factors, lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
+        # Two groups, as torch refuses DTensors beside plain tensors in one. Fused as meshlora's trainer takes it, and
+        # transformers' by default.
+        groups = [[f for f in factors if isinstance(f, DTensor) is is_sharded] for is_sharded in (True, False)]
+        parameters = [{"params": group} for group in groups if group]
+        self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def factors(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by module and side: `model.layers.0.mlp.up_proj.lora_A`."""
@@ -293,7 +295,7 @@ def page(parity: dict[str, dict[str, float]], times: dict[str, dict[str, list[Tu
         "",
         "- a step: forward, loss, backward, gradient sync where needed, AdamW; the systems take turns, a few steps "
         "each, after one that is not timed",
-        f"- AdamW is the fused one but for `{PEER.name}`: torch refuses it for DTensors beside plain parameters",
+        "- AdamW is the fused one of torch on all sides",
         f"- `{PEER.name}` needs `lora_A.in_features = lora_A.weight.shape[1]` on row-parallel layers; as installed it "
         "does not train",
         "- CPU time (of the slowest rank, all its threads) leaves out waiting: it hardly moves when the machine is "

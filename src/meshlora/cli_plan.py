@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli_adapter import read_meta
-from meshlora.errors import MeshloraError, UserError
+from meshlora.errors import MeshloraError, UnsupportedError, UserError
 
 
 def add_plan(commands: Any) -> None:
@@ -95,6 +95,10 @@ def _choose(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
     )
     topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
+    if sharded := [str(topology) for topology in topologies if topology.dp_shard]:
+        raise UnsupportedError(
+            f"--topology {sharded[0]}", "its memory and messages are not predicted", "leave out dp_shard"
+        )
     choice = choose(problem, topologies)
     best = choice.ranked[0]
     console = Console()

@@ -110,6 +110,12 @@ MISTAKES: dict[str, Case] = {
     "plan_topology_of_another_size": case(
         command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=2,tp=2"), "4 processes", "8 were started"
     ),
+    "plan_base_sharded_over_dp": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=8,dp_shard"),
+        "dp=8,dp_shard",
+        "not predicted",
+        "leave out dp_shard",
+    ),
     "plan_fewer_sequences_than_dp_ranks": case(
         command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=8", "--global-batch", "4"),
         "--global-batch 4",

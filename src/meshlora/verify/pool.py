@@ -278,9 +278,18 @@ def _failure(error: BaseException) -> Answer:
 
 
 def _end_with_parent(folders: list[Path]) -> None:
-    """Wait for the end of the parent, which is killed where it did not end this rank; leave no file, and end."""
+    """Wait for the end of the parent, which is killed where it did not end this rank; leave no file, and end.
+
+    This rank may be writing: it ends at once, as the others do, and a process of its own removes what they left.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    remove(folders)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the new process needs none of them
+    try:
+        is_rank = os.fork() > 0
+    except OSError:  # no room for another process
+        is_rank = False
+    if not is_rank:
+        remove(folders)
     os._exit(1)
