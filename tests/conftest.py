@@ -23,7 +23,7 @@ from tests.pool import Pool
 Prove = Callable[..., list[Outcome]]
 
 torch.set_num_threads(1)
-pytest.register_assert_rewrite("tests.processes", "tests.unit.mistakes", "tests.unit.records")
+pytest.register_assert_rewrite("tests.ranks.jobs", "tests.unit.mistakes", "tests.unit.records")
 
 # These take minutes: first, so that no worker is left alone with one at the end.
 _LONGEST = (
@@ -31,6 +31,7 @@ _LONGEST = (
     "verify/test_mutations",
     "parity/test_experts",
     "ranks/test_failures",
+    "ranks/test_full_disk",
     "ranks/test_resume",
     "verify/test_preflight",
     "parity/test_heads",
@@ -87,11 +88,15 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests run where there is a GPU; what takes long where it is asked for, as in `-m eight_ranks`.
+    """GPU tests run where there is a GPU, those that mount where a process may; what takes long where it is asked for,
+    as in `-m eight_ranks`.
 
     Workers of xdist take the longest files first.
     """
+    from tests.processes import own_mounts  # after its assertions were asked to be rewritten
+
     left_out = [] if torch.cuda.is_available() else ["gpu"]
+    left_out += [] if own_mounts() else ["mounts"]
     left_out += [name for name in ("eight_ranks", "every_family", "long") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if others:

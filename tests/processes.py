@@ -89,3 +89,13 @@ def wait_until(ready: Callable[[], object], timeout_s: float = 90.0, pause_s: fl
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(pause_s)
+
+
+@functools.cache
+def own_mounts() -> tuple[str, ...]:
+    """How a process gets mounts of its own here: as an ordinary user, or as root; nothing where neither may."""
+    for words in (("unshare", "--user", "--map-root-user", "--mount"), ("unshare", "--mount")):
+        tried = [*words, "sh", "-c", "mount -t tmpfs -o size=64k none /mnt"]
+        if shutil.which("unshare") and subprocess.run(tried, capture_output=True, check=False).returncode == 0:
+            return words
+    return ()

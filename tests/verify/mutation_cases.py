@@ -1,0 +1,325 @@
+"""What the kill table must find: where each deliberate fault shows, and the words of its cause.
+
+`DIAGNOSES` are of the family that the table is of; `CASES` of faults in what only some runs have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The last layer is the first whose gradients are computed, and the first layer the first that runs.
+LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
+
+LOSS = ("loss", "loss of step 1", "what the objective makes of them")
+
+# mutation -> (topology, phase, where, words of the cause).
+DIAGNOSES = {
+    "row_output_not_reduced": ("tp=2", "forward", f"{FIRST_ATTENTION}.o_proj", "not reduced over tp"),
+    "row_output_averaged": ("tp=2,sp", "forward", f"{FIRST_ATTENTION}.o_proj", "averaged over tp instead of summed"),
+    "row_output_reduced_twice": ("tp=2,sp", "forward", f"{FIRST_ATTENTION}.o_proj", "reduced over tp twice"),
+    "column_bias_of_rank_0": ("tp=2", "forward", f"{FIRST_ATTENTION}.q_proj", "bias is missing, or is another rank's"),
+    "row_bias_on_every_rank": ("tp=2", "forward", f"{FIRST_ATTENTION}.o_proj", "bias of a row-parallel linear"),
+    "base_shards_reversed": ("tp=2", "loaded_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", "base weight that it goes"),
+    "column_input_gradient_not_reduced": (
+        "tp=2",
+        "backward",
+        "model.layers.1.post_attention_layernorm",
+        f"column-parallel linears of {LAST_MLP} is not reduced",
+    ),
+    "head_input_gradient_not_reduced": ("tp=2,sp", "backward", LAST_MLP, "output head is not reduced"),
+    "embedding_rows_of_another_rank": ("tp=2", "forward", "model.embed_tokens", "rows of the embedding"),
+    "embedding_of_others_not_masked": ("tp=2", "forward", "model.embed_tokens", "rows of the embedding"),
+    "embedding_not_reduced": ("tp=2,sp", "forward", "model.embed_tokens", "embedding is not summed over tp"),
+    "logits_gathered_in_another_order": ("tp=2", "logits", "logits", "not joined in the ranks' order"),
+    "labels_of_another_rank": ("tp=2", "loss", "loss of step 1", "a vocabulary that is split"),
+    "column_input_gradient_reduced_per_linear": ("tp=2", "collectives", "backward allreduce", "once per linear"),
+    "column_a_not_summed": ("tp=2", "gradients", f"{LAST_MLP}.up_proj.lora_A", "A of column-parallel linears is not"),
+    "row_b_not_summed": ("tp=2,sp", "gradients", f"{LAST_MLP}.down_proj.lora_B", "B of row-parallel linears is not"),
+    "factor_gradients_averaged": ("tp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "averaged over tp"),
+    "a_gradient_without_scale": ("tp=2", "gradients", f"{LAST_MLP}.down_proj.lora_A", "0.5 times what it should be"),
+    "dp_reduction_skipped": ("dp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "not summed over dp"),
+    "dp_mean_of_means": ("dp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "weighed unequally"),
+    "local_token_count": ("dp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "its own token count"),
+    "micro_batch_means": ("dp=2", "loss", "loss of step 1", "mean of micro-batch means"),
+    "accumulation_indices_of_rank_0": ("dp=2", "sequences", "sequence 0", "accumulation index"),
+    "dummy_micro_batch_counted": ("dp=2", "sequences", "tokens of step 1", "dummy micro-batch"),
+    "labels_not_shifted": ("dp=2", "loss", "loss of step 1", "other labels"),
+    "epochs_in_one_order": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "later ones take other sequences"),
+    "evaluation_per_sequence": ("dp=2", "loss", "loss of evaluation 1", "how it is averaged"),
+    "labels_shifted_after_the_split": ("tp=2,sp", "sequences", "tokens of step 1", "labels shifted after"),
+    "kaiming_on_local_fan_in": ("tp=2", "fresh_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", "local fan-in"),
+    "a_drawn_per_rank": ("tp=2", "fresh_adapter", f"{FIRST_ATTENTION}.q_proj.lora_A", "seed depends on the rank"),
+    "lora_scale_divided_by_tp": ("tp=2", "forward", f"{FIRST_ATTENTION}.q_proj", "scale is divided by tp"),
+    "lora_scale_squared": ("tp=2", "forward", f"{FIRST_ATTENTION}.q_proj", "scale is 2 times"),
+    "sp_slices_rotated": ("tp=2,sp", "forward", "model.layers.0.input_layernorm", "wrong order"),
+    "sp_gather_reversed": ("tp=2,sp", "forward", f"{FIRST_ATTENTION}.q_proj", "wrong order"),
+    "clip_norm_counts_replicas": ("tp=2", "grad_norm", "norm of step 1", "counted as often as there are ranks"),
+    "clip_before_reduction": ("tp=2", "gradients", f"{LAST_MLP}.down_proj.lora_B", "clipped or scaled before the sum"),
+    "clipping_skipped": ("tp=2", "grad_norm", f"clipped {LAST_MLP}.down_proj.lora_B", "clipped gradients are not"),
+    "warmup_skipped": ("tp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rate of step 2 is 0.00667, not 0.01"),
+    "weight_decay_skipped": ("tp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "weight decay"),
+    "default_betas": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "betas"),
+    "last_step_left_out": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "2 optimizer steps were taken, not 3"),
+    "scale_of_fresh_squared": (
+        "tp=2",
+        "fresh_adapter",
+        "fresh/adapter_config.json",
+        "its scale, is not what PEFT says",
+    ),
+    "adapter_loaded_on_rank_0_only": ("tp=2", "loaded_adapter", f"{FIRST_ATTENTION}.q_proj.lora_A", "hold zeros"),
+    "shard_missing_in_file": ("tp=2", "saved_file", "", "shard of tp rank 1 is missing"),
+    "shards_reversed_in_file": ("tp=2", "saved_file", "", "reversed order"),
+    "whole_entries_duplicated_in_file": ("tp=2", "saved_file", "adapter_model.safetensors", "more than once"),
+    "rounded_in_file": ("tp=2", "saved_file", "", "rounded"),
+    "extra_entry_in_file": (
+        "dp=2",
+        "saved_file",
+        "run/adapter/adapter_model.safetensors",
+        "entries that no factor has",
+    ),
+    "alpha_doubled_in_file": ("dp=2", "saved_file", "logits of PEFT", "lora_alpha is 32, not 16"),
+    "target_missing_in_fresh_file": ("dp=2", "saved_file", "", "target_modules is"),
+}
+
+
+_ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+_ON_PIECES = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
+_ON_EMBEDDING = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["embed_tokens", "q_proj", "down_proj"],
+    "modules_to_save": ["model.norm", "input_layernorm"],
+}
+_GPT2_BLOCK = "transformer.h.0"
+_QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
+
+# what it is -> (request, mutation -> (phase, where, words of the cause)).
+CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
+    "a block that mixes tokens and is kept whole": (
+        {"family": "qwen3_5_text", "topologies": ("tp=2,sp",)},
+        {
+            "whole_region_sees_its_slice": (
+                "forward",
+                "model.layers.0.linear_attn.in_proj_qkv",
+                "saw only its rank's slice of the tokens",
+            )
+        },
+    ),
+    "fused matrices": (
+        {"family": "phi3", "topologies": ("tp=2",), "lora": _ALL},
+        {
+            "qkv_pieces_reversed": ("loaded_adapter", f"{_QKV}.lora_B", "rows of it that the base's rows do not go"),
+            "gate_and_up_swapped": (
+                "loaded_adapter",
+                "model.layers.0.mlp.gate_up_proj.lora_B",
+                "rows of it that the base's rows do not go with",
+            ),
+            "fused_base_cut_as_one_matrix": ("forward", f"{FIRST_ATTENTION}.o_proj", "heads of q, k and v"),
+            "fused_b_cut_as_one_matrix": ("loaded_adapter", f"{_QKV}.lora_B", "in the order of the ranks"),
+        },
+    ),
+    "an adapter on pieces": (
+        {"family": "gpt2", "topologies": ("tp=2",), "lora": _ON_PIECES},
+        {
+            "piece_lands_on_the_next": ("forward", _C_ATTN, "another piece of a fused matrix"),
+            "piece_on_the_next_in_file": ("saved_file", f"{_C_ATTN}.lora_B outside its pieces", "not those of its"),
+        },
+    ),
+    "heads that several ranks hold": (
+        {
+            "family": "llama",
+            "topologies": ("tp=4",),
+            "overrides": {"num_key_value_heads": 2},
+            "lora": _ALL | {"use_dora": True},
+        },
+        {
+            "kv_head_of_another_rank": ("forward", f"{FIRST_ATTENTION}.o_proj", "heads of q, k and v"),
+            "kv_replicas_not_summed": (
+                "gradients",
+                "model.layers.1.self_attn.v_proj.lora_magnitude_vector",
+                "not summed over the tp ranks that hold it",
+            ),
+            "kv_replicas_counted_in_norm": ("grad_norm", "norm of step 1", "rows that several of them hold"),
+        },
+    ),
+    "padding, DoRA, smoothing, LoRA+": (
+        {
+            "family": "llama",
+            "topologies": ("tp=2",),
+            "overrides": {"vocab_size": 249},
+            "lora": _ALL | {"use_dora": True},
+            "label_smoothing": 0.1,
+            "lora_plus_ratio": 4.0,
+        },
+        {
+            "padding_in_softmax": ("loss", "loss of step 1", "a vocabulary that is split"),
+            "smoothed_over_local_vocabulary": ("loss", "loss of step 1", "ranks have different losses"),
+            "label_smoothing_ignored": ("loss", "loss of step 1", "smoothing"),
+            "lora_plus_ratio_ignored": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rates of its groups"),
+            "dora_norm_over_local_slice": ("forward", f"{FIRST_ATTENTION}.o_proj", "DoRA's norm"),
+            "dora_norm_of_base_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", "DoRA's norm"),
+            "row_magnitude_summed_as_other_kind": (
+                "gradients",
+                f"{LAST_MLP}.down_proj.lora_magnitude_vector",
+                "magnitude of row-parallel linears is summed over tp twice",
+            ),
+        },
+    ),
+    "a norm over a split width": (
+        {"family": "olmo2", "topologies": ("tp=2",)},
+        {
+            "wide_norm_weight_of_rank_0": ("forward", f"{FIRST_ATTENTION}.q_norm", "its own weights"),
+            "wide_norm_over_local_width": ("forward", f"{FIRST_ATTENTION}.q_norm", "rank's part of the width"),
+            "wide_norm_gradient_not_reduced": (
+                "backward",
+                "model.layers.1.self_attn.k_proj",
+                "backward of model.layers.1.self_attn.k_norm",
+            ),
+        },
+    ),
+    "an argument with heads": (
+        {"family": "bloom", "topologies": ("tp=2",)},
+        {
+            "heads_of_rank_0_in_arguments": (
+                "forward",
+                "transformer.h.0.self_attention.dense",
+                "its part of an argument",
+            )
+        },
+    ),
+    "experts that are split": (
+        {"family": "qwen3_moe", "topologies": ("tp=2,sp,etp=2",)},
+        {
+            "experts_first_a_not_summed_over_etp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_A",
+                "A of the experts' first projections is not summed over etp",
+            ),
+            "experts_second_b_not_summed_over_etp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.down_proj.lora_B",
+                "B of the experts' second projections is not summed over etp",
+            ),
+            "experts_reduced_twice": ("forward", f"{LAST_MLP}.experts", "output is summed over etp twice"),
+        },
+    ),
+    "copies of experts that are on ranks of their own": (
+        {"family": "qwen3_moe", "topologies": ("dp=2,tp=2,sp,ep=2",)},
+        {
+            "experts_not_summed_over_edp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_B",
+                "is not summed over edp",
+            ),
+            "experts_norm_counted_per_rank": ("grad_norm", "norm of step 1", "their norm is not"),
+        },
+    ),
+    "experts on ranks of their own": (
+        {"family": "qwen3_moe", "topologies": ("tp=2,sp,ep=2",)},
+        {
+            "experts_permuted_over_ep": (
+                "loaded_adapter",
+                f"{LAST_MLP}.experts.0.down_proj.lora_A",
+                "not those of the experts",
+            ),
+            "routing_weight_applied_twice": ("forward", f"{LAST_MLP}.experts", "routing weights that do not go"),
+            "tokens_cut_twice": ("forward", f"{LAST_MLP}.experts", "goes to other tokens"),
+            "rows_combined_in_order_of_arrival": ("forward", f"{LAST_MLP}.experts", "do not go together"),
+            "token_dropped": ("forward", f"{LAST_MLP}.experts", "goes to other tokens"),
+            "experts_b_stored_expert_major": (
+                "saved_file",
+                f"{LAST_MLP}.experts.0.down_proj.lora_B",
+                "what is stored is not what the ranks hold",
+            ),
+            "experts_gate_and_up_swapped": ("forward", f"{LAST_MLP}.experts", "what experts make of their tokens"),
+            "aux_loss_of_local_tokens": ("loss", "load-balancing loss of step 1", "all micro-batches and all ranks"),
+            "aux_loss_left_out": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
+            "experts_drawn_alike": (
+                "fresh_adapter",
+                f"{LAST_MLP}.experts.0.down_proj.lora_A",
+                "not those that seed and name determine",
+            ),
+        },
+    ),
+    "experts whose copies are not those of attention": (
+        {"family": "qwen3_moe", "topologies": ("tp=2,sp",)},
+        {
+            "experts_summed_over_dense_dp": (
+                "gradients",
+                f"{LAST_MLP}.experts.7.gate_up_proj.lora_B",
+                "is not summed over edp",
+            )
+        },
+    ),
+    "a clipped policy gradient, held to the base": (
+        {"family": "qwen3", "objective": "policy", "topologies": ("dp=2",)},
+        {
+            "policy_columns_of_next_token": LOSS,
+            "policy_not_clipped": LOSS,
+            "policy_ratio_always_one": LOSS,
+            "policy_weights_ignored": LOSS,
+            "policy_sign": LOSS,
+            "base_with_adapter_on": LOSS,
+            "base_halved": LOSS,
+        },
+    ),
+    "sequences that share a row": (
+        {"family": "qwen3", "packing": True, "topologies": ("dp=2",)},
+        {
+            "packing_positions_run_on": ("sequences", "sequence 0", "takes other sequences"),
+            "packing_seen_across": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
+            "packing_with_a_mask": ("sequences", "sequence 0", "takes other sequences"),
+            "packing_labels_across": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
+        },
+    ),
+    "pairs of answers": (
+        {"family": "qwen3", "objective": "dpo", "label_smoothing": 0.1, "topologies": ("dp=2",)},
+        {"dpo_pairs_swapped": LOSS, "dpo_per_token": LOSS, "dpo_labels_not_smoothed": LOSS},
+    ),
+    "dropout of the adapter and of the model, held to the base": (
+        {
+            "family": "gpt2",
+            "objective": "policy",
+            "topologies": ("tp=2,sp",),
+            "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
+            "lora": _ALL | {"lora_dropout": 0.1},
+            "steps": 2,
+        },
+        {
+            "dropout_by_local_token": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_by_local_feature": ("forward", f"{_GPT2_BLOCK}.attn.c_proj", "drops other elements"),
+            "dropout_same_in_every_step": ("deltas", f"{_C_ATTN}.lora_A", "masks of another step"),
+            "dropout_same_in_every_module": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_per_tp_rank": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_not_scaled": ("forward", "transformer.drop", "not divided by the share"),
+            "base_with_dropout": LOSS,
+        },
+    ),
+    "a frozen base in few bits": (
+        {"family": "llama", "topologies": ("tp=2",), "quantization": "nf4"},
+        {
+            "quantized_blocks_straddle": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+        },
+    ),
+    "a frozen base in few bits, on whole matrices": (
+        {"family": "llama", "topologies": ("dp=2",), "quantization": "int8"},
+        {"quantized_otherwise_in_backward": ("backward", f"{LAST_MLP}.up_proj", "the backward of what this module's")},
+    ),
+    "a frozen base that is sharded over dp": (
+        {"family": "llama", "topologies": ("dp=2,dp_shard",)},
+        {
+            "dp_shards_gathered_in_reverse": ("forward", f"{FIRST_ATTENTION}.q_proj", "gathered over dp"),
+            "dp_shard_stale_in_backward": ("backward", "model.layers.0.mlp.up_proj", "gathered for it over dp"),
+            "dp_shard_of_another_layer": ("forward", "model.layers.1.self_attn.q_proj", "gathered over dp"),
+        },
+    ),
+    "an adapter on the embedding, norms that are trained": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ON_EMBEDDING},
+        {
+            "embedding_b_not_summed": ("gradients", "model.embed_tokens.lora_embedding_B", "not summed over tp"),
+            "trained_norm_not_summed": ("gradients", "model.norm.weight", "trained of the base"),
+            "trained_weights_missing_in_file": ("saved_file", "adapter_model.safetensors", "PEFT expects another file"),
+        },
+    ),
+}
