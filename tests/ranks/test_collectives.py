@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshlora.parallel import collectives
 from meshlora.parallel.groups import Axis, open_mesh
@@ -66,6 +69,70 @@ def _leaves_input_alone(name: str) -> bool:
 @pytest.mark.parametrize("name", [*MOVEMENTS, "all_reduce_sum", "all_gather", "reduce_scatter_sum"])
 def test_input_is_not_overwritten(name: str, pools: Callable[[int], Pool]) -> None:
     assert all(pools(2).run(_leaves_input_alone, name))
+
+
+def _direct_and_torchs(size: int, number: int, dtype: torch.dtype) -> tuple[dict[str, float], Tensor]:
+    """(by collective the worst difference between ours and torch's, relative; the bits of our sum)."""
+    axis = open_mesh(Topology(tp=size)).tp
+    assert axis.is_gloo
+    generator = torch.Generator().manual_seed(axis.rank)
+    x = torch.randn(number * size, generator=generator, dtype=torch.float64).to(dtype)
+    ragged = x[:-1].clone()  # does not divide by the ranks
+    expected = {"all_reduce": ragged.to(torch.float64, copy=True), "all_gather": x.new_empty(x.numel() * size)}
+    dist.all_reduce(expected["all_reduce"], group=axis.group)
+    collectives._all_gather(expected["all_gather"], x, group=axis.group)
+    whole = x.to(torch.float64, copy=True)
+    dist.all_reduce(whole, group=axis.group)
+    expected["reduce_scatter"] = whole.chunk(size)[axis.rank]
+    send = [1 + (axis.rank + other) % 3 for other in range(size)]  # the same seen from either side
+    expected["all_to_all"] = x.new_empty(sum(send))
+    dist.all_to_all_single(expected["all_to_all"], x[: sum(send)].clone(), send, send, group=axis.group)
+    summed = collectives.all_reduce_sum(ragged, axis)
+    found = {
+        "all_reduce": summed,
+        "all_gather": collectives.all_gather(x, axis),
+        "reduce_scatter": collectives.reduce_scatter_sum(x, axis),
+        "all_to_all": collectives.exchange_rows(x[: sum(send)].clone(), axis, send, send),
+    }
+    off = {name: float((found[name].double() - one.double()).abs().max() / 4) for name, one in expected.items()}
+    return off, summed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [5, 20_000])  # one round, and two
+@pytest.mark.parametrize("size", [2, 4])
+def test_direct_messages_give_what_torchs_collectives_give(
+    size: int, number: int, dtype: torch.dtype, pools: Callable[[int], Pool]
+) -> None:
+    results = pools(size).run(_direct_and_torchs, size, number, dtype)
+    for off, summed in results:
+        assert max(off.values()) <= (1e-15 if dtype == torch.float64 else 2**-6), off
+        assert torch.equal(summed, results[0][1])  # the same bits on every rank
+
+
+def _dispatched() -> list[str]:
+    axis = open_mesh(Topology(tp=2)).tp
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "c10d" in func.name():
+                seen.append(func.name().partition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    x = torch.ones(4)
+    with Names():
+        collectives.all_reduce_sum(x, axis)
+        collectives.all_gather(x, axis)
+        collectives.reduce_scatter_sum(x, axis)
+        collectives.exchange_rows(x, axis, [2, 2], [2, 2])
+    return seen
+
+
+def test_a_dispatch_mode_sees_each_as_one_collective(pools: Callable[[int], Pool]) -> None:
+    """What counts collectives (the budget, verify, the planner's check) counts these, and not their messages."""
+    expected = ["allreduce_", "allgather_", "reducescatter_", "alltoall_"]
+    assert pools(2).run(_dispatched) == [expected] * 2
 
 
 def _order_of_gather() -> list[float]:

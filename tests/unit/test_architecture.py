@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import meshlora
@@ -62,6 +63,7 @@ QUIET = {
         "is_initialized",
         "get_rank",
         "get_world_size",
+        "get_backend",
     )
 }
 
@@ -127,13 +129,22 @@ def test_only_one_file_opens_process_groups() -> None:
 
 
 def test_only_one_file_calls_collectives() -> None:
-    """`groups.py` may ask torch.distributed who is there, and open and close groups; it may not communicate."""
+    """`groups.py` may ask torch.distributed who is there, and open and close groups; it may not communicate.
+    `direct.py` sends messages, for the one file.
+    """
     using = {
         str(f.relative_to(SOURCE)): _calls(tree)
         for _, f, tree in _modules()
         if "torch.distributed as dist" in f.read_text()
     }
-    assert using.keys() == {"parallel/groups.py", "parallel/collectives.py"}
+    assert using.keys() == {"parallel/groups.py", "parallel/collectives.py", "parallel/direct.py"}
+    assert {name for name in using["parallel/direct.py"] if name.startswith("dist.")} == {"dist.isend", "dist.irecv"}
+    users = {
+        str(f.relative_to(SOURCE))
+        for _, f, _ in _modules()
+        if re.search(r"import direct\b|parallel\.direct", f.read_text())
+    }
+    assert users == {"parallel/collectives.py"}
     called = {name for name in using["parallel/groups.py"] if name.startswith("dist.")}
     assert called <= QUIET, called - QUIET
 

@@ -32,13 +32,15 @@ class Arrivals:
 
     Attributes:
         entered: how many collectives, by the ranks of their group. name, ranks: of the last one; is_in: still in it.
-        explain: set while others are told; makes words of a collective in which this rank waited too long.
+        timeout_s, explain: set while others are told; the time limit, and what makes words of a collective in which
+            this rank waited longer.
     """
 
     entered: dict[Ranks, int] = field(default_factory=dict)
     name: str = ""
     ranks: Ranks = ()
     is_in: bool = False
+    timeout_s: float | None = None
     explain: Callable[[], str] | None = None
 
     def at(self, name: str, ranks: Ranks) -> Self:
@@ -99,14 +101,14 @@ def telling_the_others(
                     known[other] = Arrivals.read(store.get(_key(other)).decode())
         return say_who_is_missing(known, rank, timeout_s=timeout_s)
 
-    arrivals.explain = explain
+    arrivals.explain, arrivals.timeout_s = explain, timeout_s
     tell()
     thread = threading.Thread(target=keep_telling, daemon=True, name="arrivals")
     thread.start()
     try:
         yield
     finally:
-        arrivals.explain = None
+        arrivals.explain = arrivals.timeout_s = None
         ended.set()
         thread.join(timeout=interval_s)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from meshlora.parallel import direct
 from meshlora.parallel.groups import Axis
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
@@ -38,7 +39,10 @@ def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """As `all_reduce_sum`, for a contiguous tensor that nobody else holds: neither autograd nor a trace."""
     if axis.size > 1:
         with axis.arrivals.at("all_reduce", axis.ranks):
-            dist.all_reduce(tensor, group=axis.group)
+            if axis.is_gloo and tensor.is_cpu:
+                direct.all_reduce(tensor, axis)
+            else:
+                dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
@@ -47,8 +51,7 @@ def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     result = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
-    with axis.arrivals.at("all_gather", axis.ranks):
-        _all_gather(result, tensor.contiguous(), group=axis.group)
+    all_gather_into(result, tensor.contiguous(), axis)
     return result
 
 
@@ -57,7 +60,10 @@ def all_gather_into(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     already, as this rank's part of it.
     """
     with axis.arrivals.at("all_gather", axis.ranks):
-        _all_gather(result, tensor, group=axis.group)
+        if axis.is_gloo and tensor.is_cpu:
+            direct.all_gather(result, tensor, axis)
+        else:
+            _all_gather(result, tensor, group=axis.group)
 
 
 def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
@@ -66,7 +72,10 @@ def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
         return tensor
     result = tensor.new_empty((_share(tensor, axis), *tensor.shape[1:]))
     with axis.arrivals.at("reduce_scatter", axis.ranks):
-        _reduce_scatter(result, tensor.contiguous(), group=axis.group)
+        if axis.is_gloo and tensor.is_cpu:
+            direct.reduce_scatter(result, tensor.contiguous(), axis)
+        else:
+            _reduce_scatter(result, tensor.contiguous(), group=axis.group)
     return result
 
 
@@ -86,7 +95,10 @@ def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequ
         return tensor
     result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     with axis.arrivals.at("all_to_all", axis.ranks):
-        dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
+        if axis.is_gloo and tensor.is_cpu:
+            direct.exchange(result, tensor.contiguous(), list(send), list(receive), axis)
+        else:
+            dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
     return result
 
 

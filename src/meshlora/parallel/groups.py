@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import re
 import time
@@ -41,6 +42,11 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     arrivals: Arrivals = field(default_factory=Arrivals, compare=False)
+
+    @functools.cached_property
+    def is_gloo(self) -> bool:
+        """Whether the group is one of gloo."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
 
     def as_torch_mesh(self, device_type: str) -> DeviceMesh:
         """This group in torch's words, for what torch does with it; opens nothing. size is above 1."""

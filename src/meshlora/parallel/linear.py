@@ -37,16 +37,18 @@ from meshlora.plan.rules import LinearRule
 
 
 class LoraLinearFunction(Function):
-    """`y = x W^T + b + s z B^T`, `z = x A^T`; shapes x `[T, in]`, W `[out, in]`, A `[r, in]`, B `[out, r]`.
+    """`y = x W^T + b + z B^T`, `z = s x A^T`; shapes x `[T, in]`, W `[out, in]`, A `[r, in]`, B `[out, r]`.
 
-    forward: y[t,o] = sum_i x[t,i] W[o,i] + b[o] + s sum_r z[t,r] B[o,r]
+    forward: y[t,o] = sum_i x[t,i] W[o,i] + b[o] + sum_r z[t,r] B[o,r]
     backward, with g = dL/dy:
         dz = s g B          `[T, r]`
         dA = dz^T x         `[r, in]`
-        dB = s g^T z        `[out, r]`
-        dx = g W + dz A     `[T, in]`
-    With dropout, z = D(x) A^T, where D zeroes elements and scales the others: it is its own adjoint, so dA = dz^T D(x)
-    and dx = g W + D(dz A). Its mask is computed once more in the backward.
+        dB = g^T z          `[out, r]`
+        dx = dz A + g W     `[T, in]`
+    The small product comes first and the large one is added to it, which costs the large one next to nothing; the
+    other way round is one more pass over y and dx.
+    With dropout, z = s D(x) A^T, where D zeroes elements and scales the others: it is its own adjoint, so
+    dA = dz^T D(x) and dx = D(dz A) + g W. Its mask is computed once more in the backward.
     W and b are frozen: no gradient is computed for them, and x is saved for dA alone; of a product of two tensors that
     are kept anyway (`parallel.gated`) these are saved in its place. A packed W is unpacked in either direction, and
     what is kept of it is the packed one. Where x is shared with other linears, all of them add to one dx and return
@@ -72,9 +74,9 @@ class LoraLinearFunction(Function):
         x2 = x.reshape(-1, x.shape[-1])
         packed = weight if isinstance(weight, Packed) else None
         plain = weight.whole() if isinstance(weight, Packed) else weight
-        y = F.linear(x, plain, bias)  # not a view: some models change it in place
-        z = (x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T
-        y.view(-1, y.shape[-1]).addmm_(z, b.to(x.dtype).T, alpha=scale)
+        z = ((x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T).mul_(scale)
+        y = F.linear(z.view(*x.shape[:-1], -1), b.to(x.dtype), bias)  # not a view: some models change it in place
+        y.view(-1, y.shape[-1]).addmm_(x2, plain.T)
         inputs = (x2,) if product is None else (product.gate, product.up.detach())
         ctx.save_for_backward(None if packed else plain, a, b, z, *inputs)
         ctx.scale, ctx.dropout, ctx.packed, ctx.gradient = scale, dropout, packed, gradient
@@ -93,13 +95,14 @@ class LoraLinearFunction(Function):
             x = _input(ctx, inputs)
             da = (dz.T @ (x if dropout is None else dropout.drop(x))).to(a.dtype)
         if ctx.needs_input_grad[4]:
-            db = (g.T @ z).to(b.dtype).mul_(ctx.scale)
+            db = (z.T @ g).T.to(b.dtype, memory_format=torch.contiguous_format)  # twice as fast as g.T @ z
         if ctx.needs_input_grad[0] or gradient is not None:
-            dx = g @ weight if gradient is None else gradient.add(g, weight)
-            if dropout is None:
-                dx.addmm_(dz, a.to(g.dtype))
+            if dropout is not None:
+                term = dropout.drop(dz @ a.to(g.dtype))
+                dx = term if gradient is None else gradient.add(term)
             else:
-                dx.add_(dropout.drop(dz @ a.to(g.dtype)))
+                dx = dz @ a.to(g.dtype) if gradient is None else gradient.add_product(dz, a.to(g.dtype))
+            dx.addmm_(g, weight)
             dx = dx.view(*grads[0].shape[:-1], weight.shape[1]) if gradient is None else None
         return dx, None, None, da, db, *[None] * 5
 

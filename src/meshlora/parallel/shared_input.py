@@ -27,13 +27,22 @@ class InputGradient:
         self._sum: Tensor | None = None
         self._backward = -1
 
-    def add(self, g: Tensor, weight: Tensor) -> Tensor:
-        """Add `g @ weight`, g `[T, out]`, weight `[out, in]`; returns the sum, for the caller to add to in place."""
-        if self._sum is None or self._backward != _running_backward():  # one that stopped before it came to the input
-            self._sum, self._backward = g @ weight, _running_backward()
-        else:
-            self._sum.addmm_(g, weight)
+    def add(self, term: Tensor) -> Tensor:
+        """Add `term` `[T, in]`, the caller's own; returns the sum, for the caller to add to in place."""
+        so_far = self._so_far()
+        self._sum = term if so_far is None else so_far.add_(term)
         return self._sum
+
+    def add_product(self, p: Tensor, q: Tensor) -> Tensor:
+        """As `add`, of `p @ q`, p `[T, n]`, q `[n, in]`."""
+        so_far = self._so_far()
+        self._sum = p @ q if so_far is None else so_far.addmm_(p, q)
+        return self._sum
+
+    def _so_far(self) -> Tensor | None:
+        """What was added in the backward that runs, and not in one that stopped before it came to the input."""
+        is_other, self._backward = self._backward != _running_backward(), _running_backward()
+        return None if is_other else self._sum
 
     def take(self) -> Tensor | None:
         """The sum `[T, in]` of the backward that runs, once."""

@@ -1,0 +1,124 @@
+"""Collectives of gloo groups, made of direct messages: every rank sends each other rank its part at once.
+
+Owns: sum, gather, scattered sum and exchange of CPU tensors over an `Axis` whose group is gloo's, as operators that a
+dispatch mode sees as it sees torch's own. Does not own: when they are used (`parallel.collectives`).
+
+gloo's collectives pass parts around a ring, step by step through a queue of its own, and add bfloat16 one number at a
+time; its messages do neither. `benchmarks/messages.py` prints both.
+
+Sums are added in the order of the ranks, so that all ranks have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshlora.parallel.groups import Axis
+
+# Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
+ONE_ROUND_BYTES = 64 * 1024
+
+_library = torch.library.Library("meshlora_c10d", "DEF")
+_axes: dict[str, Axis] = {}  # by the names of their groups, which operators take
+
+
+def _operator(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function on (tensors, ..., axis) an operator that takes the name of the axis' group, and a caller of it
+    that takes the axis.
+    """
+    name = signature[: signature.index("(")]
+    _library.define(signature)
+
+    def make(function: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            *given, group = arguments
+            function(*given, _axes[group])
+
+        _library.impl(name, run, "CPU")
+        operator = getattr(torch.ops.meshlora_c10d, name).default
+
+        def call(*arguments: Any) -> None:
+            *given, axis = arguments
+            _axes[axis.group.group_name] = axis
+            operator(*given, axis.group.group_name)
+
+        call.__doc__ = function.__doc__
+        return call
+
+    return make
+
+
+@_operator("allreduce_(Tensor(a!) tensor, str group) -> ()")
+def all_reduce(tensor: Tensor, axis: Axis) -> None:
+    """Sum over the ranks, in place; contiguous."""
+    flat = tensor.view(-1)
+    if axis.size == 2 or flat.numel() * flat.element_size() <= ONE_ROUND_BYTES:
+        parts = [flat if rank == axis.rank else torch.empty_like(flat) for rank in range(axis.size)]
+        _exchange([flat] * axis.size, parts, axis)
+        _add_up(parts, flat, axis)
+    else:
+        shares = flat.tensor_split(axis.size)
+        own = shares[axis.rank]
+        parts = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
+        _exchange(shares, parts, axis)
+        _add_up(parts, own, axis)
+        _exchange([own] * axis.size, shares, axis)
+
+
+@_operator("allgather_(Tensor(a!) result, Tensor tensor, str group) -> ()")
+def all_gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """`tensor` of each rank -> `result`, in rank order; both contiguous. `tensor` may be its own part of `result`."""
+    shares = result.view(-1).tensor_split(axis.size)
+    if shares[axis.rank].data_ptr() != tensor.data_ptr():
+        shares[axis.rank].copy_(tensor.view(-1))
+    _exchange([tensor.view(-1)] * axis.size, shares, axis)
+
+
+@_operator("reducescatter_(Tensor(a!) result, Tensor tensor, str group) -> ()")
+def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """This rank's share of the sum of `tensor` over the ranks -> `result`; both contiguous."""
+    flat = result.view(-1)
+    shares = tensor.view(-1).tensor_split(axis.size)
+    parts = [shares[rank] if rank == axis.rank else torch.empty_like(flat) for rank in range(axis.size)]
+    _exchange(shares, parts, axis)
+    _add_up(parts, flat, axis)
+
+
+@_operator("alltoall_(Tensor(a!) result, Tensor tensor, int[] send, int[] receive, str group) -> ()")
+def exchange(result: Tensor, tensor: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+    """`send[i]` rows of `tensor` go to rank i, `receive[i]` rows of `result` come from it; both contiguous."""
+    shares, parts = tensor.split(list(send)), result.split(list(receive))
+    parts[axis.rank].copy_(shares[axis.rank])
+    _exchange(shares, parts, axis)
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
+    """`outgoing[i]` to each other rank i, `incoming[i]` from it. What has no elements is no message."""
+    assert axis.group is not None
+    others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    works = [dist.isend(outgoing[i], group=axis.group, group_dst=i) for i in others if outgoing[i].numel()]
+    works += [dist.irecv(incoming[i], group=axis.group, group_src=i) for i in others[::-1] if incoming[i].numel()]
+    patience = axis.arrivals.timeout_s
+    for work in works:
+        assert work is not None
+        if patience is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=patience))
+
+
+def _add_up(parts: Sequence[Tensor], result: Tensor, axis: Axis) -> None:
+    """The sum of `parts`, in their order, to `result`, which may be this rank's part."""
+    if axis.size == 2:  # of two the order makes no difference
+        torch.add(parts[0], parts[1], out=result)
+        return
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    result.copy_(total)
