@@ -24,6 +24,7 @@ from meshlora.planner.communication import Message
 from meshlora.planner.fake import FakeRun
 from meshlora.planner.gathers import DP, gathers_s
 from meshlora.planner.hardware import Hardware
+from meshlora.planner.memory import LayerMemory, Phase, States, StepMemory, peak_of
 from tests.unit.test_planner import problem_of, simulated
 
 # Weights beside which activations are nothing, so that a layer's copy that is forgotten shows.
@@ -41,7 +42,7 @@ BLOCKS = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 256}
         pytest.param("llama", "dp=4,dp_shard", {"config": WIDE, "seq": 32, "recompute": "full"}, id="recomputed"),
         pytest.param("llama", "dp=3,dp_shard", {"lora": {"target_modules": ["q_proj"]}}, id="uneven"),
         pytest.param("llama", "dp=2,tp=2,sp,dp_shard", {"batch": 8, "micro_batch": 2}, id="sp_accumulated"),
-        pytest.param("gpt2", "dp=5,dp_shard", {"lora": {"target_modules": ["c_attn"]}}, id="stored_transposed"),
+        pytest.param("gpt2", "dp=7,dp_shard", {"lora": {"target_modules": ["c_fc"]}}, id="stored_transposed"),
         pytest.param("gemma2", "dp=2,dp_shard", {"config": {"num_hidden_layers": 6}}, id="two_kinds_of_layers"),
         pytest.param("mixtral", "dp=2,dp_shard", {}, id="experts_sharded"),
         pytest.param("mixtral", "dp=4,ep=2,dp_shard", {}, id="experts_left"),
@@ -162,16 +163,51 @@ def test_every_topology_is_looked_at_whole_and_sharded_and_the_faster_is_first()
         assert memory[whole] > memory[name]
 
 
+def test_gathers_are_no_messages_one_after_another() -> None:
+    """A step with the base sharded takes what it takes with the base whole, and the gathers' own time."""
+    problem = problem_of("llama", 4, batch=8, micro_batch=1, recompute="full")
+    whole, sharded = (choose(problem, [Topology.parse(text)]).ranked[0] for text in ("dp=2,tp=2", "dp=2,tp=2,dp_shard"))
+    assert sharded.gather_s > whole.gather_s == 0
+    assert {**sharded.parts_s, "gathers of weights": 0.0} == whole.parts_s
+    calls = sharded.traffic["node"].calls - whole.traffic["node"].calls
+    assert calls == 2 * len(problem.shrunk.order) * sharded.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "parts", "most"),
+    [
+        # The second layer is copied out, while the buffers of both gathers and what the first one saved are there.
+        pytest.param(Phase(0, 10), Phase(0, -10), (50, 50), 3 * 100 + 10, id="copied_out"),
+        pytest.param(Phase(500, 10), Phase(0, -10), (50, 50), 500 + 2 * 100 + 10, id="forward"),
+        # The last layer's copy and the gather of the first one, with all that both saved.
+        pytest.param(Phase(0, 10), Phase(500, -10), (50, 50), 500 + 2 * 100 + 20, id="backward"),
+        # The gather of the last layer, which is the larger, and its copy.
+        pytest.param(Phase(0, 310), Phase(0, -310), (50, 200), 2 * 400 + 620, id="copied_out_in_backward"),
+    ],
+)
+def test_peak_has_the_copies_of_a_layer_that_are_there(
+    forward: Phase, backward: Phase, parts: tuple[int, int], most: int
+) -> None:
+    """Two layers, of which each of two ranks has `parts`."""
+    nothing = Phase(0, 0)
+    layer = LayerMemory(forward, backward, saved=10, output=0, kept_input=0, gradients=0)
+    memory = StepMemory(nothing, (layer, layer), nothing, nothing, nothing, 1)
+    states = States(0, parts, 0, 0, 0, 0, {}, 0, 0)
+    assert peak_of(memory, (0, 1), states, recomputed=(False, False), accumulates=False, dp=2).largest == most
+
+
 def test_what_training_refuses_is_not_planned() -> None:
     with pytest.raises(UserError, match="one of nf4, int8"):
         problem_of("llama", 2, quantization="nf5")
     with pytest.raises(UnsupportedError, match="routed experts"):
         problem_of("mixtral", 2, quantization="nf4")
-    for options in ({"quantization": "nf4", "config": BLOCKS}, {}):
-        problem = problem_of("llama", 2, lora={"init_lora_weights": "pissa"}, **options)
-        choice_of = Topology.parse("dp=2,dp_shard" if not options else "dp=2")
-        with pytest.raises(UnsupportedError, match="pissa"):
-            choose(problem, [choice_of])
+    pissa = {"init_lora_weights": "pissa"}
+    # Also where the same split was looked at before with the base whole.
+    choice = choose(problem_of("llama", 2, lora=pissa))
+    assert {str(p.topology) for p in choice.ranked} == {"dp=2", "tp=2", "tp=2,sp"}
+    assert [name for name, _ in choice.left_out] == ["dp=2,dp_shard"]
+    with pytest.raises(UnsupportedError, match="pissa"):
+        choose(problem_of("llama", 2, lora=pissa, quantization="nf4", config=BLOCKS), [Topology.parse("dp=2")])
     # 192 input features are 3 blocks, which two ranks cannot share.
     three = {"hidden_size": 192, "head_dim": 24, "intermediate_size": 256}
     left_out = dict(choose(problem_of("llama", 2, quantization="nf4", config=three)).left_out)
