@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli_adapter import read_meta
-from meshlora.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.errors import MeshloraError, UserError
 
 
 def add_plan(commands: Any) -> None:
@@ -17,7 +17,8 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="show how a model is split on a topology, or which topology is best on so many GPUs",
         description="With --topology alone: how each linear is split. With --gpus and --gpu: memory, messages and time "
-        "of every topology that is proved for the family, the best first.",
+        "of every topology that is proved for the family, with the base whole on each dp rank and sharded over them "
+        "(dp_shard), the best first.",
     )
     plan.add_argument(
         "--model", required=True, metavar="FOLDER|FILE", help="checkpoint, of which config.json is read, or such a file"
@@ -37,6 +38,7 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
     plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
+    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
     plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
     plan.add_argument("--json", metavar="FILE", help="write all numbers")
     plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")
@@ -49,7 +51,8 @@ def _plan(options: argparse.Namespace) -> None:
     if options.gpus is not None or options.gpu is not None:
         _choose(options)
         return
-    for name in ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "simulate", "json", "out"):
+    planned = ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "quantization")
+    for name in (*planned, "simulate", "json", "out"):
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}", "it has no effect without --gpus", "give --gpus and --gpu")
     if not options.topology:
@@ -76,8 +79,9 @@ def _choose(options: argparse.Namespace) -> None:
     from meshlora.plan.table import gradient_table
     from meshlora.plan.topology import Topology
     from meshlora.planner import show
-    from meshlora.planner.choose import choose, pose, read_config
+    from meshlora.planner.choose import choose
     from meshlora.planner.hardware import hardware_named
+    from meshlora.planner.problem import pose, read_config
     from meshlora.state.files import write_text_atomically
 
     gpu = hardware_named(options.gpu, options.hardware)
@@ -92,13 +96,10 @@ def _choose(options: argparse.Namespace) -> None:
         global_batch=options.gpus if options.global_batch is None else options.global_batch,
         micro_batch=options.micro_batch,
         recompute=_recompute(options.recompute),
+        quantization=options.quantization,
         trust_remote_code=options.trust_remote_code,
     )
     topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
-    if sharded := [str(topology) for topology in topologies if topology.dp_shard]:
-        raise UnsupportedError(
-            f"--topology {sharded[0]}", "its memory and messages are not predicted", "leave out dp_shard"
-        )
     choice = choose(problem, topologies)
     best = choice.ranked[0]
     console = Console()

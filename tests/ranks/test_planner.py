@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
 import meshlora
 from meshlora.adapter.manage import active_factors, runtime
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
-from meshlora.planner.choose import choose, pose
+from meshlora.planner.choose import choose
 from meshlora.planner.hardware import hardware_named
+from meshlora.planner.problem import pose
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from tests.pool import Pool
@@ -25,10 +27,10 @@ ROWS, TOKENS = 2, 16
 Totals = dict[tuple[str, str], tuple[int, int]]
 
 
-def _step(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
+def _step(family: str, topology: str, quantization: str | None) -> tuple[Totals, dict[str, int]]:
     """((phase, kind) -> calls and bytes, states) of a step of real ranks with messages of real bytes."""
     lora = LoraConfig(r=4, target_modules="all-linear")
-    model = meshlora.load(twin_config(family), lora=lora, topology=topology)
+    model = meshlora.load(_config(family), lora=lora, topology=topology, quantization=quantization)
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     counter = CollectiveCounter()
     hooks = [
@@ -58,15 +60,22 @@ def _step(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
     return totals, states
 
 
+def _config(family: str) -> Any:
+    # No 3 ranks share its rows evenly; 128 input features are whole blocks of 64 over tp=2.
+    return twin_config(family, **({"hidden_size": 128, "head_dim": 16} if family == "llama" else {}))
+
+
 def _bytes(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().untyped_storage().nbytes()
     return tensor.numel() * tensor.element_size()
 
 
-def _planned(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
+def _planned(family: str, topology: str, quantization: str | None) -> tuple[Totals, dict[str, int]]:
     shape = Topology.parse(topology)
     lora = LoraConfig(r=4, target_modules="all-linear")
     problem = pose(
-        twin_config(family),
+        _config(family),
         lora,
         dtype=torch.float32,
         gpus=shape.world,
@@ -75,6 +84,7 @@ def _planned(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
         global_batch=ROWS * shape.dp,
         micro_batch=ROWS,
         recompute="none",
+        quantization=quantization,
     )
     (prediction,) = choose(problem, [shape]).ranked
     calls: Counter[tuple[str, str]] = Counter()
@@ -88,11 +98,27 @@ def _planned(family: str, topology: str) -> tuple[Totals, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "topology"),
-    [("llama", "tp=2"), ("llama", "tp=2,sp"), ("llama", "dp=2"), ("gpt2", "tp=2,sp"), ("olmo2", "tp=2")],
+    ("family", "topology", "quantization"),
+    [
+        ("llama", "tp=2", None),
+        ("llama", "tp=2,sp", None),
+        ("llama", "dp=2", None),
+        ("gpt2", "tp=2,sp", None),
+        ("olmo2", "tp=2", None),
+        ("llama", "dp=2,dp_shard", None),
+        ("gpt2", "dp=2,dp_shard", None),
+        ("mixtral", "dp=2,dp_shard", None),
+        ("llama", "tp=2,sp", "int8"),
+        ("llama", "dp=2,dp_shard", "nf4"),
+        ("llama", "dp=3,dp_shard", None),
+        ("llama", "dp=2,tp=2,dp_shard", "int8"),
+    ],
 )
-def test_two_real_ranks_send_what_is_planned(family: str, topology: str, pools: Callable[[int], Pool]) -> None:
-    """Numbers of calls, bytes and states, each as predicted, on both ranks."""
-    planned = _planned(family, topology)
-    for found in pools(2).run(_step, family, topology):
-        assert found == planned
+def test_real_ranks_send_what_is_planned(
+    family: str, topology: str, quantization: str | None, pools: Callable[[int], Pool]
+) -> None:
+    """Numbers of calls, bytes and states, each as predicted, on every rank."""
+    planned = _planned(family, topology, quantization)
+    world = Topology.parse(topology).world
+    for rank, found in enumerate(pools(world).run(_step, family, topology, quantization)):
+        assert found == planned, rank

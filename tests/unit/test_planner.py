@@ -19,18 +19,19 @@ from meshlora.plan.budget import micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
-from meshlora.planner.choose import Problem, choose, pose
+from meshlora.planner.choose import choose
 from meshlora.planner.communication import Message, grouped, span_of
 from meshlora.planner.fake import FakeRun, Work
 from meshlora.planner.hardware import GPUS, hardware_named
+from meshlora.planner.problem import Problem, pose
 from meshlora.planner.simulate import Simulation, simulate
 
 SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
 
 
-def _problem(family: str, world: int, *, seq: int = 64, batch: int = 0, lora: Any = None, **options: Any) -> Problem:
+def problem_of(family: str, world: int, *, seq: int = 64, batch: int = 0, lora: Any = None, **options: Any) -> Problem:
     config = twin_config(family, **options.pop("config", {}))
-    lora = LoraConfig(r=4, target_modules="all-linear", **(lora or {}))
+    lora = LoraConfig(r=4, **{"target_modules": "all-linear", **(lora or {})})
     return pose(
         config,
         lora,
@@ -43,7 +44,7 @@ def _problem(family: str, world: int, *, seq: int = 64, batch: int = 0, lora: An
     )
 
 
-def _simulated(problem: Problem, topology: str) -> Simulation:
+def simulated(problem: Problem, topology: str) -> Simulation:
     (prediction,) = choose(problem, [Topology.parse(topology, world=problem.gpus)]).ranked
     return simulate(problem, prediction)
 
@@ -73,7 +74,7 @@ def _simulated(problem: Problem, topology: str) -> Simulation:
 def test_simulated_step_is_as_predicted(family: str, topology: str, options: dict[str, Any]) -> None:
     """Shapes, states, numbers and bytes of collectives exactly, the peak within 5 %."""
     world = Topology.parse(topology).world
-    simulation = _simulated(_problem(family, world, **options), topology)
+    simulation = simulated(problem_of(family, world, **options), topology)
     assert not list(simulation.differences())
     assert simulation.world == world
     assert world == 1 or simulation.calls.total()
@@ -84,7 +85,7 @@ def test_simulated_step_is_as_predicted(family: str, topology: str, options: dic
 def test_messages_are_those_of_the_budget(family: str, topology: str) -> None:
     """Two derivations of the numbers of calls: with the embedding trained, all that the budget allows are there."""
     shape = Topology.parse(topology)
-    problem = _problem(family, shape.world, seq=16, lora={"modules_to_save": ["embed_tokens"]})
+    problem = problem_of(family, shape.world, seq=16, lora={"modules_to_save": ["embed_tokens"]})
     (prediction,) = choose(problem, [shape]).ranked
     counted: Counter[tuple[str, str]] = Counter()
     for message in prediction.messages:
@@ -114,8 +115,8 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer() -> None:
 
 def test_peak_without_a_layers_activations_is_noticed() -> None:
     """The comparison itself: what is wrong by more than 5 %, or by one call or byte, is said."""
-    problem = _problem("llama", 2)
-    simulation = _simulated(problem, "tp=2")
+    problem = problem_of("llama", 2)
+    simulation = simulated(problem, "tp=2")
     predicted, seen = simulation.bytes["peak"]
     simulation.bytes["peak"] = (int(predicted * 0.93), seen)
     simulation.bytes["adapter"] = (simulation.bytes["adapter"][0] - 4, simulation.bytes["adapter"][1])
@@ -165,7 +166,7 @@ def test_groups_that_leave_a_node_take_the_network() -> None:
 def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
     from meshlora.planner.show import why_not
 
-    problem = _problem("llama", 4, seq=64, batch=8)
+    problem = problem_of("llama", 4, seq=64, batch=8)
     small = hardware_named("h100")
     every = choose(problem)
     most, least = (pick(p.memory_bytes for p in every.ranked) for pick in (max, min))
@@ -183,11 +184,11 @@ def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
 
 
 def test_topologies_that_are_not_proved_are_left_out_with_the_reason() -> None:
-    problem = _problem("llama", 4)
+    problem = problem_of("llama", 4)
     problem.shrunk.model.config.model_type = "nobody_proved_me"
     choice = choose(problem)
-    assert [str(p.topology) for p in choice.ranked] == ["dp=4"]
-    assert len(choice.left_out) == 4
+    assert [str(p.topology) for p in choice.ranked] == ["dp=4", "dp=4,dp_shard"]
+    assert len(choice.left_out) == 6
     assert all("not proved" in why for _, why in choice.left_out)
 
 
@@ -226,4 +227,7 @@ def test_plan_writes_a_run_file_that_reads_back(tmp_path: Path, capsys: pytest.C
     found = json.loads(numbers.read_text())
     assert run.topology == found["topologies"][0]["topology"]
     assert (run.train.batch_size, run.data.max_length) == (8, 32)
-    assert {t["topology"] for t in found["topologies"]} == {"dp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4", "tp=4,sp"}
+    assert {t["topology"] for t in found["topologies"]} == {
+        *("dp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4", "tp=4,sp"),
+        *("dp=4,dp_shard", "dp=2,tp=2,dp_shard", "dp=2,tp=2,sp,dp_shard"),
+    }

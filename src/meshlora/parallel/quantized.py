@@ -10,6 +10,7 @@ A backward needs the matrix once more: it is unpacked again there, never kept.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,8 +89,13 @@ def pack(weight: Tensor, kind: str) -> Packed:
 
 def _levels(device: torch.device) -> Tensor:
     """-1, -126/127, ..., 1, and a second zero."""
-    levels: Tensor = _functional().create_linear_map(signed=True, total_bits=8)
-    return levels.to(device)
+    return torch.tensor(levels_of_int8(), device=device)
+
+
+@functools.cache
+def levels_of_int8() -> tuple[float, ...]:
+    """The 256 of them, float32, as the library computes them: on a device that has content."""
+    return tuple(_functional().create_linear_map(signed=True, total_bits=8).tolist())
 
 
 class _PackedLinear(Function):

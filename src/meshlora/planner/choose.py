@@ -6,79 +6,39 @@ own: the numbers that it adds up (`memory`, `communication`, `trace`, `hardware`
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from peft import LoraConfig
-from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.adapter.targets import Target, resolve_targets, trained_parameters
-from meshlora.api import build_meta, read_model_config
+from meshlora.adapter.whole_matrix import check_whole_matrix
 from meshlora.errors import UserError
 from meshlora.parallel.groups import simulated_job
+from meshlora.parallel.sharding import check_units
 from meshlora.plan.derive import decoder_layers, plan_model
 from meshlora.plan.families import check_proved
 from meshlora.plan.layout import Split
+from meshlora.plan.quantization import with_quantization
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
-from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, traffic_of
+from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, span_of, traffic_of
 from meshlora.planner.fake import Work
-from meshlora.planner.hardware import Hardware
-from meshlora.planner.kinds import Shrunk, shrink
+from meshlora.planner.gathers import DP, gathers_of, gathers_s
 from meshlora.planner.memory import Peak, States, peak_of, states_of
-from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
+from meshlora.planner.problem import Problem, Recompute
+from meshlora.planner.trace import Trace, tokens_of_chunk, trace
 
-Recompute = str | int
+Traces = dict[Topology, tuple[Trace, Trace]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
 # Of a parameter's gradient: into and out of its bucket, scaled, squared in fp64, clipped, one each in eager code.
 _KERNELS_OF_A_GRADIENT = 10
 # What AdamW and all of that read and write, in passes over the gradients.
 _PASSES_OF_A_STEP = 16
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be run, and on what.
-
-    Attributes:
-        model: on the meta device, whole. shrunk: with one layer of each kind. seq: tokens of a sequence.
-        global_batch: sequences of an optimizer step. micro_batch, recompute: where the user chose; else None.
-    """
-
-    config: PretrainedConfig
-    dtype: torch.dtype
-    lora: LoraConfig
-    model: Any
-    shrunk: Shrunk
-    gpus: int
-    gpu: Hardware
-    seq: int
-    global_batch: int
-    micro_batch: int | None = None
-    recompute: Recompute | None = None
-
-    @property
-    def is_half(self) -> bool:
-        """Whether products are of two bytes an element."""
-        return self.dtype.itemsize == 2
-
-    @property
-    def width(self) -> int:
-        """Of the residual stream."""
-        return int(self.model.get_input_embeddings().embedding_dim)
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the head."""
-        return model_vocab(self.model)
 
 
 @dataclass(frozen=True)
@@ -91,7 +51,7 @@ class Prediction:
         recomputed: whether each layer computes its activations twice. messages: with those that this adds.
         chunk_bytes: of the logits of one chunk of the loss, on a rank.
         compute_s, recompute_s, update_s: of a step: kernels of forward and backward; of layers a second time; of
-            gradients and optimizer. traffic: link -> what messages take of it.
+            gradients and optimizer. gather_s: what gathers of sharded weights add. traffic: link -> what messages take.
     """
 
     topology: Topology
@@ -108,6 +68,7 @@ class Prediction:
     compute_s: float
     recompute_s: float
     update_s: float
+    gather_s: float
     usable_bytes: int
 
     @property
@@ -122,10 +83,13 @@ class Prediction:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """What a step consists of, in seconds, one after another: nothing is taken to overlap."""
+        """What a step consists of, in seconds, one after another: nothing is taken to overlap but gathers of sharded
+        weights, of which what nothing hides is here.
+        """
         return {
             "compute": self.compute_s,
             "recomputation": self.recompute_s,
+            "gathers of weights": self.gather_s,
             "messages inside nodes": self.traffic["node"].time_s,
             "messages between nodes": self.traffic["network"].time_s,
             "update": self.update_s,
@@ -149,52 +113,6 @@ class Choice:
     left_out: tuple[tuple[str, str], ...]
 
 
-def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
-
-    Raises:
-        UserError: as of `meshlora.api.read_model_config`.
-    """
-    path = Path(model)
-    if not path.is_file():
-        return read_model_config(model, trust_remote_code=trust_remote_code)
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, Path(folder) / "config.json")
-        return read_model_config(folder, trust_remote_code=trust_remote_code)
-
-
-def pose(
-    config: PretrainedConfig,
-    lora: LoraConfig,
-    *,
-    dtype: torch.dtype,
-    gpus: int,
-    gpu: Hardware,
-    seq: int,
-    global_batch: int,
-    micro_batch: int | None = None,
-    recompute: Recompute | None = None,
-    trust_remote_code: bool = False,
-) -> Problem:
-    """The problem, with all that every topology shares.
-
-    Raises:
-        UserError: a size below 1; sequences that are longer than the model's positions; a model that cannot be built.
-    """
-    for name, value in {"--gpus": gpus, "--seq": seq, "--global-batch": global_batch}.items():
-        if value < 1:
-            raise UserError(f"{name} {value}", "it must be at least 1")
-    if micro_batch is not None and micro_batch < 1:
-        raise UserError(f"--micro-batch {micro_batch}", "it must be at least 1")
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit and seq > limit:
-        raise UserError(f"--seq {seq}", f"the model has {limit} positions", f"use at most {limit}")
-    model, _ = build_meta(config, Topology(), dtype=dtype, disable_dropout=True, trust_remote_code=trust_remote_code)
-    if recompute not in (None, "none"):
-        _check_recompute(model, recompute)
-    return Problem(config, dtype, lora, model, shrink(model), gpus, gpu, seq, global_batch, micro_batch, recompute)
-
-
 def choose(
     problem: Problem,
     topologies: Sequence[Topology] = (),
@@ -210,11 +128,12 @@ def choose(
     """
     found: list[Prediction] = []
     left_out: list[tuple[str, str]] = []
+    traces: Traces = {}
     with simulated_job(2):
         for topology in topologies or all_topologies(problem):
             advance(str(topology))
             try:
-                found.append(predict(problem, topology))
+                found.append(predict(problem, topology, traces))
             except UserError as error:
                 if len(topologies) == 1:
                     raise
@@ -227,7 +146,15 @@ def choose(
 
 
 def all_topologies(problem: Problem) -> Iterator[Topology]:
-    """Every shape of both meshes; that of experts with etp inside a node, as rows go to all etp ranks of an expert."""
+    """Every shape of both meshes, with the base whole on every dp rank and sharded over them."""
+    for shape in _shapes(problem):
+        yield shape
+        if shape.dp > 1:
+            yield dataclasses.replace(shape, dp_shard=True)
+
+
+def _shapes(problem: Problem) -> Iterator[Topology]:
+    """That of experts with etp inside a node, as rows go to all etp ranks of an expert."""
     experts = [
         m.shape[0] for n, m in problem.shrunk.model.named_parameters() if n.endswith(".down_proj") and m.ndim == 3
     ]
@@ -245,8 +172,10 @@ def all_topologies(problem: Problem) -> Iterator[Topology]:
                         yield Topology(dp=dp, tp=tp, sp=sp, ep=ep, etp=etp, two_stage=True)
 
 
-def predict(problem: Problem, topology: Topology) -> Prediction:
+def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     """The best way to run `topology`: the fastest that fits, else the one that takes least memory.
+
+    traces: of topologies that were looked at before, by topology without dp_shard; this one's are added.
 
     Raises:
         UserError: it cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: not proved.
@@ -257,15 +186,20 @@ def predict(problem: Problem, topology: Topology) -> Prediction:
             f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
         )
     model = problem.shrunk.model
-    plan = plan_model(model, topology)
+    plan = with_quantization(plan_model(model, topology), problem.quantization)
+    check_units(model, plan)
     check_proved(model.config.model_type, topology, has_experts=bool(plan.experts))
     targets = resolve_targets(model, plan, problem.lora)
     trained = trained_parameters(model, plan, problem.lora, targets)
+    check_whole_matrix(problem.lora, targets, plan, problem.dtype)
     states = states_of(problem.shrunk, plan, targets, trained)
     tokens = -(-problem.seq // topology.tp) * topology.tp if topology.sp else problem.seq
-    one, two = (trace(problem.shrunk, plan, problem.lora, targets, rows=n, tokens=tokens) for n in (1, 2))
+    whole = dataclasses.replace(topology, dp_shard=False)
+    if whole not in traces:
+        one, two = (trace(problem.shrunk, plan, problem.lora, targets, rows=n, tokens=tokens) for n in (1, 2))
+        traces[whole] = one, two
     predictions = [
-        _prediction(problem, topology, plan, targets, states, (one, two), rows, tokens, recompute)
+        _prediction(problem, topology, plan, targets, states, traces[whole], rows, tokens, recompute)
         for rows in _micro_batches(problem, share)
         for recompute in _recomputations(problem)
     ]
@@ -288,14 +222,6 @@ def _recomputations(problem: Problem) -> list[Recompute]:
     layers = decoder_layers(problem.model)[1]
     can = all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     return [r for r in RECOMPUTE if r == "none" or (can and (isinstance(r, str) or r < len(layers)))]
-
-
-def _check_recompute(model: Any, recompute: Recompute | None) -> None:
-    layers = decoder_layers(model)[1]
-    if recompute != "full" and not (isinstance(recompute, int) and 1 <= recompute <= len(layers)):
-        raise UserError(f"--recompute {recompute}", f"it must be none, full or a number n from 1 to {len(layers)}")
-    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        raise UserError(f"--recompute {recompute}", "the layers of this family cannot be computed twice", "use none")
 
 
 def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
@@ -321,10 +247,11 @@ def _prediction(
     recomputed = recomputed_layers(recompute, len(shrunk.order))
     chunk_tokens = tokens_of_chunk(problem.vocab, problem.dtype, rows * tokens)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
-    peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1)
+    peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=topology.dp)
     sizes = Sizes(rows, tokens, problem.width, problem.vocab, problem.dtype)
     scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
-    messages = repeated(messages_of(shrunk, plan, one.flow, sizes, states, scaled=scaled), shrunk.order, recomputed)
+    once = messages_of(shrunk, plan, one.flow, sizes, states, scaled=scaled)
+    messages = repeated([*once, *gathers_of(shrunk, states.shards)], shrunk.order, recomputed)
 
     def seconds(part: str) -> float:
         """Of one run of a part, with `rows` sequences: what is done for each adds up."""
@@ -337,7 +264,19 @@ def _prediction(
     # The larger of the two traced chunks stands for all of them.
     chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
     compute_s += chunk_s * rows * tokens
-    compute_s += sum(n * (seconds(f"layer {k}") + seconds(f"layer {k} back")) for k, n in per_kind.items())
+    forward_s = {k: seconds(f"layer {k}") for k in per_kind}
+    backward_s = {k: seconds(f"layer {k} back") for k in per_kind}
+    compute_s += sum(n * (forward_s[k] + backward_s[k]) for k, n in per_kind.items())
+    gather_s = gathers_s(
+        messages,
+        shrunk.order,
+        recomputed,
+        gpu,
+        ranks=topology.dp,
+        is_network=gpu.crosses_nodes(span_of(topology, DP)),
+        forward_s=forward_s,
+        backward_s=backward_s,
+    )
     update = {
         Work(0, _PASSES_OF_A_STEP * states.gradients): 1,
         Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters,
@@ -357,7 +296,8 @@ def _prediction(
         tuple(messages),
         traffic_of(messages, topology, gpu, micro_batches=micro_batches),
         micro_batches * compute_s,
-        micro_batches * sum(n * seconds(f"layer {k}") for k, n in twice.items()),
+        micro_batches * sum(n * forward_s[k] for k, n in twice.items()),
         gpu.work_s(update, is_half=False),
+        micro_batches * gather_s,
         gpu.usable_bytes,
     )

@@ -35,6 +35,8 @@ class Message:
         phase: forward, loss, backward or step. kind: as `plan.budget` names them. axes: over which ranks.
         num_bytes: that one rank puts in. calls: of one micro-batch; of a step where phase is step.
         layer: the kind of decoder layer that it belongs to; None outside them.
+        is_ahead: whether it is sent before its layer runs: its time is not that of one message after another
+            (`planner.gathers`).
     """
 
     phase: str
@@ -43,6 +45,7 @@ class Message:
     num_bytes: int
     calls: int = 1
     layer: int | None = None
+    is_ahead: bool = False
 
     def wire_bytes(self, ranks: int) -> float:
         """What one rank sends over its link, by a ring or by pairs."""
@@ -211,11 +214,14 @@ def _of_step(topology: Topology, states: States) -> Iterator[Message]:
 def repeated(messages: Iterable[Message], order: Sequence[int], recomputed: Sequence[bool]) -> list[Message]:
     """With those that recomputation adds: the forward of a layer runs once more in its backward.
 
-    order: the kind of each layer. recomputed: whether it computes its activations twice.
+    order: the kind of each layer. recomputed: whether it computes its activations twice. The backward of a layer that
+    dp_shard shards gathers it in any case, and no second time.
     """
     found = list(messages)
     again = Counter(kind for kind, twice in zip(order, recomputed, strict=True) if twice)
     for message in found[:]:
+        if message.is_ahead:
+            continue
         if message.phase == "forward" and message.layer is not None and again[message.layer]:
             calls = message.calls // order.count(message.layer) * again[message.layer]
             found.append(replace(message, phase="backward", calls=calls))
@@ -246,7 +252,9 @@ def span_of(topology: Topology, axes: frozenset[str]) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the messages of a step take of one kind of link: calls, bytes that one rank sends, seconds."""
+    """What the messages of a step take of one kind of link: calls, bytes that one rank sends, seconds of those that
+    nothing runs beside.
+    """
 
     calls: int = 0
     wire_bytes: float = 0.0
@@ -265,6 +273,7 @@ def traffic_of(
         wire = message.wire_bytes(ranks)
         time_s = gpu.message_s(wire, ranks=ranks, is_network=is_network)
         link = "network" if is_network else "node"
+        time_s = 0.0 if message.is_ahead else time_s
         before = found[link]
         found[link] = Traffic(before.calls + calls, before.wire_bytes + calls * wire, before.time_s + calls * time_s)
     return found

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -86,14 +87,18 @@ class FakeRun(TorchDispatchMode):
         # On the meta device torch would choose the attention that keeps all pairs of tokens, which no GPU runs. Not a
         # TorchFunctionMode: that is off while a backward runs forwards once more.
         self._attention = mock.patch.object(F, "scaled_dot_product_attention", _attention)
+        # Memory that is freed while its tensor lives on, and allocated again, is no operator: gathered weights are.
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
 
     def __enter__(self) -> FakeRun:
         self._attention.start()
+        self._resizing.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._resizing.stop()
         self._attention.stop()
 
     def hold(self, model: nn.Module) -> int:
@@ -150,7 +155,11 @@ class FakeRun(TorchDispatchMode):
 
     def _hold(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` until it is freed."""
-        storage = tensor.untyped_storage()
+        if isinstance(tensor, DTensor):  # a rank's part, under the name of the whole
+            tensor = tensor.to_local()
+        self._hold_storage(tensor.untyped_storage())
+
+    def _hold_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         before = self._sizes.get(key)
         if before == size:
@@ -162,6 +171,15 @@ class FakeRun(TorchDispatchMode):
         section = self._section
         if section is not None:
             section.peak_bytes = max(section.peak_bytes, self.live_bytes - section.start_bytes)
+
+    def _resized(self, resize: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._hold_storage(storage)
+            return found
+
+        return resize_
 
     def _free(self, key: int, _: Any) -> None:
         self.live_bytes -= self._sizes.pop(key)

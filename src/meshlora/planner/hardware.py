@@ -34,6 +34,7 @@ class Hardware:
         kernel_s: the least time from one kernel's start to the next one's: eager code starts each from Python.
         gpus_per_node, node_gb_s: the GPUs that are joined by the fast link, and its bandwidth. network_gb_s: between
             nodes. link_efficiency: share of either that collectives reach.
+        overlap_efficiency: share of the time of kernels for which a gather of weights can run beside them.
         launch_s: alpha, of any collective. node_hop_s, network_hop_s: besides, for each doubling of its ranks.
         source: where the numbers come from.
     """
@@ -50,6 +51,7 @@ class Hardware:
     matmul_efficiency: float = 0.6
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
+    overlap_efficiency: float = 0.8
     kernel_s: float = 6e-6
     launch_s: float = 12e-6
     node_hop_s: float = 2e-6
@@ -128,7 +130,7 @@ def _read(file: str) -> dict[str, Any]:
         is_whole = isinstance(value, int) or key != "gpus_per_node"
         if not (isinstance(value, str) if is_text else is_number and is_whole):
             raise UserError(f"--hardware {file}: {key}={value!r}", "it must be " + _rule(key, is_text))
-        if key.startswith(("usable_", "matmul_eff", "memory_eff", "link_eff")) and value > 1:
+        if key.startswith(("usable_", "matmul_eff", "memory_eff", "link_eff", "overlap_eff")) and value > 1:
             raise UserError(f"--hardware {file}: {key}={value!r}", "it is a share, at most 1")
         found[key] = value
     return found

@@ -1,7 +1,7 @@
 """What a rank keeps: bytes of weights, adapter, gradients and moments, by arithmetic; and the peak of a step.
 
-Owns: the states of a rank (`states_of`), and how what the parts of a step take adds up (`peak_of`). Does not own: what
-one part of a step takes (`planner.trace`).
+Owns: the states of a rank (`states_of`), and how what the parts of a step take adds up (`peak_of`). Does not own: the
+base (`planner.base`), what one part of a step takes (`planner.trace`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshlora.adapter.manage import rule_of_parameter, rule_of_part
 from meshlora.adapter.targets import Target, embedding_size
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
+from meshlora.planner.base import base_states
 from meshlora.planner.kinds import Shrunk
 
 Axes = tuple[frozenset[str], frozenset[str]]
@@ -28,12 +29,14 @@ class States:
     """Bytes on rank 0, which holds as much as any.
 
     Attributes:
-        weights: the frozen base. buffers: tables of the model. adapter: trained parameters. gradients, moments: theirs.
+        weights: the frozen base. shards: of it, what this rank puts into the gather of a layer of each kind; empty
+            without dp_shard. buffers: tables of the model. adapter: trained parameters. gradients, moments: theirs.
         buckets: (grad axes, mean axes) -> bytes of gradients that are summed over them. largest: of one parameter.
         parameters: how many there are to train.
     """
 
     weights: int
+    shards: tuple[int, ...]
     buffers: int
     adapter: int
     gradients: int
@@ -54,10 +57,7 @@ def states_of(shrunk: Shrunk, plan: ModelPlan, targets: Mapping[str, Target], tr
     trained: names of the base's parameters that are trained in full.
     """
     model = shrunk.model
-    weights = sum(
-        shrunk.times(name) * local_numel(name, parameter.shape, plan) * parameter.element_size()
-        for name, parameter in model.named_parameters()
-    )
+    base = base_states(shrunk, plan, targets)
     buffers = sum(shrunk.times(name) * b.numel() * b.element_size() for name, b in model.named_buffers())
     each = 8 if model.dtype == torch.float64 else 4
     buckets: Counter[Axes] = Counter()
@@ -73,7 +73,8 @@ def states_of(shrunk: Shrunk, plan: ModelPlan, targets: Mapping[str, Target], tr
             part[segment.dim] = stop - segment.start
             buckets[segment.grad_axes, segment.mean_axes] += times * math.prod(part) * each
     # AdamW keeps two moments, and the number of the step as one fp32 for each parameter.
-    return States(weights, buffers, total * each, total * each, 2 * total * each + 4 * count, buckets, largest, count)
+    moments = 2 * total * each + 4 * count
+    return States(base.weights, base.shards, buffers, total * each, total * each, moments, buckets, largest, count)
 
 
 def factors_of(
@@ -94,26 +95,6 @@ def local_shape(shape: Sequence[int], rule: FactorRule, plan: ModelPlan) -> tupl
     for cut in rule.cuts:
         local[cut.dim] = cut.layout.local_size(plan.topology.size_over(frozenset({cut.axis})))
     return tuple(local)
-
-
-def local_numel(name: str, shape: Sequence[int], plan: ModelPlan) -> int:
-    """Elements that a rank holds of a parameter of the base."""
-    tp, whole = plan.topology.tp, math.prod(shape)
-    owner, _, leaf = name.rpartition(".")
-    if name in plan.parameters:
-        rule = plan.parameters[name]
-        return whole // shape[rule.dim] * rule.layout.local_size(tp)
-    if owner in plan.linears:
-        linear = plan.linears[owner]
-        inside, out = linear.local_features(tp) if linear.layout else (linear.in_features, linear.out_features)
-        return out if leaf == "bias" else inside * out
-    # Of experts the bias is named after the matrix, as a parameter beside it.
-    expert = plan.projections.get(name) or plan.projections.get(name.removesuffix("_bias"))
-    if expert is not None:
-        inside, out = expert.local_features(plan.topology.etp)
-        each = inside * out if name in plan.projections else out
-        return expert.num_experts // plan.topology.ep * each
-    return whole
 
 
 @dataclass(frozen=True)
@@ -203,31 +184,36 @@ class Peak:
 
 
 def peak_of(
-    memory: StepMemory, order: Sequence[int], states: States, *, recomputed: Sequence[bool], accumulates: bool
+    memory: StepMemory, order: Sequence[int], states: States, *, recomputed: Sequence[bool], accumulates: bool, dp: int
 ) -> Peak:
     """Walk through a step and note the most that is there at once.
 
+    Under dp_shard a layer runs on copies of what was gathered. In the forward the buffer of its gather stays until the
+    next layer's is copied out of; in the backward it goes, and that of the layer before is filled meanwhile.
+
     order: the kind of each layer. recomputed: whether each layer computes its activations twice. accumulates: whether
-    gradients of an earlier micro-batch are there already.
+    gradients of an earlier micro-batch are there already. dp: ranks that a layer is gathered from.
     """
     live = most = float(states.gradients) if accumulates else 0.0
+    gathered = [dp * states.shards[kind] if states.shards else 0 for kind in order]
 
-    def run(phase: Phase) -> None:
+    def run(phase: Phase, beside: int = 0) -> None:
         nonlocal live, most
-        most = max(most, live + phase.peak)
+        most = max(most, live + beside + phase.peak)
         live += phase.end
 
     start = live
     run(memory.before)
-    for kind, twice in zip(order, recomputed, strict=True):
-        layer = memory.layers[kind]
-        run(Phase(layer.forward.peak, layer.output) if twice else layer.forward)
+    for index, (kind, twice) in enumerate(zip(order, recomputed, strict=True)):
+        layer, whole = memory.layers[kind], gathered[index]
+        most = max(most, live + 2 * whole + (gathered[index - 1] if index else 0))
+        run(Phase(layer.forward.peak, layer.output) if twice else layer.forward, beside=2 * whole)
     activations = live - start
     run(memory.after)
     run(memory.chunk)
     run(memory.back)
-    for kind, twice in zip(reversed(order), reversed(recomputed), strict=True):
-        layer = memory.layers[kind]
+    for index in reversed(range(len(order))):
+        layer, twice, whole = memory.layers[order[index]], recomputed[index], gathered[index]
         new = 0.0 if accumulates else layer.gradients
         # What the traced backward leaves has its gradients in it.
         back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
@@ -235,7 +221,8 @@ def peak_of(
             # It begins from its input, which is kept for it, and keeps what it would have kept.
             end = back.end + layer.saved + layer.kept_input - layer.output
             back = Phase(max(layer.forward.peak, layer.saved + back.peak), end)
-        run(back)
+        most = max(most, live + 2 * whole)
+        run(back, beside=whole + (gathered[index - 1] if index else 0))
     # The sum of a bucket is of a flat copy, out of place; the norm squares one parameter after another in fp64.
     summed = max((2 * size for size in states.buckets.values()), default=0)
     most = max(most, states.gradients + summed, states.gradients + 4 * states.largest)

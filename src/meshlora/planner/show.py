@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from meshlora.planner.choose import Choice, Prediction, Problem
+from meshlora.planner.choose import Choice, Prediction
 from meshlora.planner.communication import grouped
+from meshlora.planner.problem import Problem
 from meshlora.planner.simulate import Simulation
 
 _GB = 1e9
@@ -22,19 +24,20 @@ def ranking(problem: Problem, choice: Choice) -> Table:
     collectives of a step.
     """
     gpu = problem.gpu
+    base = f" in {problem.quantization}" if problem.quantization else ""
     title = (
-        f"{problem.model.config.model_type} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences of "
-        f"{problem.seq:,} tokens a step"
+        f"{problem.model.config.model_type}{base} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences "
+        f"of {problem.seq:,} tokens a step"
     )
-    table = Table(title=title)
-    for name in ("topology", "batches", "recompute", "GB", "s a step", "tokens/s/GPU", "calls"):
-        table.add_column(name, justify="left" if name in ("topology", "recompute") else "right", no_wrap=True)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # 80 columns have to do
+    for name in ("topology", "batches", "re-\ncompute", "GB", "s\na step", "tokens/s\na GPU", "calls"):
+        table.add_column(name, justify="left" if name in ("topology", "re-\ncompute") else "right", no_wrap=True)
     for prediction in choice.ranked:
         calls = sum(grouped(prediction.messages, micro_batches=prediction.micro_batches).values())
         rows = f"{prediction.micro_batches} x {prediction.micro_batch}"
         memory = f"{prediction.memory_bytes / _GB:,.1f}"
         if not prediction.fits:
-            table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, "-", "does not fit", "-")
+            table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, "-", "no room", "-")
             continue
         speed = f"{prediction.tokens_per_s(problem.global_batch, problem.seq):,.0f}"
         time_s = f"{prediction.time_s:,.2f}"
@@ -51,6 +54,8 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
     table.add_row("together, at most", f"{prediction.memory_bytes / _GB:,.2f} GB")
     table.add_row("room on a GPU", f"{prediction.usable_bytes / _GB:,.2f} GB", end_section=True)
     for name, time_s in prediction.parts_s.items():
+        if name == "gathers of weights" and not prediction.topology.dp_shard:
+            continue
         table.add_row(name, f"{time_s:,.3f} s")
     table.add_row("together", f"{prediction.time_s:,.3f} s", end_section=True)
     for link, traffic in prediction.traffic.items():
@@ -111,7 +116,9 @@ def assumptions(problem: Problem) -> str:
         f"times are estimates: {tflops:,.0f} TFLOP/s at {gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
         f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us a kernel at least, links of "
         f"{gpu.node_gb_s:g} GB/s in nodes of {gpu.gpus_per_node} and {gpu.network_gb_s:g} GB/s between them at "
-        f"{gpu.link_efficiency:.0%}, nothing overlaps ({gpu.source or 'given'}); --hardware FILE.json replaces any"
+        f"{gpu.link_efficiency:.0%}, nothing overlaps but gathers of weights (dp_shard), beside "
+        f"{gpu.overlap_efficiency:.0%} of the kernels of the layer before ({gpu.source or 'given'}); "
+        "--hardware FILE.json replaces any"
     )
 
 
@@ -123,6 +130,7 @@ def as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
         "gpu": problem.gpu.name,
         "seq": problem.seq,
         "global_batch": problem.global_batch,
+        "quantization": problem.quantization,
         "topologies": [_prediction_json(problem, prediction) for prediction in choice.ranked],
         "left_out": [{"topology": topology, "why": why} for topology, why in choice.left_out],
         "why_not": why_not(problem, choice),
@@ -169,12 +177,16 @@ def simulated(simulation: Simulation) -> Table:
     return table
 
 
+def _quantization(problem: Problem) -> dict[str, str]:
+    return {} if problem.quantization is None else {"quantization": problem.quantization}
+
+
 def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str, output: str) -> str:
     """YAML that `meshlora check` and `meshlora train` take."""
     lora = problem.lora
     targets = lora.target_modules
     values: dict[str, Any] = {
-        "model": {"path": model, "dtype": str(problem.dtype).removeprefix("torch.")},
+        "model": {"path": model, "dtype": str(problem.dtype).removeprefix("torch.")} | _quantization(problem),
         "lora": {
             "r": lora.r,
             "lora_alpha": lora.lora_alpha,

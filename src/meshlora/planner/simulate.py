@@ -14,18 +14,21 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshlora.adapter.manage import active_factors
 from meshlora.adapter.targets import resolve_targets, trained_parameters
 from meshlora.api import build_meta
 from meshlora.config import TrainConfig
 from meshlora.parallel.groups import open_mesh, simulated_job
-from meshlora.planner.choose import Prediction, Problem
+from meshlora.planner.choose import Prediction
 from meshlora.planner.communication import calls_of
 from meshlora.planner.fake import Call, FakeRun
 from meshlora.planner.memory import factors_of, local_shape
+from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
@@ -73,14 +76,21 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
     topology, rows, tokens = prediction.topology, prediction.micro_batch, prediction.tokens
     run = FakeRun()
     with simulated_job(topology.world):
-        model, plan = build_meta(copy.deepcopy(problem.config), topology, dtype=problem.dtype, disable_dropout=True)
+        model, plan = build_meta(
+            copy.deepcopy(problem.config),
+            topology,
+            dtype=problem.dtype,
+            disable_dropout=True,
+            quantization=problem.quantization,
+        )
         targets = resolve_targets(model, plan, problem.lora)
         trained = trained_parameters(model, plan, problem.lora, targets)
         predicted_shapes = [
             local_shape(shape, rule, plan) for _, shape, rule in factors_of(model, plan, targets, trained)
         ]
         mesh = open_mesh(topology, copies=plan.copies, has_experts=bool(plan.experts))
-        with run:
+        # Of fully_shard, which would have parameters with content.
+        with run, mock.patch.object(FSDPParamGroup, "_validate_no_meta_params", return_value=None):
             assemble(model, plan, mesh, problem.lora, targets, run)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are of the whole base, and asked for once

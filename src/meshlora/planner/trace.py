@@ -8,6 +8,7 @@ collectives there are, so that the simulation can judge those.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ from meshlora.parallel.dropout import replace_dropouts
 from meshlora.parallel.experts import ParallelExperts
 from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.inject import parallelize
-from meshlora.parallel.linear import ParallelHead
+from meshlora.parallel.linear import ParallelHead, ParallelLinear
+from meshlora.parallel.sharding import finish_sharding, shard_unit
 from meshlora.parallel.vocabulary import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.layout import Split
@@ -79,10 +81,18 @@ def assemble(
 ) -> Any:
     """`model`, on the meta device, as `meshlora.load` makes it, with weights and factors that have no content.
 
-    Inside `run`; returns the model, whose states `run` counts.
+    Inside `run`; returns the model, whose states `run` counts. With `plan.units` the groups of `mesh` have to be open.
     """
-    parallelize(model, plan, mesh, targets=set(targets), dtype=model.dtype)
+    parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=model.dtype)
+    for name in sorted(plan.quantized):
+        linear = model.get_submodule(name)
+        assert isinstance(linear, ParallelLinear)
+        assert plan.quantization is not None
+        linear.pack_weight(linear.weight, plan.quantization)
+    for unit in plan.units:
+        shard_unit(model, unit, plan, mesh)
     model.tie_weights()
+    finish_sharding(model, plan, mesh)
     run.hold(model)
     model.meshlora = manage.Runtime(plan, mesh, None)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
@@ -104,11 +114,14 @@ def trace(
 ) -> Trace:
     """A micro-batch of `rows` sequences of `tokens` tokens. plan: of the shrunk model.
 
+    Where dp shards the base, its layers run here on whole weights: what gathering takes is added by arithmetic.
+
     A simulated job has to be open, of any size.
 
     Raises:
         UnsupportedError: a model whose logits are needed whole.
     """
+    plan = dataclasses.replace(plan, units=())
     run = FakeRun()
     chunk_tokens = tokens_of_chunk(model_vocab(shrunk.model), shrunk.model.dtype, rows * tokens)
     with run:

@@ -1,0 +1,136 @@
+"""What is to be run, and on what: the model without weights, the batch, the machines.
+
+Owns: `Problem`, reading a configuration, what is refused whatever the topology. Does not own: topologies, predictions
+(`planner.choose`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from meshlora.api import build_meta, read_model_config
+from meshlora.errors import UserError
+from meshlora.parallel.quantized import levels_of_int8
+from meshlora.plan.derive import decoder_layers
+from meshlora.plan.topology import Topology
+from meshlora.planner.hardware import Hardware
+from meshlora.planner.kinds import Shrunk, shrink
+from meshlora.planner.trace import model_vocab
+
+Recompute = str | int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be run, and on what.
+
+    Attributes:
+        model: on the meta device, whole. shrunk: with one layer of each kind. seq: tokens of a sequence.
+        global_batch: sequences of an optimizer step. micro_batch, recompute: where the user chose; else None.
+        quantization: of the base, one of `plan.quantization.KINDS`; None: it is not.
+    """
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    lora: LoraConfig
+    model: Any
+    shrunk: Shrunk
+    gpus: int
+    gpu: Hardware
+    seq: int
+    global_batch: int
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+    quantization: str | None = None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether products are of two bytes an element."""
+        return self.dtype.itemsize == 2
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return int(self.model.get_input_embeddings().embedding_dim)
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the head."""
+        return model_vocab(self.model)
+
+
+def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
+
+    Raises:
+        UserError: as of `meshlora.api.read_model_config`.
+    """
+    path = Path(model)
+    if not path.is_file():
+        return read_model_config(model, trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder) / "config.json")
+        return read_model_config(folder, trust_remote_code=trust_remote_code)
+
+
+def pose(
+    config: PretrainedConfig,
+    lora: LoraConfig,
+    *,
+    dtype: torch.dtype,
+    gpus: int,
+    gpu: Hardware,
+    seq: int,
+    global_batch: int,
+    micro_batch: int | None = None,
+    recompute: Recompute | None = None,
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
+) -> Problem:
+    """The problem, with all that every topology shares.
+
+    Raises:
+        UserError: a size below 1; sequences that are longer than the model's positions; a model that cannot be built,
+            or not be quantised.
+    """
+    for name, value in {"--gpus": gpus, "--seq": seq, "--global-batch": global_batch}.items():
+        if value < 1:
+            raise UserError(f"{name} {value}", "it must be at least 1")
+    if micro_batch is not None and micro_batch < 1:
+        raise UserError(f"--micro-batch {micro_batch}", "it must be at least 1")
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and seq > limit:
+        raise UserError(f"--seq {seq}", f"the model has {limit} positions", f"use at most {limit}")
+    model, _ = build_meta(
+        config,
+        Topology(),
+        dtype=dtype,
+        disable_dropout=True,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+    )
+    if quantization == "int8":
+        levels_of_int8()
+    if recompute not in (None, "none"):
+        _check_recompute(model, recompute)
+    shrunk = shrink(model)
+    return Problem(
+        config, dtype, lora, model, shrunk, gpus, gpu, seq, global_batch, micro_batch, recompute, quantization
+    )
+
+
+def _check_recompute(model: Any, recompute: Recompute | None) -> None:
+    layers = decoder_layers(model)[1]
+    if recompute != "full" and not (isinstance(recompute, int) and 1 <= recompute <= len(layers)):
+        raise UserError(f"--recompute {recompute}", f"it must be none, full or a number n from 1 to {len(layers)}")
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        raise UserError(f"--recompute {recompute}", "the layers of this family cannot be computed twice", "use none")

@@ -1,0 +1,235 @@
+"""What the planner says of frozen bases that are packed or sharded over dp, against simulated steps and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshlora.cli import main
+from meshlora.errors import UnsupportedError, UserError
+from meshlora.parallel.quantized import pack
+from meshlora.plan.budget import micro_batch_budget
+from meshlora.plan.derive import plan_model
+from meshlora.plan.quantization import with_quantization
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.planner.base import held
+from meshlora.planner.choose import choose
+from meshlora.planner.communication import Message
+from meshlora.planner.fake import FakeRun
+from meshlora.planner.gathers import DP, gathers_s
+from meshlora.planner.hardware import Hardware
+from meshlora.planner.memory import LayerMemory, Phase, States, StepMemory, peak_of
+from tests.unit.test_planner import problem_of, simulated
+
+# Weights beside which activations are nothing, so that a layer's copy that is forgotten shows.
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 512}
+# Whole blocks of 64 on each of two tp ranks.
+BLOCKS = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 256}
+
+
+# The stack of GPT-2 returns a view. It has no weights of its own to gather, so that nothing hangs on it.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPGPT2Model. returned a view:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "topology", "options"),
+    [
+        pytest.param("llama", "dp=4,dp_shard", {"config": WIDE, "seq": 32}, id="weights_alone"),
+        pytest.param("llama", "dp=4,dp_shard", {"config": WIDE, "seq": 32, "recompute": "full"}, id="recomputed"),
+        pytest.param("llama", "dp=3,dp_shard", {"lora": {"target_modules": ["q_proj"]}}, id="uneven"),
+        pytest.param("llama", "dp=2,tp=2,sp,dp_shard", {"batch": 8, "micro_batch": 2}, id="sp_accumulated"),
+        pytest.param("gpt2", "dp=7,dp_shard", {"lora": {"target_modules": ["c_fc"]}}, id="stored_transposed"),
+        pytest.param("gemma2", "dp=2,dp_shard", {"config": {"num_hidden_layers": 6}}, id="two_kinds_of_layers"),
+        pytest.param("mixtral", "dp=2,dp_shard", {}, id="experts_sharded"),
+        pytest.param("mixtral", "dp=4,ep=2,dp_shard", {}, id="experts_left"),
+        pytest.param("llama", "tp=2", {"quantization": "nf4", "config": WIDE, "seq": 32}, id="nf4"),
+        pytest.param("llama", "tp=2,sp", {"quantization": "int8", "config": BLOCKS, "recompute": "full"}, id="int8"),
+        pytest.param(
+            "llama", "dp=2,tp=2,sp,dp_shard", {"quantization": "nf4", "config": WIDE, "seq": 32}, id="nf4_sharded"
+        ),
+        pytest.param(
+            "llama",
+            "dp=3,dp_shard",
+            {"quantization": "int8", "config": BLOCKS, "dtype": torch.bfloat16, "lora": {"use_dora": True}},
+            id="int8_sharded_dora",
+        ),
+    ],
+)
+def test_simulated_step_is_as_predicted(family: str, topology: str, options: dict[str, Any]) -> None:
+    """Shapes, states, numbers and bytes of collectives exactly, the peak within 5 %."""
+    simulation = simulated(problem_of(family, Topology.parse(topology).world, **options), topology)
+    assert not list(simulation.differences())
+    kinds = {call.kind for call in simulation.calls if call.phase == "forward"}
+    assert ("dp_shard" not in topology) or "allgather" in kinds
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("topology", ["dp=2,dp_shard", "dp=2,tp=2,sp,dp_shard"])
+def test_gathers_are_those_of_the_budget(topology: str, recompute: str) -> None:
+    shape = Topology.parse(topology)
+    problem = problem_of("llama", shape.world, seq=16, recompute=recompute, lora={"modules_to_save": ["embed_tokens"]})
+    (prediction,) = choose(problem, [shape]).ranked
+    counted: Counter[tuple[str, str]] = Counter()
+    for message in prediction.messages:
+        if message.phase != "step":
+            counted[message.phase, message.kind] += message.calls
+    budget = micro_batch_budget(plan_model(problem.model, shape), recomputes=recompute == "full")
+    assert counted == {key: number for key, number in budget.items() if number}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_packed_bytes_are_those_of_a_packed_matrix(kind: str) -> None:
+    problem = problem_of("llama", 2, config=BLOCKS, quantization=kind, dtype=torch.bfloat16)
+    plan = with_quantization(plan_model(problem.shrunk.model, Topology.parse("tp=2")), kind)
+    name = "model.layers.0.mlp.down_proj.weight"  # [128, 256], of which a rank has 128 columns
+    packed = pack(torch.randn(128, 128), kind)
+    found = held(name, (128, 256), torch.bfloat16, plan, ())
+    assert [t.shape for t in found] == [tuple(packed.codes.shape), tuple(packed.absmax.shape)]
+    assert [t.num_bytes for t in found] == [t.numel() * t.element_size() for t in (packed.codes, packed.absmax)]
+    (head,) = held("lm_head.weight", (256, 128), torch.bfloat16, plan, ())
+    assert head.num_bytes == 128 * 128 * 2
+
+
+def test_unpacking_takes_time_and_memory_of_a_step() -> None:
+    plain, packed = (
+        choose(
+            problem_of("llama", 2, config=WIDE, seq=32, quantization=kind, recompute="none", dtype=torch.bfloat16),
+            [Topology.parse("dp=2")],
+        ).ranked[0]
+        for kind in (None, "nf4")
+    )
+    assert packed.states.weights < 0.35 * plain.states.weights
+    assert packed.compute_s > plain.compute_s
+    # The largest matrix in float32 and in bfloat16 at once.
+    assert packed.peak.working >= plain.peak.working + 4096 * 1024 * 5
+
+
+def test_gathers_hide_behind_the_layer_before_and_no_further() -> None:
+    """Two layers, gathers of 4 s, 80 % of kernels: the first one of either direction hides behind nothing."""
+    gpu = Hardware("-", 1, 1, 1, 1e9, 1, 1, link_efficiency=1, launch_s=0, node_hop_s=0, kernel_s=0)
+    messages = [Message(phase, "allgather", DP, 4 * 10**9, 2, 0, is_ahead=True) for phase in ("forward", "backward")]
+
+    def found(forward_s: float, backward_s: float, *, again: bool = False) -> float:
+        return gathers_s(
+            messages,
+            (0, 0),
+            (again, again),
+            gpu,
+            ranks=2,
+            is_network=False,
+            forward_s={0: forward_s},
+            backward_s={0: backward_s},
+        )
+
+    copies_s = found(100, 100) - 8
+    assert 0 < copies_s < 1e-3
+    assert found(0, 0) - copies_s == pytest.approx(16)
+    assert found(2.5, 100) - copies_s == pytest.approx(8 + 4 - 2)
+    assert found(0, 2.5) - copies_s == pytest.approx(8 + 4 + 4 - 2)
+    # A layer that is computed twice has its forward beside the gather, too.
+    assert found(2.5, 2.5, again=True) - copies_s == pytest.approx(8 + 2 + 0)
+
+
+def test_memory_that_is_given_back_under_a_living_tensor_is_noticed() -> None:
+    run = FakeRun()
+    with run:
+        a = torch.empty(1000)
+        with run.section("s") as section:
+            a.untyped_storage().resize_(0)
+            assert run.live_bytes == 0
+            b = torch.empty(500)
+            a.untyped_storage().resize_(4000)
+        assert run.live_bytes == 6000
+        assert section.peak_bytes == 2000
+        del a, b
+        assert run.live_bytes == 0
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_every_topology_is_looked_at_whole_and_sharded_and_the_faster_is_first() -> None:
+    choice = choose(problem_of("llama", 4, batch=8))
+    times = {str(p.topology): p.time_s for p in choice.ranked}
+    assert list(times.values()) == sorted(times.values())
+    sharded = [name for name in times if "dp_shard" in name]
+    assert len(sharded) == 3
+    memory = {str(p.topology): p.states.weights for p in choice.ranked}
+    for name in sharded:
+        whole = name.replace(",dp_shard", "")
+        assert times[whole] < times[name]
+        assert memory[whole] > memory[name]
+
+
+def test_gathers_are_no_messages_one_after_another() -> None:
+    """A step with the base sharded takes what it takes with the base whole, and the gathers' own time."""
+    problem = problem_of("llama", 4, batch=8, micro_batch=1, recompute="full")
+    whole, sharded = (choose(problem, [Topology.parse(text)]).ranked[0] for text in ("dp=2,tp=2", "dp=2,tp=2,dp_shard"))
+    assert sharded.gather_s > whole.gather_s == 0
+    assert {**sharded.parts_s, "gathers of weights": 0.0} == whole.parts_s
+    calls = sharded.traffic["node"].calls - whole.traffic["node"].calls
+    assert calls == 2 * len(problem.shrunk.order) * sharded.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "parts", "most"),
+    [
+        # The second layer is copied out, while the buffers of both gathers and what the first one saved are there.
+        pytest.param(Phase(0, 10), Phase(0, -10), (50, 50), 3 * 100 + 10, id="copied_out"),
+        pytest.param(Phase(500, 10), Phase(0, -10), (50, 50), 500 + 2 * 100 + 10, id="forward"),
+        # The last layer's copy and the gather of the first one, with all that both saved.
+        pytest.param(Phase(0, 10), Phase(500, -10), (50, 50), 500 + 2 * 100 + 20, id="backward"),
+        # The gather of the last layer, which is the larger, and its copy.
+        pytest.param(Phase(0, 310), Phase(0, -310), (50, 200), 2 * 400 + 620, id="copied_out_in_backward"),
+    ],
+)
+def test_peak_has_the_copies_of_a_layer_that_are_there(
+    forward: Phase, backward: Phase, parts: tuple[int, int], most: int
+) -> None:
+    """Two layers, of which each of two ranks has `parts`."""
+    nothing = Phase(0, 0)
+    layer = LayerMemory(forward, backward, saved=10, output=0, kept_input=0, gradients=0)
+    memory = StepMemory(nothing, (layer, layer), nothing, nothing, nothing, 1)
+    states = States(0, parts, 0, 0, 0, 0, {}, 0, 0)
+    assert peak_of(memory, (0, 1), states, recomputed=(False, False), accumulates=False, dp=2).largest == most
+
+
+def test_what_training_refuses_is_not_planned() -> None:
+    with pytest.raises(UserError, match="one of nf4, int8"):
+        problem_of("llama", 2, quantization="nf5")
+    with pytest.raises(UnsupportedError, match="routed experts"):
+        problem_of("mixtral", 2, quantization="nf4")
+    pissa = {"init_lora_weights": "pissa"}
+    # Also where the same split was looked at before with the base whole.
+    choice = choose(problem_of("llama", 2, lora=pissa))
+    assert {str(p.topology) for p in choice.ranked} == {"dp=2", "tp=2", "tp=2,sp"}
+    assert [name for name, _ in choice.left_out] == ["dp=2,dp_shard"]
+    with pytest.raises(UnsupportedError, match="pissa"):
+        choose(problem_of("llama", 2, lora=pissa, quantization="nf4", config=BLOCKS), [Topology.parse("dp=2")])
+    # 192 input features are 3 blocks, which two ranks cannot share.
+    three = {"hidden_size": 192, "head_dim": 24, "intermediate_size": 256}
+    left_out = dict(choose(problem_of("llama", 2, quantization="nf4", config=three)).left_out)
+    assert set(left_out) == {"tp=2", "tp=2,sp"}
+    assert all("a part of a block of 64" in why for why in left_out.values())
+
+
+def test_plan_writes_what_the_base_is_packed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from meshlora.run_file import read_run
+
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(twin_config("llama", **BLOCKS).to_dict()))
+    out, numbers = tmp_path / "run.yaml", tmp_path / "plan.json"
+    words = ["plan", "--model", str(model), "--gpus", "4", "--gpu", "h100", "--seq", "32", "--quantization", "int8"]
+    topology = ["--topology", "dp=4,dp_shard"]
+    assert main([*words, *topology, "--simulate", "--out", str(out), "--json", str(numbers)]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("as predicted", "llama in int8 on 4", "gathers of weights"))
+    run = read_run(out)
+    assert (run.topology, run.model.quantization) == ("dp=4,dp_shard", "int8")
+    found = json.loads(numbers.read_text())
+    assert found["quantization"] == "int8"
+    assert found["topologies"][0]["times_s"]["gathers of weights"] > 0
+    assert main(["plan", "--model", str(tmp_path), "--topology", "dp=2", "--quantization", "nf4"]) == 2
+    assert "no effect without --gpus" in capsys.readouterr().err
