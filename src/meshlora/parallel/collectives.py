@@ -32,7 +32,11 @@ def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks of `axis`, out of place and without a gradient."""
     if axis.size == 1:
         return tensor
-    return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis)
+    if not (axis.is_gloo and tensor.is_cpu):
+        return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis)
+    with axis.arrivals.at("all_reduce", axis.ranks):
+        result: Tensor = direct.all_reduce_apart(tensor, axis)
+    return result
 
 
 def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:

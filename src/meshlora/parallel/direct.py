@@ -16,37 +16,37 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshlora.parallel.groups import Axis
 
 # Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024
+_TAG = 0
 
 _library = torch.library.Library("meshlora_c10d", "DEF")
 _axes: dict[str, Axis] = {}  # by the names of their groups, which operators take
 
 
-def _operator(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _operator(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function on (tensors, ..., axis) an operator that takes the name of the axis' group, and a caller of it
     that takes the axis.
     """
     name = signature[: signature.index("(")]
     _library.define(signature)
 
-    def make(function: Callable[..., None]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
             *given, group = arguments
-            function(*given, _axes[group])
+            return function(*given, _axes[group])
 
         _library.impl(name, run, "CPU")
         operator = getattr(torch.ops.meshlora_c10d, name).default
 
-        def call(*arguments: Any) -> None:
+        def call(*arguments: Any) -> Any:
             *given, axis = arguments
             _axes[axis.group.group_name] = axis
-            operator(*given, axis.group.group_name)
+            return operator(*given, axis.group.group_name)
 
         call.__doc__ = function.__doc__
         return call
@@ -69,6 +69,19 @@ def all_reduce(tensor: Tensor, axis: Axis) -> None:
         _exchange(shares, parts, axis)
         _add_up(parts, own, axis)
         _exchange([own] * axis.size, shares, axis)
+
+
+@_operator("allreduce(Tensor tensor, str group) -> Tensor")
+def all_reduce_apart(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks, in memory of its own; of two ranks without a copy of `tensor`."""
+    if axis.size > 2:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        all_reduce(result, axis)
+        return result
+    tensor = tensor.contiguous()
+    other = torch.empty_like(tensor)
+    _exchange([tensor] * 2, [other] * 2, axis)
+    return other.add_(tensor)
 
 
 @_operator("allgather_(Tensor(a!) result, Tensor tensor, str group) -> ()")
@@ -102,11 +115,10 @@ def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis
     """`outgoing[i]` to each other rank i, `incoming[i]` from it. What has no elements is no message."""
     assert axis.group is not None
     others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
-    works = [dist.isend(outgoing[i], group=axis.group, group_dst=i) for i in others if outgoing[i].numel()]
-    works += [dist.irecv(incoming[i], group=axis.group, group_src=i) for i in others[::-1] if incoming[i].numel()]
+    works = [axis.group.send([outgoing[i]], i, _TAG) for i in others if outgoing[i].numel()]
+    works += [axis.group.recv([incoming[i]], i, _TAG) for i in others[::-1] if incoming[i].numel()]
     patience = axis.arrivals.timeout_s
     for work in works:
-        assert work is not None
         if patience is None:
             work.wait()
         else:

@@ -17,6 +17,7 @@ from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.linear import ParallelHead, ParallelLinear
 from meshlora.parallel.norm import widen_norm
 from meshlora.parallel.region import install_borders
+from meshlora.parallel.rms_norm import own_gradients_of_norms
 from meshlora.parallel.router import RouterAdapter, adapt_router, router_of
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
@@ -64,6 +65,7 @@ def parallelize(
     for name, layout in plan.wide_norms.items():
         widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
     watch_activations(model, plan.owners)
+    own_gradients_of_norms(model)
     install_borders(model, plan, mesh.tp)
 
 
