@@ -29,6 +29,22 @@ def test_forward_is_base_plus_scaled_update() -> None:
     assert torch.allclose(LoraLinearFunction.apply(x, weight, bias, a, b, 0.5), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 32, 33])
+def test_few_and_many_tokens_have_the_same_formula(num_tokens: int, has_bias: bool) -> None:
+    _, weight, bias, a, b = _inputs()
+    x = torch.randn(1, num_tokens, 5, dtype=torch.float64, requires_grad=True)
+    a, b = a.requires_grad_(), b.requires_grad_()
+    y = LoraLinearFunction.apply(x, weight, bias if has_bias else None, a, b, 0.5)
+    expected = F.linear(x, weight + 0.5 * b @ a, bias if has_bias else None)
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
+    g = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(one, (x, a, b), g) for one in (y * 1, expected))
+    for ours, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    y.mul_(2)  # some models do: no view, or autograd would refuse it
+
+
 class _LargestProduct(TorchDispatchMode):
     """Counts matrix products whose result has W's shape."""
 
