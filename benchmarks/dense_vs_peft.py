@@ -7,6 +7,9 @@ loss and every LoRA gradient of the first step are compared with PEFT's: a syste
 step is forward, loss, backward, fused AdamW. The systems take turns, a few steps at a time. Memory is counted twice:
 what autograd saves (each storage once, without parameters; the same on every machine), and the most that a step
 allocates beyond what was there before it. The interface is that of benchmarks/README.md.
+
+The base is bfloat16, as people train, with float32 factors, as PEFT makes them; and float32. There the products of the
+base's own matrices take nearly all of a step, on all sides: a row says how fast a step without anything else would be.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -42,10 +47,18 @@ from tp_vs_peft import (
     tokens,
 )
 
-REFERENCE = System("PEFT, plain loop", "peft")
-TRAINER = System("PEFT, transformers Trainer", "trainer")
-OURS = System("meshlora", "meshlora")
-SYSTEMS = (OURS, REFERENCE, TRAINER)
+DTYPES = ("bfloat16", "float32")
+LIMIT_BFLOAT16 = 4.0  # times PEFT's own distance from float32
+
+
+def systems_of(dtype: str) -> tuple[System, System, System]:
+    """(ours, the reference, PEFT with the Trainer) beside a base of `dtype`."""
+    kinds = {"meshlora": "meshlora", "PEFT, plain loop": "peft", "PEFT, transformers Trainer": "trainer"}
+    ours, reference, trainer = (System(f"{name}, {dtype}", kind, dtype=dtype) for name, kind in kinds.items())
+    return ours, reference, trainer
+
+
+SYSTEMS = tuple(system for dtype in DTYPES for system in systems_of(dtype))
 SHAPES, QUICK, TINY_SHAPES = (Shape(256, 1), Shape(32, 1), Shape(1024, 1)), (Shape(256, 1),), (Shape(16, 1),)
 TARGET_TIME, TARGET_MEMORY = 1.1, 0.7
 
@@ -56,7 +69,7 @@ _held: dict[str, Any] = {}
 
 
 def open_system(system: System, folder: Path) -> None:
-    candidate = load(REFERENCE if system.kind == "trainer" else system, folder)
+    candidate = load(replace(system, kind="peft") if system.kind == "trainer" else system, folder)
     _held.update(candidate=candidate, system=system, folder=folder)
 
 
@@ -118,6 +131,7 @@ def _time_trainer(shape: Shape, steps: int) -> list[tuple[float, float]]:
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
+        bf16=_held["system"].dtype == "bfloat16",
     )
     Trainer(_held["candidate"].model, arguments, train_dataset=rows, callbacks=[clock]).train()
     return clock.times[1:]
@@ -150,37 +164,74 @@ def peak(shape: Shape) -> int:
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def check_parity(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[str, float]:
-    """Worst relative difference from PEFT of loss and gradients, by shape.
+def check_parity(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[str, dict[str, float]]:
+    """By shape: "float32", the worst relative difference of loss and gradients from PEFT; "bfloat16", the most that a
+    gradient is further off PEFT's float32 one than PEFT's bfloat16 one is.
 
     Raises:
-        ParityError: one is above `TOLERANCE`.
+        ParityError: one is above its limit.
     """
-    worst = {}
+    worst: dict[str, dict[str, float]] = {}
     for shape in shapes:
-        (loss, ours), (expected_loss, expected) = (
-            groups[system.name].call(first_gradients, shape)[0] for system in (OURS, REFERENCE)
-        )
-        if ours.keys() != expected.keys():
+        found = {
+            (dtype, kind): groups[system.name].call(first_gradients, shape)[0]
+            for dtype in DTYPES
+            for kind, system in zip(("ours", "peft"), systems_of(dtype), strict=False)
+        }
+        loss, exact = found["float32", "peft"]
+        if any(gradients.keys() != exact.keys() for _, gradients in found.values()):
             raise RuntimeError("the factors are not the same")
-        differences = [float((ours[n] - expected[n]).norm() / expected[n].norm()) for n in expected]
-        worst[str(shape)] = max(abs(loss - expected_loss) / abs(expected_loss), *differences)
-        if not worst[str(shape)] <= TOLERANCE:
-            raise ParityError(f"{OURS.name}, {shape}, against {REFERENCE.name}", worst[str(shape)], TOLERANCE)
+
+        def off(dtype: str, kind: str, name: str, exact: Any = exact, found: Any = found) -> float:
+            return float((found[dtype, kind][1][name] - exact[name]).norm() / exact[name].norm())
+
+        differences = [off("float32", "ours", name) for name in exact]
+        worst[str(shape)] = {
+            "float32": max(abs(found["float32", "ours"][0] - loss) / abs(loss), *differences),
+            "bfloat16": max(off("bfloat16", "ours", name) / off("bfloat16", "peft", name) for name in exact),
+        }
+        for dtype, limit in (("float32", TOLERANCE), ("bfloat16", LIMIT_BFLOAT16)):
+            if not worst[str(shape)][dtype] <= limit:
+                raise ParityError(f"{dtype}, {shape}, against PEFT", worst[str(shape)][dtype], limit)
     return worst
+
+
+def time_products(shape: Shape, steps: int) -> list[float]:
+    """Seconds of each of `steps` times all products of the base's own matrices, forward and backward, one by one."""
+    candidate: Candidate = _held["candidate"]
+    weights = [m.weight for n, m in candidate.model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n]
+    num_tokens = shape.seq_len * shape.batch_size
+    inputs = {width: torch.randn(num_tokens, width).to(weights[0].dtype) for w in weights for width in w.shape}
+    times = []
+    with torch.no_grad():
+        for _ in range(steps + 1):
+            started = time.perf_counter()
+            for weight in weights:
+                F.linear(inputs[weight.shape[1]], weight)
+                inputs[weight.shape[0]] @ weight
+            times.append(time.perf_counter() - started)
+    return times[1:]
 
 
 def measure_times(
     groups: dict[str, Group], shapes: Sequence[Shape], turns: int, steps: int
 ) -> dict[Shape, dict[str, list[Turn]]]:
-    """By shape and system, of each turn."""
+    """By shape and system, of each turn; and of the products of the base alone, in the reference's process."""
     times: dict[Shape, dict[str, list[Turn]]] = {shape: {name: [] for name in groups} for shape in shapes}
     for _ in range(turns):
         for shape in shapes:
             for name, group in groups.items():
                 wall, cpu = zip(*group.call(time_steps, shape, steps)[0], strict=True)
                 times[shape][name].append(Turn(list(wall), list(cpu)))
+                if group.system.kind == "peft":
+                    alone = group.call(time_products, shape, steps)[0]
+                    times[shape].setdefault(products_of(group.system.dtype), []).append(Turn(alone, alone))
     return times
+
+
+def products_of(dtype: str) -> str:
+    """The name of their times."""
+    return f"the base's products alone, {dtype}"
 
 
 def measure_memory(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[Shape, dict[str, dict[str, int]]]:
@@ -189,7 +240,8 @@ def measure_memory(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[Sh
     return {
         shape: {
             system.name: {kind: groups[system.name].call(measure, shape)[0] for kind, measure in kinds.items()}
-            for system in (OURS, REFERENCE)
+            for system in SYSTEMS
+            if system.kind != "trainer"
         }
         for shape in shapes
     }
@@ -198,37 +250,40 @@ def measure_memory(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[Sh
 def rows_of(
     times: dict[Shape, dict[str, list[Turn]]], memory: dict[Shape, dict[str, dict[str, int]]], tiny: bool
 ) -> list[Row]:
-    """A step against either peer, and the memory of a step against PEFT."""
+    """A step against either peer, the least a step can take, and the memory of a step against PEFT."""
     rows = []
-    for shape, systems in times.items():
-        rows += [
-            faster(
-                f"a step, one process, {shape}",
-                ours=[turn.median_ms for turn in systems[OURS.name]],
-                peer=[turn.median_ms for turn in systems[peer.name]],
-                unit="ms",
-                ours_name=OURS.name,
-                peer_name=peer.name,
-                target=None if tiny or peer is TRAINER else TARGET_TIME,
-            )
-            for peer in (REFERENCE, TRAINER)
-        ]
-        for kind, what, target in (
-            ("saved", "activations that autograd keeps", TARGET_MEMORY),
-            ("peak", "most allocated in a step", None),
-        ):
-            mib = {name: [found[kind] / 2**20] for name, found in memory[shape].items()}
-            rows.append(
-                smaller(
-                    f"{what}, {shape}",
-                    ours=mib[OURS.name],
-                    peer=mib[REFERENCE.name],
-                    unit="MiB",
-                    ours_name=OURS.name,
-                    peer_name=REFERENCE.name,
-                    target=None if tiny else target,
+    for dtype in DTYPES:
+        ours, reference, trainer = systems_of(dtype)
+        asked = dtype == "bfloat16" and not tiny
+        for shape, systems in times.items():
+            what = f"{dtype} base, one process, {shape}"
+            in_turn = {name: [turn.median_ms for turn in turns] for name, turns in systems.items()}
+            peers = {"ours_name": ours.name.partition(",")[0], "unit": "ms"}
+            for peer in (reference, trainer):
+                target = TARGET_TIME if asked and peer is reference else None
+                name = peer.name.removesuffix(f", {dtype}")
+                rows.append(
+                    faster(what, in_turn[ours.name], in_turn[peer.name], peer_name=name, target=target, **peers)
                 )
-            )
+            alone = in_turn[products_of(dtype)]
+            names = {"ours_name": "the base's products alone", "peer_name": "PEFT, plain loop", "unit": "ms"}
+            rows.append(faster(f"the most there is to win: {what}", alone, in_turn[reference.name], **names))
+            for kind, kept, target in (
+                ("saved", "activations that autograd keeps", TARGET_MEMORY),
+                ("peak", "most allocated in a step", None),
+            ):
+                mib = {name: [found[kind] / 2**20] for name, found in memory[shape].items()}
+                rows.append(
+                    smaller(
+                        f"{kept}, {what}",
+                        ours=mib[ours.name],
+                        peer=mib[reference.name],
+                        unit="MiB",
+                        ours_name="meshlora",
+                        peer_name="PEFT, plain loop",
+                        target=None if tiny else target,
+                    )
+                )
     return rows
 
 
@@ -244,15 +299,18 @@ def measure(options: argparse.Namespace) -> Findings:
             memory = measure_memory(groups, shapes)
             times = measure_times(groups, shapes, turns, 3)
     details = {
-        "model": {**MODEL, **sizes, "lora_rank": RANK, "dtype": "float32"},
+        "model": {**MODEL, **sizes, "lora_rank": RANK, "dtypes": DTYPES},
         "parity": parity,
         "memory_bytes": {str(shape): found for shape, found in memory.items()},
         "times": {str(s): {n: [vars(turn) for turn in found] for n, found in by.items()} for s, by in times.items()},
     }
-    what = f"loss and every gradient of step 1, against {REFERENCE.name}"
-    return Findings(
-        Parity(what, max(parity.values()), TOLERANCE, agrees=True), rows_of(times, memory, options.tiny), details
+    further = max(found["bfloat16"] for found in parity.values())
+    what = (
+        f"every gradient of step 1: bfloat16 at most {further:.2f} times as far off PEFT's float32 one as PEFT's own "
+        f"bfloat16 one is (limit {LIMIT_BFLOAT16:g}); float32, and the loss, against PEFT"
     )
+    worst = max(found["float32"] for found in parity.values())
+    return Findings(Parity(what, worst, TOLERANCE, agrees=True), rows_of(times, memory, options.tiny), details)
 
 
 def main() -> int:
