@@ -427,7 +427,7 @@ def rows_of(shape: Shape, results: dict[str, Any]) -> list[Row]:
 def measure(options: argparse.Namespace) -> Findings:
     """All shapes, one after the other."""
     systems: tuple[System, ...] = (OURS, REFERENCE, SYSTEMS[-1], WITH_EP) if options.quick else (*SYSTEMS, WITH_EP)
-    shapes = [SHAPES[number] for number in options.shape or (range(2) if options.quick else range(len(SHAPES)))]
+    shapes = [SHAPES[number] for number in options.shape or (range(1) if options.quick else range(len(SHAPES)))]
     if options.tiny:
         shapes = [TINY_SHAPE]
     turns = 3 if options.quick else options.turns

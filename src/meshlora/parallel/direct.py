@@ -22,7 +22,7 @@ from meshlora.parallel.groups import Axis
 
 # Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024
-_TAG = 0
+_TAG = 27_701  # not one that a script of its own messages would take
 
 _library = torch.library.Library("meshlora_c10d", "DEF")
 _axes: dict[str, Axis] = {}  # by the names of their groups, which operators take
