@@ -57,15 +57,15 @@ def _operator(signature: str) -> Callable[[Callable[..., Any]], Callable[..., An
 @_operator("allreduce_(Tensor(a!) tensor, str group) -> ()")
 def all_reduce(tensor: Tensor, axis: Axis) -> None:
     """Sum over the ranks, in place; contiguous."""
-    flat = tensor.view(-1)
+    flat, own_rank = tensor.view(-1), _rank(axis)
     if axis.size == 2 or flat.numel() * flat.element_size() <= ONE_ROUND_BYTES:
-        parts = [flat if rank == axis.rank else torch.empty_like(flat) for rank in range(axis.size)]
+        parts = [flat if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
         _exchange([flat] * axis.size, parts, axis)
         _add_up(parts, flat, axis)
     else:
         shares = flat.tensor_split(axis.size)
-        own = shares[axis.rank]
-        parts = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
+        own = shares[own_rank]
+        parts = [own if rank == own_rank else torch.empty_like(own) for rank in range(axis.size)]
         _exchange(shares, parts, axis)
         _add_up(parts, own, axis)
         _exchange([own] * axis.size, shares, axis)
@@ -87,18 +87,18 @@ def all_reduce_apart(tensor: Tensor, axis: Axis) -> Tensor:
 @_operator("allgather_(Tensor(a!) result, Tensor tensor, str group) -> ()")
 def all_gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """`tensor` of each rank -> `result`, in rank order; both contiguous. `tensor` may be its own part of `result`."""
-    shares = result.view(-1).tensor_split(axis.size)
-    if shares[axis.rank].data_ptr() != tensor.data_ptr():
-        shares[axis.rank].copy_(tensor.view(-1))
+    shares, own_rank = result.view(-1).tensor_split(axis.size), _rank(axis)
+    if shares[own_rank].data_ptr() != tensor.data_ptr():
+        shares[own_rank].copy_(tensor.view(-1))
     _exchange([tensor.view(-1)] * axis.size, shares, axis)
 
 
 @_operator("reducescatter_(Tensor(a!) result, Tensor tensor, str group) -> ()")
 def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """This rank's share of the sum of `tensor` over the ranks -> `result`; both contiguous."""
-    flat = result.view(-1)
+    flat, own_rank = result.view(-1), _rank(axis)
     shares = tensor.view(-1).tensor_split(axis.size)
-    parts = [shares[rank] if rank == axis.rank else torch.empty_like(flat) for rank in range(axis.size)]
+    parts = [shares[rank] if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
     _exchange(shares, parts, axis)
     _add_up(parts, flat, axis)
 
@@ -107,14 +107,22 @@ def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
 def exchange(result: Tensor, tensor: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
     """`send[i]` rows of `tensor` go to rank i, `receive[i]` rows of `result` come from it; both contiguous."""
     shares, parts = tensor.split(list(send)), result.split(list(receive))
-    parts[axis.rank].copy_(shares[axis.rank])
+    own_rank = _rank(axis)
+    parts[own_rank].copy_(shares[own_rank])
     _exchange(shares, parts, axis)
+
+
+def _rank(axis: Axis) -> int:
+    """This process' place in the group, from the group itself: what is sent to whom rests on nothing else."""
+    assert axis.group is not None
+    return axis.group.rank()
 
 
 def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
     """`outgoing[i]` to each other rank i, `incoming[i]` from it. What has no elements is no message."""
     assert axis.group is not None
-    others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    own_rank = _rank(axis)
+    others = [(own_rank + step) % axis.size for step in range(1, axis.size)]
     works = [axis.group.send([outgoing[i]], i, _TAG) for i in others if outgoing[i].numel()]
     works += [axis.group.recv([incoming[i]], i, _TAG) for i in others[::-1] if incoming[i].numel()]
     patience = axis.arrivals.timeout_s
