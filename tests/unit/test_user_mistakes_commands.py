@@ -110,11 +110,16 @@ MISTAKES: dict[str, Case] = {
     "plan_topology_of_another_size": case(
         command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=2,tp=2"), "4 processes", "8 were started"
     ),
-    "plan_base_sharded_over_dp": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=8,dp_shard"),
-        "dp=8,dp_shard",
-        "not predicted",
+    "plan_sharded_over_one_dp_rank": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "tp=8,dp_shard"),
+        "dp_shard with dp=1",
         "leave out dp_shard",
+    ),
+    "plan_unknown_quantization": case(
+        command("plan", "--model", "{folder}/model", *GPUS, "--quantization", "nf5"),
+        "'nf5'",
+        "nf4, int8",
+        "did you mean",
     ),
     "plan_fewer_sequences_than_dp_ranks": case(
         command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=8", "--global-batch", "4"),
