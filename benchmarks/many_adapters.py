@@ -3,9 +3,9 @@
     python benchmarks/many_adapters.py [--turns N] [--threads N] [--quick] [--tiny] [--json FILE]
 
 First every loss and every LoRA gradient at once is compared with that of each adapter alone in transformers + peft
-(fp32). Then steps are timed, those of meshlora's own trainers (batch, forward, loss, backward, gradients, clipping,
-AdamW): all adapters at once, one after another, and one after another in a plain PEFT loop; the three take turns. Last,
-whole runs: `meshlora train` of a file with eight adapters against eight such commands, from the command to the adapter.
+(fp32; the base plain, and of 4 bits, which is bitsandbytes' own on PEFT's side). Then steps are timed, those of
+meshlora's own trainers (batch, forward, loss, backward, gradients, clipping, AdamW): all adapters at once, one after
+another, and one after another in a plain PEFT loop; the three take turns, on each of `BASES`. Last, whole runs: `meshlora train` of a file with eight adapters against eight such commands, from the command to the adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapter
 from meshlora.adapter.many import train_many
@@ -54,6 +54,11 @@ MODEL = {
     "max_position_embeddings": 512,
 }
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+BASES = {
+    "bfloat16 base": ("bfloat16", None),
+    "nf4 base, bfloat16": ("bfloat16", "nf4"),
+    "float32 base": ("float32", None),
+}
 NAMES = [f"adapter-{number}" for number in range(K)]
 STEPS_OF_A_RUN = 50
 TOKENIZER = Path(__file__).parents[1] / "examples" / "tiny_base"
@@ -73,12 +78,23 @@ def make_checkpoint(folder: Path, model: dict[str, Any]) -> None:
         (folder / name).write_bytes((TOKENIZER / name).read_bytes())
 
 
-def ours(folder: Path, dtype: str) -> Any:
+def ours(folder: Path, dtype: str, quantization: str | None) -> Any:
     """The checkpoint with all adapters."""
-    model = load_without_proof(folder, topology=Topology(), dtype=dtype, device="cpu")
+    model = load_without_proof(folder, topology=Topology(), dtype=dtype, device="cpu", quantization=quantization)
     for number, name in enumerate(NAMES):
         add_adapter(model, name, lora_of(number), seed=number)
     return model.train()
+
+
+def peft_alone(folder: Path, dtype: str, quantization: str | None, number: int) -> Any:
+    """The checkpoint with adapter `number` in PEFT."""
+    options: dict[str, Any] = {}
+    if quantization is not None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=getattr(torch, dtype)
+        )
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map="cpu", **options)
+    return get_peft_model(base, lora_of(number)).train()
 
 
 def data_of(number: int, vocab: int) -> TokenizedDataset:
@@ -91,13 +107,13 @@ def data_of(number: int, vocab: int) -> TokenizedDataset:
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-def check_parity(folder: Path, vocab: int) -> float:
-    """The worst relative difference of a loss or a gradient at once from PEFT alone.
+def check_parity(folder: Path, vocab: int, quantization: str | None) -> float:
+    """The worst relative difference of a loss or a gradient at once from PEFT alone, fp32.
 
     Raises:
         ParityError: it is above `LIMIT`.
     """
-    model = ours(folder, "float32")
+    model = ours(folder, "float32", quantization)
     train_many(model, NAMES)
     rows = [torch.from_numpy(data_of(number, vocab)[0].input_ids).long() for number in range(K)]
     ids = torch.stack(rows)
@@ -107,8 +123,7 @@ def check_parity(folder: Path, vocab: int) -> float:
         losses.sum().backward()
     worst = 0.0
     for number, name in enumerate(NAMES):
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        alone = get_peft_model(base, lora_of(number))
+        alone = peft_alone(folder, "float32", quantization, number)
         peers = {
             key.removeprefix("base_model.model.").replace(".default.weight", ""): parameter
             for key, parameter in alone.named_parameters()
@@ -144,8 +159,8 @@ def summed_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 class Ours:
     """meshlora's trainers of all adapters, at once or each by itself: the same objects."""
 
-    def __init__(self, folder: Path, dtype: str, vocab: int) -> None:
-        self.model = ours(folder, dtype)
+    def __init__(self, folder: Path, dtype: str, quantization: str | None, vocab: int) -> None:
+        self.model = ours(folder, dtype, quantization)
         runs = {name: self._run(number, vocab) for number, name in enumerate(NAMES)}
         quiet = {name: Reporter(Path("unused"), steps=1, log_every=1, is_main=False) for name in NAMES}
         self.many = ManyTrainer(runs, self.model, quiet)
@@ -188,12 +203,11 @@ class Ours:
 class Peft:
     """A plain loop; one model for all, as the adapter's numbers make no difference to the time."""
 
-    def __init__(self, folder: Path, dtype: str, vocab: int) -> None:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        self.model = get_peft_model(base, lora_of(0)).train()
+    def __init__(self, folder: Path, dtype: str, quantization: str | None, vocab: int) -> None:
+        self.model = peft_alone(folder, dtype, quantization, 0)
         self.dtype = getattr(torch, dtype)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
         self.trained = trained
         ids = torch.from_numpy(data_of(0, vocab)[0].input_ids).long().unsqueeze(0)
         self.batch = ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
@@ -261,16 +275,17 @@ def measure(options: argparse.Namespace) -> Findings:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_checkpoint(folder, model)
-        worst = check_parity(folder, model["vocab_size"])
-        for dtype in ("bfloat16", "float32"):
-            own, peer = Ours(folder, dtype, model["vocab_size"]), Peft(folder, dtype, model["vocab_size"])
+        worst = max(check_parity(folder, model["vocab_size"], kind) for kind in (None, "nf4"))
+        for base, (dtype, quantization) in BASES.items():
+            how = folder, dtype, quantization, model["vocab_size"]
+            own, alone = Ours(*how), Peft(*how)
             times: dict[str, list[float]] = {"at once": [], "in turn": [], "PEFT in turn": []}
             for _ in range(turns):
                 times["at once"].append(own.at_once(steps))
                 times["in turn"].append(own.in_turn(steps))
-                times["PEFT in turn"].append(peer.in_turn(steps))
-            details["seconds"][dtype] = times
-            what = f"{K} adapters, {SEQ} tokens each, a step, {dtype} base"
+                times["PEFT in turn"].append(alone.in_turn(steps))
+            details["seconds"][base] = times
+            what = f"{K} adapters, {SEQ} tokens each, a step, {base}"
             for other, other_name in (("in turn", "meshlora, in turn"), ("PEFT in turn", "PEFT, in turn")):
                 rows.append(
                     faster(

@@ -135,6 +135,22 @@ def test_each_of_many_is_the_adapter_of_its_single_run(
         assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
+def test_each_of_many_on_a_quantised_base_is_that_of_its_single_run(
+    folder: Path, singles: Path, pools: Callable[[int], Pool]
+) -> None:
+    """Of other weights than the others, or it was not quantised."""
+    alone, together = (_file(folder, f"nf4-{name}", "") for name in ("alone", "together"))
+    for file, topology in ((alone, ""), (together, "dp=2,dp_shard")):
+        tree = yaml.safe_load(file.read_text())
+        tree["model"]["quantization"], tree["topology"] = "nf4", topology
+        file.write_text(yaml.safe_dump(tree))
+    for config in read_runs(alone).values():
+        train(prepare(config, world=1))
+    pools(2).run(_train, together, 2)
+    assert max(_gaps(folder / "nf4-together", folder / "nf4-alone").values()) < LIMIT
+    assert min(_gaps(folder / "nf4-alone", singles).values()) > 1e-3
+
+
 def _gaps(ours: Path, alone: Path) -> dict[str, float]:
     return {name: compare_adapters(ours / name / "adapter", alone / name / "adapter").relative for name in ADAPTERS}
 

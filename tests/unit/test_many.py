@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from meshlora.parallel.dropout import DropoutTokens, Mask
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.linear import ParallelLinear
 from meshlora.parallel.many import ManyLoraFunction, ManyTokens, Segment, Share, StackedLoraFunction, are_alike
+from meshlora.parallel.quantized import Packed
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 from meshlora.run_file import read_run, read_runs
@@ -28,23 +30,26 @@ IN, OUT, SEQ = 6, 5, 4
 RANKS = {"a": 2, "b": 3, "c": 1}
 
 
-def _linear(names: str, *, ranks: dict[str, int] = RANKS, dropout: float = 0.0) -> tuple[ParallelLinear, ManyTokens]:
+def _linear(
+    names: str, *, ranks: dict[str, int] = RANKS, dropout: float = 0.0, width: int = IN, packed: str | None = None
+) -> tuple[ParallelLinear, ManyTokens]:
     torch.manual_seed(0)
-    rule = LinearRule("proj", Split.WHOLE, IN, OUT, has_bias=True)
+    rule = LinearRule("proj", Split.WHOLE, width, OUT, has_bias=True)
     leaf = ParallelLinear(rule, ALONE, scatters_tokens=False, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         leaf.weight.normal_()
         assert leaf.bias is not None
         leaf.bias.normal_()
+    if packed is not None:
+        leaf.pack_weight(leaf.weight, packed)
     for number, name in enumerate(names):
         r = ranks[name]
-        factors = {"A": torch.randn(r, IN, dtype=torch.float64), "B": torch.randn(OUT, r, dtype=torch.float64)}
+        factors = {"A": torch.randn(r, width, dtype=torch.float64), "B": torch.randn(OUT, r, dtype=torch.float64)}
         leaf.add_adapter(name, factors, scaling=0.5 + number)
         if dropout and name == "b":
             leaf.set_dropout(name, dropout, DropoutTokens(ALONE, sp=False))
-    leaf.requires_grad_(True)
-    leaf.weight.requires_grad_(False)
-    leaf.bias.requires_grad_(False)
+    for factor in (*leaf.lora_A.values(), *leaf.lora_B.values()):
+        factor.requires_grad_(True)
     leaf.many = ManyTokens(ALONE, sp=False)
     return leaf, leaf.many
 
@@ -100,15 +105,23 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "alike": ({"a": 2, "b": 2, "c": 2}, {"ranks": dict.fromkeys("abc", 2)}),
     "one of them alone": ({"b": 2}, {}),
     "in another order": ({"c": 1, "a": 2, "b": 1}, {}),
+    "of 4 bits": ({"a": 1, "b": 3, "c": 2}, {"width": 64, "packed": "nf4"}),
+    "alike, of 8 bits": ({"a": 2, "b": 2, "c": 2}, {"ranks": dict.fromkeys("abc", 2), "width": 64, "packed": "int8"}),
 }
+
+
+def _inputs(leaf: ParallelLinear, rows: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """(the input, the gradient of the output)"""
+    shape = sum(rows.values()), SEQ
+    x = torch.randn(*shape, leaf.in_features, dtype=torch.float64)
+    return x, torch.randn(*shape, OUT, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_adapter_of_many_computes_what_it_computes_alone(case: str) -> None:
     rows, options = CASES[case]
     leaf, _ = _linear("abc", **options)
-    total = sum(rows.values())
-    x, g = torch.randn(total, SEQ, IN, dtype=torch.float64), torch.randn(total, SEQ, OUT, dtype=torch.float64)
+    x, g = _inputs(leaf, rows)
     assert _largest(_together(leaf, x, g, rows), _one_by_one(leaf, x, g, rows)) < 1e-14
 
 
@@ -140,6 +153,12 @@ def _tokens_counted_through(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(many, "Mask", lambda key, tokens, features, p: Mask(key, tokens + SEQ, features, p))
 
 
+def _other_weight_in_the_backward(patch: pytest.MonkeyPatch) -> None:
+    """What is unpacked the second time is not what was unpacked the first time."""
+    unpack, calls = Packed.whole, itertools.count()
+    patch.setattr(Packed, "whole", lambda self: unpack(self) * (1 + next(calls) % 2))
+
+
 def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
     for cls in (ManyLoraFunction, StackedLoraFunction):
         apply = cls.apply
@@ -154,6 +173,8 @@ def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
         ("unequal", _factors_of_the_next),
         ("with dropout", _mask_of_another_step),
         ("with dropout", _tokens_counted_through),
+        ("of 4 bits", _other_weight_in_the_backward),
+        ("alike, of 8 bits", _other_weight_in_the_backward),
         ("alike", _scale_of_the_first),
         ("alike", _factors_of_the_next),
     ],
@@ -163,8 +184,7 @@ def test_fault_in_a_linear_with_many_shows(
 ) -> None:
     rows, options = CASES[case]
     leaf, _ = _linear("abc", **options)
-    total = sum(rows.values())
-    x, g = torch.randn(total, SEQ, IN, dtype=torch.float64), torch.randn(total, SEQ, OUT, dtype=torch.float64)
+    x, g = _inputs(leaf, rows)
     alone = _one_by_one(leaf, x, g, rows)
     fault(monkeypatch)
     assert _largest(_together(leaf, x, g, rows), alone) > 1e-3

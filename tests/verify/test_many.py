@@ -15,6 +15,7 @@ from rich.console import Console
 from meshlora.errors import UnsupportedError
 from meshlora.oracle.compare import Worst
 from meshlora.oracle.inputs import write_twin
+from meshlora.parallel.linear import ParallelLinear
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_runs
@@ -30,10 +31,10 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 FUSED = {"num_key_value_heads": 1}
 
 
-def _runs(folder: Path, topology: str, *, model: Path = TINY) -> dict[str, Prepared]:
+def _runs(folder: Path, topology: str, *, model: Path = TINY, quantization: str | None = None) -> dict[str, Prepared]:
     (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
     tree: dict[str, Any] = {
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32", "quantization": quantization},
         "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "cache_dir": str(folder / "tokens")},
         "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 2, "micro_batch_size": 1},
         "adapters": {
@@ -48,17 +49,41 @@ def _runs(folder: Path, topology: str, *, model: Path = TINY) -> dict[str, Prepa
     return prepare_runs(read_runs(folder / "run.yaml"))
 
 
-@pytest.mark.parametrize("topology", ["tp=2,sp"])
-def test_together_on_the_twin_is_as_alone_where_rows_of_one_factor_lie_on_unlike_ranks(
-    topology: str, tmp_path: Path, processes: Processes
-) -> None:
-    write_twin(twin_config("phi3", vocab_size=2048, **FUSED), tmp_path / "model", dtype=torch.float32, seed=0)
+def _model(folder: Path, family: str, **options: int) -> Path:
+    """A small model of `family` with a tokenizer."""
+    write_twin(twin_config(family, vocab_size=2048, **options), folder / "model", dtype=torch.float32, seed=0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, tmp_path / "model")
-    runs = _runs(tmp_path, topology, model=tmp_path / "model")
+        shutil.copy(TINY / name, folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("topology", "family", "options", "quantization"),
+    [
+        ("tp=2,sp", "phi3", FUSED, None),
+        ("tp=2,sp", "llama", {"tp": 2, "block": 64}, "nf4"),
+        ("dp=2,dp_shard", "llama", {"block": 64}, "int8"),
+    ],
+)
+def test_together_on_the_twin_is_as_alone(
+    topology: str,
+    family: str,
+    options: dict[str, int],
+    quantization: str | None,
+    tmp_path: Path,
+    processes: Processes,
+) -> None:
+    runs = _runs(tmp_path, topology, model=_model(tmp_path, family, **options), quantization=quantization)
     worst = compare_on_twin(runs, Topology.parse(topology), processes)
     assert worst.keys() == runs.keys()
     assert max(found.relative for found in worst.values()) < 1e-11
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_base_of_the_comparison_is_quantised_as_that_of_the_run(kind: str | None, tmp_path: Path) -> None:
+    write_twin(twin_config("llama", block=64), tmp_path / "twin", dtype=torch.float64, seed=0)
+    model = module._load(module.Base(tmp_path, trust_remote_code=False, quantization=kind), Topology())
+    assert {leaf.quantized for leaf in model.modules() if isinstance(leaf, ParallelLinear)} == {kind, None}
 
 
 _FINISH, _CLIP = ManyGradients.finish, ManyGradients.clip

@@ -28,7 +28,7 @@ from meshlora.parallel.gated import Product, product_behind
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.many import ManyTokens, linear_with_many
-from meshlora.parallel.quantized import Packed, frozen_linear, pack
+from meshlora.parallel.quantized import Packed, frozen_linear, pack, unpacked
 from meshlora.parallel.recipe import LogitsRecipe
 from meshlora.parallel.shared_input import InputGradient, share
 from meshlora.plan.layout import Split
@@ -76,7 +76,7 @@ class LoraLinearFunction(Function):
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
         packed = weight if isinstance(weight, Packed) else None
-        plain = weight.whole() if isinstance(weight, Packed) else weight
+        plain = unpacked(weight)
         z = ((x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T).mul_(scale)
         b_cast = b.to(x.dtype)
         y = x.new_empty(*x.shape[:-1], plain.shape[0])  # no view: some models change it in place
@@ -255,8 +255,7 @@ class ParallelLinear(AdaptedLeaf):
         linear each rank has the terms of its own input features: one small sum over tp.
         """
         a, b = (factor.float() for factor in self.factors(adapter))
-        frozen = self.frozen_weight
-        weight = (frozen.whole() if isinstance(frozen, Packed) else frozen).float()
+        weight = unpacked(self.frozen_weight).float()
         scale = self.scaling[adapter]
         squares = weight.square().sum(1)
         squares += 2 * scale * (b * (weight @ a.T)).sum(1) + scale**2 * (b @ (a @ a.T) * b).sum(1)

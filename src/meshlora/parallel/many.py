@@ -24,6 +24,7 @@ from meshlora.dropout import mask_key
 from meshlora.errors import UnsupportedError
 from meshlora.parallel.dropout import Mask, input_features
 from meshlora.parallel.groups import Axis
+from meshlora.parallel.quantized import Packed, frozen_linear, unpacked
 
 if TYPE_CHECKING:
     from meshlora.parallel.linear import ParallelLinear
@@ -127,9 +128,9 @@ def linear_with_many(leaf: ParallelLinear, x: Tensor, bias: Tensor | None) -> Te
         segments.append(Segment(start, stop, leaf.scaling[share.adapter], mask))
         factors += leaf.factors(share.adapter)
     if not segments:
-        return F.linear(x, leaf.weight, bias)
+        return frozen_linear(x, leaf.frozen_weight, bias)
     function = StackedLoraFunction if are_alike(segments, factors) else ManyLoraFunction
-    y: Tensor = function.apply(x, leaf.weight, bias, tuple(segments), *factors)
+    y: Tensor = function.apply(x, leaf.frozen_weight, bias, tuple(segments), *factors)
     return y
 
 
@@ -151,27 +152,34 @@ class ManyLoraFunction(Function):
     forward: y = x W^T + b; then for each k, of its rows alone, z_k = D_k(x) A_k^T and y += s_k z_k B_k^T
     backward, with g = dL/dy: dx = g W; then of the rows of each k
         dz_k = s_k g B_k, dA_k = dz_k^T D_k(x), dB_k = s_k g^T z_k, dx += D_k(dz_k A_k)
-    The factors of a segment without rows get a gradient of zeros: other ranks have its rows.
+    The factors of a segment without rows get a gradient of zeros: other ranks have its rows. A packed W is unpacked
+    once for all segments, in either direction.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...], *factors: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | Packed,
+        bias: Tensor | None,
+        segments: tuple[Segment, ...],
+        *factors: Tensor,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
-        y = F.linear(x, weight, bias)
+        y = F.linear(x, unpacked(weight), bias)
         rows_of_y = y.view(-1, y.shape[-1])
         zs = []
         for segment, a, b in zip(segments, factors[::2], factors[1::2], strict=True):
             zs.append(segment.dropped(x2) @ a.to(x.dtype).T)
             segment.of(rows_of_y).addmm_(zs[-1], b.to(x.dtype).T, alpha=segment.scale)
-        ctx.save_for_backward(x2, weight, *factors, *zs)
-        ctx.segments = segments
+        ctx.save_for_backward(x2, *factors, *zs)
+        ctx.segments, ctx.weight = segments, weight
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *saved = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        weight = unpacked(ctx.weight)
         number = len(ctx.segments)
         factors, zs = saved[: 2 * number], saved[2 * number :]
         g = grads[0].reshape(-1, weight.shape[0])
@@ -201,21 +209,27 @@ class StackedLoraFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...], *factors: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | Packed,
+        bias: Tensor | None,
+        segments: tuple[Segment, ...],
+        *factors: Tensor,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
-        y = F.linear(x, weight, bias)
-        ctx.segments = segments
+        y = F.linear(x, unpacked(weight), bias)
+        ctx.segments, ctx.weight = segments, weight
         ctx.scales = torch.tensor([s.scale for s in segments], dtype=x.dtype, device=x.device).view(-1, 1, 1)
         a, b = (torch.stack(side).to(x.dtype) for side in (factors[::2], factors[1::2]))  # [K, r, in], [K, out, r]
         z = (_stack_of(x2, segments) @ a.mT).mul_(ctx.scales)  # [K, t, r], scaled
         _stack_of(y.view(-1, y.shape[-1]), segments).baddbmm_(z, b.mT)
-        ctx.save_for_backward(x2, weight, *factors, z)
+        ctx.save_for_backward(x2, *factors, z)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *factors, z = ctx.saved_tensors
+        x, *factors, z = ctx.saved_tensors
+        weight = unpacked(ctx.weight)
         flat = grads[0].reshape(-1, weight.shape[0])
         g = _stack_of(flat, ctx.segments)
         a, b = (torch.stack(side).to(g.dtype) for side in (factors[::2], factors[1::2]))

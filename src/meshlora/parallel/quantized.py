@@ -58,20 +58,28 @@ class Packed:
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """`[out, in]`: in float32 what the library makes of it, then rounded to `dtype`."""
+        """`[out, in]`: in float32 what the library makes of it, then rounded to `dtype`.
+
+        Of 4 bits, on CPUs, the library rounds by itself, in the same pass.
+        """
         library, shape = _functional(), torch.Size((len(self.absmax), self.absmax.shape[1] * BLOCK))
         absmax = self.absmax.reshape(-1)
         if self.kind == "nf4":
             code = library.get_4bit_type("nf4", device=self.codes.device)
-            state = library.QuantState(
-                absmax, shape=shape, code=code, blocksize=BLOCK, quant_type="nf4", dtype=torch.float32
-            )
+            rounds = self.codes.is_cpu and self.dtype != torch.float64
+            dtype = self.dtype if rounds else torch.float32
+            state = library.QuantState(absmax, shape=shape, code=code, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
             found: Tensor = library.dequantize_4bit(self.codes.reshape(-1, 1), state)
         else:
             found = library.dequantize_blockwise(
                 self.codes.reshape(shape), absmax=absmax, code=_levels(self.codes.device), blocksize=BLOCK
             )
         return found.view(shape).to(self.dtype)
+
+
+def unpacked(weight: Tensor | Packed) -> Tensor:
+    """`[out, in]`, whatever it is held as."""
+    return weight.whole() if isinstance(weight, Packed) else weight
 
 
 @torch.no_grad()

@@ -206,6 +206,7 @@ def train_together(
         trust_remote_code=shared.model.trust_remote_code,
         disable_dropout=shared.model.disable_dropout,
         allow_unused_weights=shared.model.allow_unused_weights,
+        quantization=shared.model.quantization,
     )
     for name, run in runs.items():
         start = run.config.adapter if run.resume is None else str(run.resume.folder)

@@ -109,9 +109,11 @@ class ManyGradients:
         Collective. Returns the norms before, `[K]`: every logical element counts once, whoever and how many hold it.
         """
         squares: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=self.mesh.device)] * len(self.names)
-        for piece in self.pieces:
+        # No copies in float64.
+        of_pieces = torch._foreach_norm([piece.values for piece in self.pieces], 2, torch.float64)
+        for piece, norm_of_piece in zip(self.pieces, of_pieces, strict=True):
             holders = piece.segment.copies * self.mesh.topology.size_over(piece.segment.replicas)
-            squares[piece.adapter] = squares[piece.adapter] + piece.values.double().square().sum() / holders
+            squares[piece.adapter] = squares[piece.adapter] + norm_of_piece.square() / holders
         norms: list[float] = all_reduce_sum(torch.stack(squares), self.mesh.world).sqrt().tolist()
         for piece in self.pieces:
             norm, most = norms[piece.adapter], max_norms[piece.adapter]

@@ -67,7 +67,6 @@ def _check_options(config: RunConfig) -> None:
     """
     train, data = config.train, config.data
     given = {
-        f"model.quantization={config.model.quantization}": config.model.quantization is not None,
         f"train.objective={train.objective}": train.objective != "sft",
         f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
         f"train.sample_every={train.sample_every}": train.sample_every > 0,

@@ -62,6 +62,15 @@ class OnTwin:
     train: TrainConfig
 
 
+@dataclass(frozen=True)
+class Base:
+    """What all adapters have in common. folder: of the twin and all outputs. The rest: as of the run."""
+
+    folder: Path
+    trust_remote_code: bool
+    quantization: str | None
+
+
 def preflight_runs(
     runs: Mapping[str, Prepared], *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE
 ) -> None:
@@ -123,9 +132,9 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
     ranks.start()
     with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
         folder = Path(temporary)
-        trust = first.config.model.trust_remote_code
-        expected = alone.run(train_alone, folder, config, adapters, trust)[0]
-        found = ranks.run(train_at_once, folder, adapters, str(topology), trust)[0]
+        base = Base(folder, first.config.model.trust_remote_code, first.config.model.quantization)
+        expected = alone.run(train_alone, base, config, adapters)[0]
+        found = ranks.run(train_at_once, base, adapters, str(topology))[0]
         worst = {}
         for name in adapters:
             factors = compare_adapters(*(folder / how / name / "adapter" for how in _HOW))
@@ -182,45 +191,42 @@ def _on_twin(run: Prepared, number: int, lora: Mapping[str, Any]) -> OnTwin:
     return OnTwin({**lora, "init_lora_weights": False}, lengths, options)
 
 
-def train_alone(
-    folder: Path, config: Any, adapters: Mapping[str, OnTwin], trust_remote_code: bool
-) -> dict[str, Numbers]:
+def train_alone(base: Base, config: Any, adapters: Mapping[str, OnTwin]) -> dict[str, Numbers]:
     """Make the twin of the configuration `config`, and train each of `adapters` by itself on it, on one process."""
-    write_twin(config, folder / "twin", dtype=torch.float64, seed=0)
+    write_twin(config, base.folder / "twin", dtype=torch.float64, seed=0)
     recorders = {name: _Recorder(own) for name, own in adapters.items()}
     for name, own in adapters.items():
-        model = _load(folder, Topology(), trust_remote_code)
-        run = _prepared(model, folder / _ALONE / name, own, Topology())
+        model = _load(base, Topology())
+        run = _prepared(model, base.folder / _ALONE / name, own, Topology())
         add_adapter(model, name, run.lora, seed=own.train.seed)
         set_adapter(model, name)
         Trainer(run, model, recorders[name]).train()
     return {name: recorder.numbers for name, recorder in recorders.items()}
 
 
-def train_at_once(
-    folder: Path, adapters: Mapping[str, OnTwin], topology: str, trust_remote_code: bool
-) -> dict[str, Numbers]:
+def train_at_once(base: Base, adapters: Mapping[str, OnTwin], topology: str) -> dict[str, Numbers]:
     """Train all of `adapters` at once, on the calling ranks."""
     shape = Topology.parse(topology)
-    model = _load(folder, shape, trust_remote_code)
+    model = _load(base, shape)
     runs = {}
     for name, own in adapters.items():
-        runs[name] = _prepared(model, folder / _TOGETHER / name, own, shape)
+        runs[name] = _prepared(model, base.folder / _TOGETHER / name, own, shape)
         add_adapter(model, name, runs[name].lora, seed=own.train.seed)
     recorders = {name: _Recorder(own) for name, own in adapters.items()}
     ManyTrainer(runs, model, recorders).train()
     return {name: recorder.numbers for name, recorder in recorders.items()}
 
 
-def _load(folder: Path, topology: Topology, trust_remote_code: bool) -> Any:
+def _load(base: Base, topology: Topology) -> Any:
     return load_without_proof(
-        folder / "twin",
+        base.folder / "twin",
         topology=topology,
         dtype="float64",
         device="cpu",
         attn_implementation="eager",
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=base.trust_remote_code,
         disable_dropout=True,
+        quantization=base.quantization,
     )
 
 
