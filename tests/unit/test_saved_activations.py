@@ -60,11 +60,11 @@ def _expected(tp: int, *, sp: bool) -> Counter[int]:
     residual = T * H // tp if sp else T * H
     tensors = [
         *(residual, residual // H) * 2,  # what each norm reads, and one number a token
-        T * H,  # what q, k and v read: once for the three
+        residual,  # what q, k and v read: once for the three; under sp this rank's tokens of it
         *(T * HEADS * D // tp,) * 2,  # q, and what the attention returns, which o reads too
         *(T * KV * D // tp,) * 2,  # k, v
         T * HEADS // tp,  # of each row of scores the logarithm of its sum
-        T * H,  # what gate and up read
+        residual,  # what gate and up read
         *(T * F_ // tp,) * 2,  # gate, up: neither the activation nor the product
         *(T * R,) * 7,  # x A^T of each linear
     ]

@@ -30,6 +30,7 @@ from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.many import ManyTokens, linear_with_many
 from meshlora.parallel.quantized import Packed, frozen_linear, pack, unpacked
 from meshlora.parallel.recipe import LogitsRecipe
+from meshlora.parallel.ride import Rider, rode_along
 from meshlora.parallel.shared_input import InputGradient, share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -78,14 +79,7 @@ class LoraLinearFunction(Function):
         packed = weight if isinstance(weight, Packed) else None
         plain = unpacked(weight)
         z = ((x2 if dropout is None else dropout.drop(x2)) @ a.to(x.dtype).T).mul_(scale)
-        b_cast = b.to(x.dtype)
-        y = x.new_empty(*x.shape[:-1], plain.shape[0])  # no view: some models change it in place
-        rows = y.view(-1, plain.shape[0])
-        if len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64) and bias is None:
-            rows.copy_((b_cast @ z.T).addmm_(plain, x2.T).T)
-        else:
-            small = torch.mm(z, b_cast.T, out=rows) if bias is None else torch.addmm(bias, z, b_cast.T, out=rows)
-            small.addmm_(x2, plain.T)
+        y = _sum_of_products(x, plain, bias, z, b.to(x.dtype))
         inputs = (x2,) if product is None else (product.gate, product.up.detach())
         ctx.save_for_backward(None if packed else plain, a, b, z, *inputs)
         ctx.scale, ctx.dropout, ctx.packed, ctx.gradient = scale, dropout, packed, gradient
@@ -114,6 +108,57 @@ class LoraLinearFunction(Function):
             dx.addmm_(g, weight)
             dx = dx.view(*grads[0].shape[:-1], weight.shape[1]) if gradient is None else None
         return dx, None, None, da, db, *[None] * 5
+
+
+class RiddenLinearFunction(Function):
+    """`LoraLinearFunction` of a z that came with x (`parallel.ride`): `y = x W^T + b + z B^T`.
+
+    backward, with g = dL/dy: dz = g B, dB = g^T z, dx = g W. Nothing of x is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | Packed,
+        bias: Tensor | None,
+        b: Tensor,
+        z: Tensor,
+        gradient: InputGradient | None = None,
+        token: Tensor | None = None,
+    ) -> Tensor:
+        packed = weight if isinstance(weight, Packed) else None
+        plain = unpacked(weight)
+        ctx.save_for_backward(None if packed else plain, b, z)
+        ctx.packed, ctx.gradient = packed, gradient
+        return _sum_of_products(x, plain, bias, z, b.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, b, z = ctx.saved_tensors
+        weight = weight if ctx.packed is None else ctx.packed.whole()
+        g = grads[0].reshape(-1, weight.shape[0])
+        dx = db = None
+        if ctx.needs_input_grad[3]:
+            db = (z.T @ g).T.to(b.dtype, memory_format=torch.contiguous_format)
+        if ctx.gradient is not None:
+            ctx.gradient.add_product(g, weight)
+        elif ctx.needs_input_grad[0]:
+            dx = (g @ weight).view(*grads[0].shape[:-1], weight.shape[1])
+        return dx, None, None, db, g @ b.to(g.dtype), None, None
+
+
+def _sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, b: Tensor) -> Tensor:
+    """`x W^T + bias + z B^T`, `[..., out]`; x `[..., in]`, z `[T, r]`."""
+    x2 = x.reshape(-1, x.shape[-1])
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view: some models change it in place
+    rows = y.view(-1, weight.shape[0])
+    if len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64) and bias is None:
+        rows.copy_((b @ z.T).addmm_(weight, x2.T).T)
+    else:
+        small = torch.mm(z, b.T, out=rows) if bias is None else torch.addmm(bias, z, b.T, out=rows)
+        small.addmm_(x2, weight.T)
+    return y
 
 
 def _input(ctx: Any, saved: list[Tensor]) -> Tensor:
@@ -206,19 +251,31 @@ class ParallelLinear(AdaptedLeaf):
         elif name is None:
             y = frozen_linear(x, self.frozen_weight, bias)
         else:
-            mask, product = self._mask(name, x), product_behind(x)
-            arguments = (self.frozen_weight, bias, *self.factors(name), self.scaling[name], mask, product)
-            shared = share(x) if self.has_neighbours else None
-            if shared is None:
-                y = LoraLinearFunction.apply(x, *arguments)
+            z = rode_along(self, x)
+            function: type[Function]
+            arguments: tuple[Any, ...]
+            if z is not None:
+                function, arguments = RiddenLinearFunction, (self.factors(name)[1], z)
             else:
-                y = LoraLinearFunction.apply(x.detach(), *arguments, shared.gradient, shared.token)
+                function = LoraLinearFunction
+                arguments = (*self.factors(name), self.scaling[name], self._mask(name, x), product_behind(x))
+            shared = share(x) if self.has_neighbours else None
+            of_neighbours = () if shared is None else (shared.gradient, shared.token)
+            own = x if shared is None else x.detach()
+            y = function.apply(own, self.frozen_weight, bias, *arguments, *of_neighbours)
         if is_row:
             y = self._leave_region(y)
         if name is not None and has_magnitude:
             magnitude = self.lora_magnitude_vector[name]
             y = y * (magnitude / self.weight_norm(name).to(magnitude.dtype)).to(y.dtype)
         return self._add_bias(y) if adds_bias else y
+
+    def rider(self, x: Tensor) -> Rider | None:
+        """What of this linear can ride with a region's input, of which this rank's tokens are x `[..., in]`."""
+        name = self.in_use
+        if name is None or self.in_features != x.shape[-1] or (self.many is not None and self.many.is_on):
+            return None
+        return Rider(self, self.factors(name)[0], self.scaling[name], self._mask(name, x))
 
     def _mask(self, adapter: str, x: Tensor) -> Mask | None:
         if not self.training or adapter not in self.dropout:

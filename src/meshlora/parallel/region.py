@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from meshlora.parallel.collectives import (
     slice_one_to_each,
 )
 from meshlora.parallel.groups import Axis
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.ride import pack, unpack
 from meshlora.plan.rules import ModelPlan, Region
 
 
@@ -65,7 +67,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, tp: Axis) -> None:
     cut = TokenCut(tp)
     for region in plan.regions:
         module = model.get_submodule(region.name)
-        _install_region(module, region, cut, sp=plan.topology.sp)
+        _install_region(module, region, cut, sp=plan.topology.sp, riders=_riders(model, plan, region))
         _tell_local_sizes(model, region)
         _cut_arguments(module, region, tp)
     layers = model.get_submodule(plan.layers)
@@ -79,14 +81,34 @@ def install_borders(model: nn.Module, plan: ModelPlan, tp: Axis) -> None:
         map_output(layers[-1], lambda x: copy_one_to_each(x, tp))
 
 
-def _install_region(module: nn.Module, region: Region, cut: TokenCut, *, sp: bool) -> None:
+def _riders(model: nn.Module, plan: ModelPlan, region: Region) -> list[ParallelLinear]:
+    found = [model.get_submodule(name) for name in plan.riders(region)]
+    assert all(isinstance(leaf, ParallelLinear) for leaf in found), region
+    return found  # type: ignore[return-value]
+
+
+def _install_region(
+    module: nn.Module, region: Region, cut: TokenCut, *, sp: bool, riders: Sequence[ParallelLinear]
+) -> None:
     if region.is_split and sp:
-        map_input(module, region.name, lambda x: cut.whole(x, terms=True), passes=region.passes)
+        map_input(module, region.name, lambda x: _entered(x, cut, riders), passes=region.passes)
     elif region.is_split:
         map_input(module, region.name, lambda x: copy_one_to_each(x, cut.tp), passes=region.passes)
     elif sp:
         map_input(module, region.name, lambda x: cut.whole(x, terms=False))
         map_output(module, cut.cut)
+
+
+def _entered(x: Tensor, cut: TokenCut, riders: Sequence[ParallelLinear]) -> Tensor:
+    """x `[1, B*S/tp, H]` -> `[B, S, H]`, and with it what rides along.
+
+    Where no gradient goes back to x nothing does: to send a gradient of z alone would be another kind of message.
+    """
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    riding = [rider for leaf in riders if (rider := leaf.rider(x))] if needs_gradient else []
+    if not riding:
+        return cut.whole(x, terms=True)
+    return unpack(cut.whole(pack(x, riding), terms=True), x.shape[-1], riding)
 
 
 def _tell_local_sizes(model: nn.Module, region: Region) -> None:

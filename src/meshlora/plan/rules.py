@@ -162,6 +162,13 @@ class ModelPlan:
             name for name, rule in self.linears.items() if _enters(rule) and widths[_owner(name), rule.in_features] > 1
         )
 
+    def riders(self, region: Region) -> tuple[str, ...]:
+        """Names of the linears whose x A^T may ride with the input of `region`; those of its width do."""
+        if not (region.is_split and self.topology.sp):
+            return ()
+        inside = (name for name in self.linears if name.startswith(f"{region.name}."))
+        return tuple(name for name in inside if self.linears[name].split is Split.COLUMN)
+
     @cached_property
     def owners(self) -> frozenset[str]:
         """Names of the modules that linears are children of."""

@@ -250,7 +250,8 @@ def _prediction(
     peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=topology.dp)
     sizes = Sizes(rows, tokens, problem.width, problem.vocab, problem.dtype)
     scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
-    once = messages_of(shrunk, plan, one.flow, sizes, states, scaled=scaled)
+    ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
+    once = messages_of(shrunk, plan, one.flow, sizes, states, ranks=ranks, scaled=scaled)
     messages = repeated([*once, *gathers_of(shrunk, states.shards)], shrunk.order, recomputed)
 
     def seconds(part: str) -> float:

@@ -97,14 +97,21 @@ class Sizes:
 
 
 def messages_of(
-    shrunk: Shrunk, plan: ModelPlan, flow: Flow, sizes: Sizes, states: States, *, scaled: Iterable[str] = ()
+    shrunk: Shrunk,
+    plan: ModelPlan,
+    flow: Flow,
+    sizes: Sizes,
+    states: States,
+    *,
+    ranks: Mapping[str, int],
+    scaled: Iterable[str] = (),
 ) -> list[Message]:
     """All of a step that has one micro-batch, with calls of the whole model.
 
-    plan: of the shrunk model. scaled: row-parallel linears with DoRA.
+    plan: of the shrunk model. ranks: target -> r of its A. scaled: row-parallel linears with DoRA.
     """
     found = [
-        *_of_regions(plan, flow, sizes, set(scaled)),
+        *_of_regions(plan, flow, sizes, ranks, set(scaled)),
         *_of_ends(plan, flow, sizes),
         *_of_experts(plan, flow, sizes),
     ]
@@ -120,7 +127,9 @@ def _in_layer(shrunk: Shrunk, name: str, message: Message) -> Message:
     return replace(message, layer=shrunk.kind_of(name))
 
 
-def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: set[str]) -> Iterator[tuple[str, Message]]:
+def _of_regions(
+    plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, int], scaled: set[str]
+) -> Iterator[tuple[str, Message]]:
     """Borders of regions, row-parallel linears, norms over a split width."""
     topology, tokens = plan.topology, sizes.tokens
     if topology.tp == 1:
@@ -128,8 +137,11 @@ def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: set[str]) -> 
     item = sizes.dtype.itemsize
     own = tokens // topology.tp
     for region in plan.regions:
-        width = _width(plan, region, sizes) * item
         is_reached = region.name in flow.reached
+        width = _width(plan, region, sizes)
+        if is_reached:  # what rides along
+            width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == width)
+        width *= item
         if topology.sp:
             yield region.name, Message("forward", "allgather", TP, own * width)
             if is_reached:

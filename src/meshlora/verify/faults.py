@@ -298,9 +298,9 @@ def blocks_reversed(y: Tensor, x: Tensor, axis: Any) -> Tensor:
 def blind_whole_regions(original: Any) -> Any:
     """The block gets its rank's tokens, and zeros in the place of all others."""
 
-    def install(module: Any, of: Any, cut: region.TokenCut, *, sp: bool) -> None:
+    def install(module: Any, of: Any, cut: region.TokenCut, *, sp: bool, riders: Any) -> None:
         if of.is_split:
-            original(module, of, cut, sp=sp)
+            original(module, of, cut, sp=sp, riders=riders)
             return
 
         def own_tokens(x: Tensor) -> Tensor:
