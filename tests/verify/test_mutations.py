@@ -83,7 +83,7 @@ def test_no_fault_is_left_out_where_it_can_show(topology: str) -> None:
     has = (
         {"ranks", "scale", "steps", "targets", "digits", "sft"}
         | {a for a in ("dp", "tp") if getattr(parsed, a) > 1}
-        | ({"sp"} if parsed.sp else set())
+        | ({"sp", "riding", "riding_together"} if parsed.sp else set())
     )
     if parsed.tp > 1:
         has |= {"row_bias", "column_bias", "row_target", "column_target"}

@@ -29,13 +29,14 @@ class Mutation:
             "whole_mixer" (a block that mixes tokens and is not split), "fused_qkv", "fused_gate_up" (matrices that are
             split by pieces), "fused_blocks" (of which no rank holds neighbouring rows alone), "fused_target",
             "kv_replicas" (heads that several ranks hold), "kv_target", "sliced" (arguments with a dim of heads),
-            "wide_norm", "padded_vocabulary"; of experts "experts", "ep", "etp", "edp", "two_stage", "expert_axes" (ep
-            or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights are applied to what comes out),
-            "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens" (routers of
-            some ranks see others); of the adapter and the run "pieces", "embedding_target", "trained" (what is no
-            LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen base);
-            "lora_dropout", "model_dropout", "dropout" (either), "packing"; of the frozen base "dp_shard",
-            "quantized".
+            "wide_norm", "padded_vocabulary", "riding" (under sp, targets whose z rides with a region's input),
+            "riding_together" (several with one input); of experts "experts", "ep", "etp", "edp", "two_stage",
+            "expert_axes" (ep or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights are applied to
+            what comes out), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss",
+            "other_tokens" (routers of some ranks see others); of the adapter and the run "pieces", "embedding_target",
+            "trained" (what is no LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it
+            needs the frozen base); "lora_dropout", "model_dropout", "dropout" (either), "packing"; of the frozen base
+            "dp_shard", "quantized".
         changes: the functions it replaces.
     """
 

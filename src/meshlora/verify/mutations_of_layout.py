@@ -1,5 +1,5 @@
 """Mutations in what lies where: pieces of fused matrices, key/value heads, arguments with heads, the vocabulary,
-shards of a base that is sharded over dp, blocks of one that is quantised.
+what rides with a region's input, shards of a base that is sharded over dp, blocks of one that is quantised.
 
 Owns: this part of the registry (`verify.mutations` has the rest). Does not own: the wrong code (`verify.misplaced`).
 """
@@ -16,6 +16,7 @@ from meshlora.train import gradsync
 from meshlora.verify import faults, misplaced
 from meshlora.verify.mutation import Mutation, in_call, instead, mutation, then
 from meshlora.verify.mutations_of_quantization import OF_QUANTIZATION
+from meshlora.verify.mutations_of_riding import OF_RIDING
 from meshlora.verify.mutations_of_sharding import OF_SHARDING
 
 OF_LAYOUT: dict[str, Mutation] = (
@@ -154,6 +155,7 @@ OF_LAYOUT: dict[str, Mutation] = (
             ),
         ]
     )
+    | OF_RIDING
     | OF_SHARDING
     | OF_QUANTIZATION
 )

@@ -132,6 +132,7 @@ class Proof:
         split = {name: layout for name, rule in plan.linears.items() if (layout := rule.layout)}
         shared = {name for name, layout in split.items() if max(layout.copies(topology.tp)) > 1}
         fused = {name: {p.name for p in layout.pieces} for name, layout in split.items() if len(layout.pieces) > 1}
+        riders = _riders(plan, {rule.name for rule in targets}, self.config.get_text_config().hidden_size)
         blocks = {name for name in fused if not _is_one_run(split[name], topology.tp)}
         facts = {
             "ranks": topology.world > 1,
@@ -149,6 +150,8 @@ class Proof:
             "fused_blocks": bool(blocks),
             "sliced": any(r.sliced for r in plan.regions) and getattr(self.config, "alibi", True),
             "wide_norm": bool(plan.wide_norms),
+            "riding": any(riders),
+            "riding_together": max(riders, default=0) > 1,
             "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),
             "pieces": bool(case.pieces),
             "experts": bool(plan.experts),
@@ -175,6 +178,12 @@ class Proof:
             "lora_plus": case.lora_plus_ratio is not None,
         }
         return has | {name for name, is_there in facts.items() if is_there}
+
+
+def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
+    """Of each region how many targets ride with its input `[..., width]`. To the first one no gradient goes back."""
+    inputs = {name for name in targets if plan.linears[name].in_features == width}
+    return [len(inputs.intersection(plan.riders(region))) for region in plan.regions[1:]]
 
 
 def _is_one_run(layout: Layout, tp: int) -> bool:

@@ -1,0 +1,129 @@
+"""What rides with a region's input: the numbers and gradients of the linear that has all of x, however it is called."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshlora.parallel.dropout import DropoutTokens
+from meshlora.parallel.groups import Axis
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.ride import Rider, pack, rode_along, unpack
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule
+
+ALONE = Axis(1, 0, (0,), None)
+T, H, R = 48, 64, (2, 3)
+OUT = 8, 5
+
+
+def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = None) -> list[ParallelLinear]:
+    torch.manual_seed(0)
+    found = []
+    for number, (out, r) in enumerate(zip(OUT, R, strict=True)):
+        rule = LinearRule(f"linear-{number}", Split.WHOLE, H, out, has_bias=bias)
+        leaf = ParallelLinear(rule, ALONE, scatters_tokens=False, dtype=torch.float64, device="cpu")
+        leaf.has_neighbours = True
+        with torch.no_grad():
+            for parameter in leaf.parameters():
+                parameter.normal_()
+        if packed:
+            leaf.pack_weight(leaf.weight, packed)
+        factors = {"A": torch.randn(r, H, dtype=torch.float64), "B": torch.randn(out, r, dtype=torch.float64)}
+        leaf.add_adapter("one", factors, scaling=0.5 + number)
+        if dropout:
+            leaf.set_dropout("one", dropout, DropoutTokens(ALONE, sp=False))
+            assert leaf.tokens is not None
+            leaf.tokens._tokens = torch.arange(T)
+        for factor in leaf.trained("one").values():
+            factor.requires_grad_(True)
+        leaf.active = "one"
+        found.append(leaf)
+    return found
+
+
+def _riding(x: Tensor, leaves: list[ParallelLinear]) -> tuple[Tensor, list[Rider]]:
+    """x as a region gets it: on one rank what is gathered is what was put together."""
+    riders = [rider for leaf in leaves if (rider := leaf.rider(x))]
+    return unpack(pack(x, riders), x.shape[-1], riders), riders
+
+
+def _results(leaves: list[ParallelLinear], called: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+    """Outputs, the gradient of x, and those of all factors, of `called` with the input of `leaves`."""
+    torch.manual_seed(1)
+    x = torch.randn(2, T // 2, H, dtype=torch.float64, requires_grad=True)
+    inner = x * 1.0  # in a region x comes from another operation
+    ys = called(inner)
+    torch.autograd.backward(ys, [torch.randn_like(y) for y in ys])
+    assert x.grad is not None
+    grads = [factor.grad for leaf in leaves for factor in leaf.trained("one").values()]
+    assert all(grad is not None for grad in grads)
+    return [*(y.detach() for y in ys), x.grad, *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout": 0.4}, {"packed": "nf4"}], ids=str)
+def test_linears_whose_z_rides_compute_what_they_compute_by_themselves(options: dict[str, object]) -> None:
+    def together(x: Tensor) -> list[Tensor]:
+        whole, riders = _riding(x, leaves)
+        assert [rider.leaf for rider in riders] == leaves
+        assert all(rode_along(leaf, whole) is not None for leaf in leaves)
+        return [leaf(whole) for leaf in leaves]
+
+    leaves = _linears(**options)  # type: ignore[arg-type]
+    ours = _results(leaves, together)
+    leaves = _linears(**options)  # type: ignore[arg-type]
+    alone = _results(leaves, lambda x: [leaf(x) for leaf in leaves])
+    for mine, other in zip(ours, alone, strict=True):
+        assert float((mine - other).norm() / other.norm()) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.clone(), lambda x: x.view(-1, H), lambda x: x.mul_(1.0)],
+    ids=["a copy", "another shape", "changed in place"],
+)
+def test_a_linear_that_is_called_with_another_tensor_takes_that_one(change: Callable[[Tensor], Tensor]) -> None:
+    def together(x: Tensor) -> list[Tensor]:
+        whole, _ = _riding(x, leaves)
+        first = leaves[0](whole)
+        other = change(whole)
+        assert rode_along(leaves[1], other) is None
+        return [first, leaves[1](other).view(2, T // 2, -1)]
+
+    leaves = _linears()
+    ours = _results(leaves, together)
+    leaves = _linears()
+    alone = _results(leaves, lambda x: [leaf(x) for leaf in leaves])
+    for mine, other in zip(ours, alone, strict=True):
+        assert float((mine - other).norm() / other.norm()) < 1e-14
+
+
+def test_who_rides() -> None:
+    leaf = _linears()[0]
+    x = torch.randn(1, T, H, dtype=torch.float64)
+    assert leaf.rider(x) is not None
+    assert leaf.rider(x[..., :-1]) is None, "its input is another"
+    leaf.active = None
+    assert leaf.rider(x) is None, "the base alone"
+
+
+def test_what_was_gathered_and_all_of_x_are_gone_after_the_forward() -> None:
+    """z and the tokens of this rank are kept."""
+    leaves = _linears()
+    x = torch.randn(1, T, H, dtype=torch.float64, requires_grad=True) * 1.0
+    riders = [rider for leaf in leaves if (rider := leaf.rider(x))]
+    gathered = pack(x, riders)
+    storage = weakref.ref(gathered.untyped_storage())
+    whole = unpack(gathered, H, riders)
+    ys = [leaf(whole) for leaf in leaves]
+    seen = weakref.ref(whole)
+    del gathered, whole
+    gc.collect()
+    assert seen() is None
+    assert storage() is None
+    assert all(y.requires_grad for y in ys)
