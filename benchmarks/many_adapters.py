@@ -5,7 +5,8 @@
 First every loss and every LoRA gradient at once is compared with that of each adapter alone in transformers + peft
 (fp32; the base plain, and of 4 bits, which is bitsandbytes' own on PEFT's side). Then steps are timed, those of
 meshlora's own trainers (batch, forward, loss, backward, gradients, clipping, AdamW): all adapters at once, one after
-another, and one after another in a plain PEFT loop; the three take turns, on each of `BASES`. Last, whole runs: `meshlora train` of a file with eight adapters against eight such commands, from the command to the adapter.
+another, and one after another in a plain PEFT loop; the three take turns, on each of `BASES`. Last, whole runs:
+`meshlora train` of a file with eight adapters against eight such commands, from the command to the adapter.
 """
 
 from __future__ import annotations

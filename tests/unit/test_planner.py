@@ -61,6 +61,7 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("llama", "tp=4", {"lora": {"use_dora": True}}, id="dora"),
         pytest.param("llama", "tp=2", {"lora": {"modules_to_save": ["embed_tokens"]}}, id="embedding_trained"),
         pytest.param("gpt2", "tp=2,sp", {}, id="conv1d_tied"),
+        pytest.param("minicpm3", "tp=2,sp", {}, id="input_of_low_rank"),
         pytest.param("gemma2", "tp=2", {"config": {"num_hidden_layers": 6}}, id="two_kinds_of_layers"),
         pytest.param("gpt_neox", "tp=2,sp", {}, id="parallel_residual"),
         pytest.param("olmo2", "tp=2", {}, id="wide_norms"),

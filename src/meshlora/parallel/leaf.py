@@ -62,17 +62,28 @@ class AdaptedLeaf(nn.Module):
         return self.active if self.active in self.scaling else None
 
     def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """(A `[..., r, in]`, B `[..., out, r]`); of k pieces A is their stack, and B zero outside their blocks."""
+        """(A `[..., r, in]`, B `[..., out, r]`)."""
+        return self.factor_a(adapter), self.factor_b(adapter)
+
+    def factor_a(self, adapter: str) -> Tensor:
+        """`[..., r, in]`; of k pieces their stack, `[..., k r, in]`."""
         pieces = self.pieces[adapter]
         if not pieces:
-            return self.lora_A[adapter], self.lora_B[adapter]
+            return self.lora_A[adapter]
+        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces], -2)
+
+    def factor_b(self, adapter: str) -> Tensor:
+        """`[..., out, r]`; of k pieces `[..., out, k r]`, zero outside their blocks."""
+        pieces = self.pieces[adapter]
+        if not pieces:
+            return self.lora_B[adapter]
         blocks = []
         for piece in pieces:
             b = self.lora_B[f"{adapter}/{piece}"]
             rows = self._piece_rows(piece).to(b.device)
             whole = b.new_zeros(*b.shape[:-2], self.out_features, b.shape[-1])
             blocks.append(whole.index_copy(-2, rows, b))
-        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces], -2), torch.cat(blocks, -1)
+        return torch.cat(blocks, -1)
 
     def _piece_rows(self, piece: str) -> Tensor:
         """Where the rows of `piece` lie in what this rank holds."""

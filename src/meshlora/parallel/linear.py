@@ -1,8 +1,8 @@
 """The linear layer with LoRA on a mesh: column-parallel, row-parallel or whole.
 
-Owns: forward and backward of `y = x W^T + b + s (x A^T) B^T` with W frozen, in one autograd function, and the module
-that holds the local parts of W, A and B. Does not own: where regions begin (`parallel.region`), how factors are drawn
-(`adapter.initialization`).
+Owns: forward and backward of `y = x W^T + b + s (x A^T) B^T` with W frozen, in one autograd function (in another one
+where x A^T comes with x), and the module that holds the local parts of W, A and B. Does not own: where regions begin
+(`parallel.region`), how factors are drawn (`adapter.initialization`).
 
 Column-parallel layers communicate nothing. A row-parallel layer adds its base and LoRA terms locally and reduces the
 sum once; the bias is added after that, once.
@@ -255,7 +255,7 @@ class ParallelLinear(AdaptedLeaf):
             function: type[Function]
             arguments: tuple[Any, ...]
             if z is not None:
-                function, arguments = RiddenLinearFunction, (self.factors(name)[1], z)
+                function, arguments = RiddenLinearFunction, (self.factor_b(name), z)
             else:
                 function = LoraLinearFunction
                 arguments = (*self.factors(name), self.scaling[name], self._mask(name, x), product_behind(x))
@@ -275,7 +275,7 @@ class ParallelLinear(AdaptedLeaf):
         name = self.in_use
         if name is None or self.in_features != x.shape[-1] or (self.many is not None and self.many.is_on):
             return None
-        return Rider(self, self.factors(name)[0], self.scaling[name], self._mask(name, x))
+        return Rider(self, self.factor_a(name), self.scaling[name], self._mask(name, x))
 
     def _mask(self, adapter: str, x: Tensor) -> Mask | None:
         if not self.training or adapter not in self.dropout:

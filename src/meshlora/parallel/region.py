@@ -1,7 +1,8 @@
 """Region borders: what happens to activations where they enter and leave a block.
 
 Owns: the hooks on the model's own modules that cut the residual stream over the tokens (sp) and that make the input of
-a region whole. Does not own: the output side of a split region, which is its row-parallel linear.
+a region whole, and what rides with it. Does not own: the output side of a split region, which is its row-parallel
+linear.
 
 Under sp the residual stream between regions is `[1, B*S/tp, H]`: a contiguous slice of the flattened tokens. Slicing
 the flattened tokens needs no transposes, and only B*S must divide by tp. A region sees `[B, S, H]` again, as the

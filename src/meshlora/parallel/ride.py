@@ -51,8 +51,8 @@ class _Ride:
     version: int
 
 
-class _Pack(Function):
-    """x `[t, H]`, own tokens -> [x | z_1 | ... | z_n]."""
+class Pack(Function):
+    """x `[t, H]`, own tokens -> [x | z_1 | ... | z_n]. factors: the A of each rider, by themselves for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, riders: Sequence[Rider], *factors: Tensor) -> Tensor:
@@ -67,16 +67,17 @@ class _Pack(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *factors = ctx.saved_tensors
-        dx, *dzs = grads[0].split([x.shape[1], *map(len, factors)], 1)
+        part, *dzs = grads[0].split([x.shape[1], *map(len, factors)], 1)
+        dx = part.clone()
         found: list[Tensor | None] = []
         for place, ((scale, dropout), a, dz) in enumerate(zip(ctx.how, factors, dzs, strict=True)):
             dz = dz * scale
             seen = x if dropout is None else dropout.drop(x)
             found.append((dz.T @ seen).to(a.dtype) if ctx.needs_input_grad[2 + place] else None)
-            if dropout is not None:
-                dx = dx + dropout.drop(dz @ a.to(dz.dtype))
-            else:  # out of place: the gradient that came in may be somebody's
-                dx = torch.addmm(dx, dz, a.to(dz.dtype))
+            if dropout is None:
+                dx.addmm_(dz, a.to(dz.dtype))
+            else:
+                dx.add_(dropout.drop(dz @ a.to(dz.dtype)))
         return dx, None, *found
 
 
@@ -103,7 +104,7 @@ class _Unpack(Function):
 
 def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
     """x `[..., H]`, own tokens -> `[..., H + r_1 + ...]`."""
-    packed: Tensor = _Pack.apply(x.reshape(-1, x.shape[-1]), riders, *(rider.a for rider in riders))
+    packed: Tensor = Pack.apply(x.reshape(-1, x.shape[-1]), riders, *(rider.a for rider in riders))
     return packed.view(*x.shape[:-1], -1)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from meshlora.parallel.vocabulary import CHUNK_BYTES
 from meshlora.plan.layout import Split
-from meshlora.plan.rules import ModelPlan, Region
+from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import EXPERT_AXES, Topology
 from meshlora.planner.fake import Call
 from meshlora.planner.hardware import Hardware
@@ -138,9 +138,9 @@ def _of_regions(
     own = tokens // topology.tp
     for region in plan.regions:
         is_reached = region.name in flow.reached
-        width = _width(plan, region, sizes)
+        width = sizes.width
         if is_reached:  # what rides along
-            width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == width)
+            width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == sizes.width)
         width *= item
         if topology.sp:
             yield region.name, Message("forward", "allgather", TP, own * width)
@@ -162,12 +162,6 @@ def _of_regions(
         yield name, Message("forward", "allreduce", TP, tokens * 4)
         if name in flow.reached:
             yield name, Message("backward", "allreduce", TP, tokens * 4)
-
-
-def _width(plan: ModelPlan, region: Region, sizes: Sizes) -> int:
-    """Of what comes into a region."""
-    inside = [r for n, r in plan.linears.items() if n.startswith(f"{region.name}.") and r.split is Split.COLUMN]
-    return inside[0].in_features if inside else sizes.width
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Iterator[tuple[str, Message]]:

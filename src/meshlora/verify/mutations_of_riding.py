@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from meshlora.parallel import region
-from meshlora.parallel.ride import _Pack
+from meshlora.parallel.ride import Pack
 from meshlora.verify.mutation import mutation
 
 
 def _given_to_the_next(original: Any) -> Any:
-    """Of linears whose z is of one width."""
     return lambda packed, width, riders: original(packed, width, riders[1:] + riders[:1])
 
 
@@ -45,13 +44,13 @@ OF_RIDING = dict(
             "ride_gradient_without_scale",
             "the gradient of an A that works before the gather has the LoRA scale",
             "riding scale",
-            (_Pack, "backward", _a_without_scale),
+            (Pack, "backward", _a_without_scale),
         ),
         mutation(
             "ride_gradient_stops_at_a",
             "the gradient of a region's input has the terms of every A",
             "riding",
-            (_Pack, "backward", _input_of_the_base_alone),
+            (Pack, "backward", _input_of_the_base_alone),
         ),
     ]
 )

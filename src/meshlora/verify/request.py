@@ -181,9 +181,18 @@ class Proof:
 
 
 def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
-    """Of each region how many targets ride with its input `[..., width]`. To the first one no gradient goes back."""
+    """Of each region how many targets ride with its input `[..., width]`.
+
+    Of layers above the first one with a target: only where something is trained below a gradient goes back.
+    """
+
+    def layer(name: str) -> int:
+        return int(name.removeprefix(f"{plan.layers}.").partition(".")[0])
+
     inputs = {name for name in targets if plan.linears[name].in_features == width}
-    return [len(inputs.intersection(plan.riders(region))) for region in plan.regions[1:]]
+    first = min((layer(name) for name in targets if name.startswith(f"{plan.layers}.")), default=0)
+    inside = (region for region in plan.regions if region.name.startswith(f"{plan.layers}."))
+    return [len(inputs.intersection(plan.riders(r))) for r in inside if layer(r.name) > first]
 
 
 def _is_one_run(layout: Layout, tp: int) -> bool:
