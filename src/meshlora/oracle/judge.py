@@ -187,7 +187,7 @@ class _Judge:
         """Norm and learning rate of every step as they are reported, and the first step's gradients after clipping."""
         low = [trace.clipped for trace in self.evidence.rounded]
         return [
-            *self._scalars("grad_norms", "norm of step"),
+            *self._scalars("grad_norms", "norm of step", least_noise=self._noise_of_gradients()),
             *self._factors([t.clipped for t in self.ranks], self.reference.clipped, low, label="clipped "),
             *self._scalars("rates", "learning rate of step"),
         ]
@@ -309,8 +309,23 @@ class _Judge:
             module = stack_of(module).rpartition(".")[0]
         return self.reference.order.index(module) if module in self.reference.order else -1, factor
 
-    def _scalars(self, field_name: str, label: str) -> list[TensorResult]:
-        """One number a step. In low precision all steps share the noise: a single number may be lucky."""
+    def _noise_of_gradients(self) -> float:
+        """By how much the reference's rounding moves the whole gradient of the first step, relative to its norm.
+
+        | |g + d| - |g| | <= |d|: no norm is moved by more. By how much one is moved may be as little as luck has it, in
+        a few steps of a run too.
+        """
+        reference, parts = self.reference.gradients, []
+        for trace in self.evidence.rounded:
+            moved = sum(float((trace.gradients[n].double() - g.double()).square().sum()) for n, g in reference.items())
+            parts.append(moved / max(sum(float(g.double().square().sum()) for g in reference.values()), 1e-300))
+        return math.sqrt(max(parts, default=0.0))
+
+    def _scalars(self, field_name: str, label: str, *, least_noise: float = 0.0) -> list[TensorResult]:
+        """One number a step. In low precision all steps share the noise: a single number may be lucky.
+
+        least_noise: of each number, relative to it, whatever the reference's own numbers show.
+        """
         reference: list[float] = getattr(self.reference, field_name)
         numbers = {len(getattr(trace, field_name)) for trace in self.ranks}
         wholes = torch.tensor(reference, dtype=torch.float64)
@@ -324,7 +339,8 @@ class _Judge:
                 Piece(rank, (rank,), torch.tensor([getattr(trace, field_name)[step]], dtype=torch.float64))
                 for rank, trace in enumerate(self.ranks)
             ]
-            noise = max((float((own - wholes).abs().max()) for own in low), default=None)
+            seen = [float((own - wholes).abs().max()) for own in low]
+            noise = max(*seen, least_noise * abs(float(whole))) if seen else None
             results.append(self._compare(f"{label} {step + 1}", values, whole.reshape(1), [], "loss", noise=noise))
         return results
 

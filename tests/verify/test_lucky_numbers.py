@@ -1,0 +1,48 @@
+"""The judge in low precision: what it takes for noise does not depend on how lucky the reference's own numbers are."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from meshlora.oracle.judge import Evidence, judge
+from meshlora.plan.topology import Topology
+from meshlora.verify import proof as proofs
+from meshlora.verify.proof import Processes
+from meshlora.verify.request import Request, prepare_proof
+
+_TOPOLOGY = Topology.parse("tp=2")
+
+
+@pytest.fixture(scope="module")
+def evidence(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    """One run of ours in float32, beside a reference whose norms float32 rounds to the right numbers in each step."""
+    cache: Path = tmp_path_factory.mktemp("lucky")
+    request = Request((str(_TOPOLOGY),), family="llama", dtype="float32", cache_dir=cache, device="cpu")
+    proof = prepare_proof(request)
+    worker, pool = processes.reference("cpu"), processes.ranks(_TOPOLOGY.world, "cpu")
+    case, reference, rounded = proofs._reference(proof, worker)
+    found = proofs.evidence_of(case, reference, rounded, _TOPOLOGY, None, pool, worker, timeout_s=300)
+    for trace in found.rounded:
+        trace.grad_norms[:] = reference.grad_norms
+    return found
+
+
+def _wrong_by(evidence: Evidence, error: float) -> list[str]:
+    """The numbers of the phase that fail where ours has the norm of the last step wrong by a relative `error`."""
+    spoiled = copy.deepcopy(evidence)
+    for trace in spoiled.ranks:
+        trace.grad_norms[-1] = spoiled.reference.grad_norms[-1] * (1 + error)
+    (phase,) = [phase for phase in judge(spoiled) if phase.name == "grad_norm"]
+    return [result.name for result in phase.results if not result.passed]
+
+
+def test_norm_may_be_off_by_what_rounding_does_to_its_gradient(evidence: Evidence) -> None:
+    """Four units in the last place: seen of a right run beside a reference that was off by less than half of one."""
+    assert _wrong_by(evidence, 5e-7) == []
+
+
+def test_norm_that_is_wrong_by_more_is_still_found(evidence: Evidence) -> None:
+    assert _wrong_by(evidence, 1e-5) == [f"norm of step {len(evidence.reference.grad_norms)}"]
