@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -157,14 +158,14 @@ def _gaps(ours: Path, alone: Path) -> dict[str, float]:
 
 def _counts_of_all(patch: pytest.MonkeyPatch) -> None:
     finish = ManyGradients.finish
-    patch.setattr(ManyGradients, "finish", lambda self, counts: finish(self, [sum(counts)] * len(counts)))
+    patch.setattr(ManyGradients, "finish", lambda self, counts: finish(self, counts.sum().expand_as(counts)))
 
 
 def _joint_norm(patch: pytest.MonkeyPatch) -> None:
     clip = ManyGradients.clip
 
-    def joint(self: ManyGradients, max_norms: list[float]) -> list[float]:
-        norms = clip(self, [0.0] * len(max_norms))
+    def joint(self: ManyGradients, max_norms: list[float]) -> torch.Tensor:
+        norms = clip(self, [0.0] * len(max_norms)).tolist()
         total = math.hypot(*norms)
         return clip(self, [limit * norm / total for limit, norm in zip(max_norms, norms, strict=True)])
 
@@ -232,9 +233,10 @@ def test_step_of_one_that_is_not_finite_is_left_out_and_the_others_go_on(
 ) -> None:
     clip = ManyGradients.clip
 
-    def broken(self: ManyGradients, max_norms: list[float]) -> list[float]:
+    def broken(self: ManyGradients, max_norms: list[float]) -> torch.Tensor:
         norms = clip(self, max_norms)
-        return [math.inf if name == "second" else norm for name, norm in zip(self.names, norms, strict=True)]
+        norms[self.names.index("second")] = math.inf
+        return norms
 
     monkeypatch.setattr(ManyGradients, "clip", broken)
     _train(_file(folder, "skipped", "", on_nonfinite="skip"), 1)

@@ -93,7 +93,7 @@ def _put_in(fault: str) -> None:
     """On a rank of the session's pool; no fault takes the others out again."""
     ManyGradients.finish, ManyGradients.clip = _FINISH, _CLIP  # type: ignore[method-assign]
     if fault == "count of all":
-        ManyGradients.finish = lambda self, counts: _FINISH(self, [sum(counts)] * len(counts))  # type: ignore[method-assign]
+        ManyGradients.finish = lambda self, counts: _FINISH(self, counts.sum().expand_as(counts))  # type: ignore[method-assign]
     if fault == "limit of the next":
         ManyGradients.clip = lambda self, limits: _CLIP(self, limits[1:] + limits[:1])  # type: ignore[method-assign]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshlora.data.tokenization import Sequence
 from meshlora.dropout import token_numbers
+from meshlora.transfer import to_device
 
 IGNORED = -100  # the label of a position that predicts nothing; torch's cross_entropy ignores it by default
 
@@ -36,6 +37,7 @@ class Batch:
             the same on every topology. Padding goes on counting.
         is_dummy: it holds no sequence, only what keeps collectives going.
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), which begin again with each sequence; else None.
+        trained: int64 `[num_trained_tokens]`, where the flat labels are not -100; None: not looked for yet.
     """
 
     input_ids: Tensor
@@ -46,14 +48,16 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     is_dummy: bool = False
     position_ids: Tensor | None = None
+    trained: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on `device`."""
-        columns = {name: column.to(device) for name, column in self.columns.items()}
-        own = (self.input_ids, self.attention_mask, self.labels, self.tokens)
-        ids, mask, labels, tokens = (t.to(device) for t in own)
-        positions = None if self.position_ids is None else self.position_ids.to(device)
-        return Batch(ids, mask, labels, self.num_trained_tokens, tokens, columns, self.is_dummy, positions)
+        """The same on `device`, with `trained`: the host has the labels, and need not ask the device for it."""
+        trained = (self.labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained
+        own = (self.input_ids, self.attention_mask, self.labels, self.tokens, trained)
+        ids, mask, labels, tokens, trained = (to_device(t, device) for t in own)
+        columns = {name: to_device(column, device) for name, column in self.columns.items()}
+        positions = None if self.position_ids is None else to_device(self.position_ids, device)
+        return Batch(ids, mask, labels, self.num_trained_tokens, tokens, columns, self.is_dummy, positions, trained)
 
 
 def collate(

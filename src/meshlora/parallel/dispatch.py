@@ -36,6 +36,7 @@ from meshlora.parallel.collectives import (
 )
 from meshlora.parallel.grouped import inverse_of, sort_by_expert, sum_rows
 from meshlora.parallel.groups import Mesh
+from meshlora.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Places:
 
     def to(self, device: torch.device) -> Places:
         """The same on `device`."""
-        return Places(self.index.to(device), self.places.to(device))
+        return Places(to_device(self.index, device), to_device(self.places, device))
 
     def spread(self, rows: Tensor) -> Tensor:
         """`[n, H]` -> `[M, H]`: a copy of each row in each of its places."""
@@ -140,7 +141,7 @@ class Journey:
         self.is_flat = not mesh.topology.two_stage
         self.block = mesh.over({"ep", "etp"})
         device = slots.places.index.device
-        own = torch.tensor(slots.counts, device=mesh.device).view(1, self.ep.size, -1)
+        own = to_device(torch.tensor(slots.counts), mesh.device).view(1, self.ep.size, -1)
         every = all_gather(own, self.block).cpu()  # [ranks of the block, ep, experts of a rank]
         sent = every[self.block.rank].sum(1)  # to each ep rank
         arriving = every[:, self.ep.rank]  # [ranks of the block, our experts]
@@ -155,7 +156,7 @@ class Journey:
             self.send, self.receive = sent.tolist(), staged[self.etp.rank].sum(1).tolist()
             each = staged.sum((1, 2)).tolist()  # rows of each etp rank, all padded to those of the fullest
             self.most = max(each)
-            self.filled = torch.cat([torch.arange(n) + i * self.most for i, n in enumerate(each)]).to(device)
+            self.filled = to_device(torch.cat([torch.arange(n) + i * self.most for i, n in enumerate(each)]), device)
             arriving = staged.flatten(0, 1)
             sources = sources.view(self.ep.size, self.etp.size).T.flatten()
         self.by_expert = Places.permutation(_by_expert(arriving, sources)).to(device)

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.transfer import to_device
+
 # From so many rows per expert on, a CPU takes one expert after the other, so that all products of an expert find its
 # rows in the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
 ROWS_TO_LOOP = 16
@@ -98,8 +100,8 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`."""
     if len(x) and can_group(x, weight):
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device)
-        return F.grouped_mm(x, weight, offs=ends)
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
     y = x.new_empty(len(x), weight.shape[2])
     for count, x_e, weight_e, y_e in zip(counts, x.split(counts), weight.unbind(), y.split(counts), strict=True):
         if count:
@@ -266,9 +268,10 @@ def _factor_gradient(left: Tensor, right: Tensor, counts: Sequence[int], is_shar
     if is_shared and len(counts) > 1:
         return (left.T @ right).unsqueeze(0)
     host = torch.tensor(counts, dtype=torch.int32)
-    gradient = F.grouped_mm(left.T, right, offs=host.cumsum(0, dtype=torch.int32).to(left.device))
+    gradient = F.grouped_mm(left.T, right, offs=to_device(host.cumsum(0, dtype=torch.int32), left.device))
     if 0 in counts:
-        gradient.index_fill_(0, (host == 0).nonzero()[:, 0].to(left.device), 0)  # of no rows: not every kernel writes
+        empty = to_device((host == 0).nonzero()[:, 0], left.device)
+        gradient.index_fill_(0, empty, 0)  # of no rows: not every kernel writes
     return gradient
 
 
@@ -297,5 +300,5 @@ def _backward_grouped(
 
 def bias_of_rows(bias: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`[E, out]` -> `[N, out]`."""
-    repeats = torch.tensor(counts).to(bias.device)
+    repeats = to_device(torch.tensor(counts), bias.device)
     return bias.to(dtype).repeat_interleave(repeats, 0, output_size=sum(counts))

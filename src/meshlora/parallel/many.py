@@ -25,6 +25,7 @@ from meshlora.errors import UnsupportedError
 from meshlora.parallel.dropout import Mask, input_features
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.quantized import Packed, frozen_linear, unpacked
+from meshlora.transfer import to_device
 
 if TYPE_CHECKING:
     from meshlora.parallel.linear import ParallelLinear
@@ -219,7 +220,7 @@ class StackedLoraFunction(Function):
         x2 = x.reshape(-1, x.shape[-1])
         y = F.linear(x, unpacked(weight), bias)
         ctx.segments, ctx.weight = segments, weight
-        ctx.scales = torch.tensor([s.scale for s in segments], dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        ctx.scales = to_device(torch.tensor([s.scale for s in segments], dtype=x.dtype), x.device).view(-1, 1, 1)
         a, b = (torch.stack(side).to(x.dtype) for side in (factors[::2], factors[1::2]))  # [K, r, in], [K, out, r]
         z = (_stack_of(x2, segments) @ a.mT).mul_(ctx.scales)  # [K, t, r], scaled
         _stack_of(y.view(-1, y.shape[-1]), segments).baddbmm_(z, b.mT)

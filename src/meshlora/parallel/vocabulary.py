@@ -23,6 +23,7 @@ from meshlora.errors import UserError
 from meshlora.lift import is_lifted, lift
 from meshlora.parallel.collectives import all_gather
 from meshlora.parallel.groups import Axis
+from meshlora.transfer import to_device
 
 IGNORED = -100  # the label of a token that is not trained
 
@@ -43,6 +44,7 @@ def summed_cross_entropy_from_hidden(
     vocab: int,
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of `(1-e) * -log p(label) + e * mean over the vocabulary of -log p`, e the smoothing.
 
@@ -58,13 +60,14 @@ def summed_cross_entropy_from_hidden(
         parameters: the tensors behind `head` that get a gradient. What is not listed here gets none.
         vocab: entries without the padding.
         chunk_tokens: trained tokens that pass the head at once; by default as many as `CHUNK_BYTES` hold.
+        trained: int64, where `labels` is not `IGNORED`, in order; who knows it spares the host to wait for the device.
 
     Raises:
         UserError: a label is not in the vocabulary.
     """
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
-    rows, labels = _trained(hidden, labels, vocab)
+    rows, labels = _trained(hidden, labels, vocab, trained)
     # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
     tokens = _chunk_tokens(chunk_tokens, loss)
@@ -81,6 +84,7 @@ def cross_entropies_from_hidden(
     vocab: int,
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """`[K]`: the summed cross-entropy of each of K groups of neighbouring tokens, `sizes` `[K]` of them.
 
@@ -88,10 +92,10 @@ def cross_entropies_from_hidden(
     """
     assert sum(sizes) == len(labels), (sizes, tuple(labels.shape))
     loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
-    rows, labels = _trained(hidden, labels, vocab)
+    rows, labels = _trained(hidden, labels, vocab, trained)
     has_gradient = torch.is_grad_enabled() and hidden.requires_grad
     tokens = _chunk_tokens(chunk_tokens, loss)
-    groups = torch.tensor(sizes, device=hidden.device)
+    groups = to_device(torch.tensor(sizes), hidden.device)
     return _CrossEntropyOfGroups.apply(hidden, head, rows, labels, loss, tokens, has_gradient, groups)
 
 
@@ -104,6 +108,7 @@ def log_probabilities_from_hidden(
     axis: Axis,
     vocab: int,
     chunk_tokens: int | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """log p(label) of each token, `[T]`, 0 where untrained; for losses in which tokens weigh differently.
 
@@ -111,17 +116,19 @@ def log_probabilities_from_hidden(
     the backward only: there the logits are computed once more, a chunk at a time.
     """
     loss = _ChunkLoss(axis, vocab, 0.0, _exact_dtype(hidden))
-    rows, trained = _trained(hidden, labels, vocab)
-    found = _LogProbabilities.apply(hidden, head, rows, trained, loss, _chunk_tokens(chunk_tokens, loss), *parameters)
+    rows, targets = _trained(hidden, labels, vocab, trained)
+    found = _LogProbabilities.apply(hidden, head, rows, targets, loss, _chunk_tokens(chunk_tokens, loss), *parameters)
     return found.new_zeros(labels.shape).index_copy(0, rows, found)
 
 
-def _trained(hidden: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def _trained(hidden: Tensor, labels: Tensor, vocab: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """(where the trained tokens are, their labels)."""
     assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
-    rows = (labels != IGNORED).nonzero().squeeze(1)
-    _check_labels(labels[rows], vocab)
-    return rows, labels[rows]
+    if rows is None:
+        rows = (labels != IGNORED).nonzero().squeeze(1)
+    targets = labels[rows]
+    _check_labels(targets, vocab)
+    return rows, targets
 
 
 def _chunk_tokens(given: int | None, loss: _ChunkLoss) -> int:
@@ -134,11 +141,14 @@ def _exact_dtype(tensor: Tensor) -> torch.dtype:
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
     """A label in the padding, or behind it, would belong to no rank: its loss would be wrong without a sign."""
-    if labels.numel():
-        least, most = torch.stack(labels.aminmax()).tolist()
-        if least < 0 or most >= vocab:
-            wrong = least if least < 0 else most
-            raise UserError(f"label {wrong}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
+    if not labels.numel():
+        return
+    least, most = labels.aminmax()
+    if labels.is_cuda:  # the host does not wait for the answer; the run ends at the next time it does
+        torch._assert_async((least >= 0) & (most < vocab), f"a label is not in the vocabulary of {vocab}")
+    elif least < 0 or most >= vocab:
+        wrong = int(least if least < 0 else most)
+        raise UserError(f"label {wrong}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
 
 
 @dataclass(frozen=True)

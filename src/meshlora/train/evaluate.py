@@ -51,7 +51,8 @@ def mean_loss(model: Any, batches: Iterable[Batch], objective: Objective) -> tup
         with lift(model.dtype == torch.float64):
             base = base_log_probabilities(model, batch) if objective.needs_base else None
             loss, _ = objective.loss(model, batch, base)
-        sums += sums.new_tensor([float(loss), objective.count(batch)])
+        sums[0] += loss
+        sums[1] += objective.count(batch)
     model.train(is_training)
     loss_sum, count = all_reduce_sum(sums, mesh.dp).tolist()
     return loss_sum / count, int(count)

@@ -2,6 +2,9 @@
 
 Owns: the sum over each factor's gradient axes (and mean axes), one flat bucket per distinct set of axes; division by
 the global number of trained tokens; the one true global norm. Does not own: which axes those are (`plan.grads`).
+
+Each comes twice: with a number for loops of a user's own, and `_on_device`, where nothing waits for the device: the
+host goes on to give it work, and reads all numbers of a step at once (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from meshlora.plan.grads import Segment, segment_of
 _FINISHED = "_meshlora_finished"
 
 
-@torch.no_grad()
 def finish_gradients(model: Any, *, num_tokens: int) -> int:
     """Turn gradients of a summed loss into those of the mean over all trained tokens of all ranks. Collective.
 
@@ -37,6 +39,22 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     Raises:
         MeshloraError: a trainable factor has no gradient, or nobody trained any token.
     """
+    total = int(finish_gradients_on_device(model, num_tokens=num_tokens).item())
+    check_total(total)
+    return total
+
+
+def check_total(total: int) -> None:
+    """Raises:
+    MeshloraError: no token was trained, so that gradients are no numbers.
+    """
+    if total == 0:
+        raise MeshloraError("no rank has a trained token in this step, so its mean loss is not defined")
+
+
+@torch.no_grad()
+def finish_gradients_on_device(model: Any, *, num_tokens: int) -> Tensor:
+    """`finish_gradients`; the number is `[1]`, int64, and not looked at (`check_total`)."""
     mesh = runtime(model).mesh
     factors = active_factors(model)
     for factor in factors:
@@ -47,23 +65,21 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
                 f"the gradient of {factor.name} is finished already: call finish_gradients once per optimizer step, "
                 "after the last backward, and zero_grad(set_to_none=True) after the step"
             )
-    # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly.
-    total = int(all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp).item())
-    if total == 0:
-        raise MeshloraError("no rank has a trained token in this step, so its mean loss is not defined")
+    # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly. Filled: a copy from the host would wait.
+    total = all_reduce_sum(torch.full((1,), num_tokens, dtype=torch.int64, device=mesh.device), mesh.dp)
     buckets: dict[tuple[frozenset[str], frozenset[str]], list[Tensor]] = {}
     for factor in factors:
         for segment in _segments(factor, mesh):
             part = segment_of(_grad(factor), segment)
             buckets.setdefault((segment.grad_axes, segment.mean_axes), []).append(part)
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: _in_order(item[0])):
-        _sum_bucket(grads, axes | mean_axes, mesh, scale=1 / (total * mesh.over(mean_axes).size))
+        scale = 1 / (total[0].double() * mesh.over(mean_axes).size)
+        _sum_bucket(grads, axes | mean_axes, mesh, scale=scale)
     for factor in factors:
         setattr(_grad(factor), _FINISHED, True)
     return total
 
 
-@torch.no_grad()
 def clip_gradients(model: Any, max_norm: float | None) -> float:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; None or 0 only measures. Collective.
 
@@ -72,13 +88,19 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
     Returns:
         The norm before clipping.
     """
+    return float(clip_gradients_on_device(model, max_norm).item())
+
+
+@torch.no_grad()
+def clip_gradients_on_device(model: Any, max_norm: float | None) -> Tensor:
+    """`clip_gradients`; the norm is `[1]`, float64, and not looked at. Not finite, it makes gradients no numbers."""
     mesh = runtime(model).mesh
     factors = active_factors(model)
     # Over all ranks, each with its share of what several hold: one sum gives every rank the same bits.
-    norm = float(all_reduce_sum(_sum_of_squares(factors, mesh), mesh.world).sqrt())
-    if max_norm and norm > max_norm:
+    norm = all_reduce_sum(_sum_of_squares(factors, mesh), mesh.world).sqrt()
+    if max_norm:
         # The same epsilon as torch.nn.utils.clip_grad_norm_.
-        torch._foreach_mul_([_grad(factor) for factor in factors], max_norm / (norm + 1e-6))
+        _multiply([_grad(factor) for factor in factors], (max_norm / (norm[0] + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -92,16 +114,22 @@ def _in_order(axes: tuple[frozenset[str], frozenset[str]]) -> tuple[list[str], .
     return tuple(map(sorted, axes))
 
 
-def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale: float) -> None:
+def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale: Tensor) -> None:
     """Sum `grads` over `axes` as one flat message, scale, and put the results back."""
     if mesh.over(axes).size == 1:
-        torch._foreach_mul_(grads, scale)
+        _multiply(grads, scale)
         return
     # The bucket is fresh memory that nobody else holds: no copy of it is made for the sum.
-    flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes)).mul_(scale)
+    flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes))
+    _multiply([flat], scale)
     torch._foreach_copy_(
         grads, [r.view_as(g) for g, r in zip(grads, flat.split([g.numel() for g in grads]), strict=True)]
     )
+
+
+def _multiply(tensors: list[Tensor], scale: Tensor) -> None:
+    """In place, with a number `[]` that is on the device; all are float32, or all float64."""
+    torch._foreach_mul_(tensors, scale.to(tensors[0].dtype))
 
 
 def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:

@@ -34,18 +34,22 @@ def language_model_loss(
     *,
     label_smoothing: float = 0.0,
     position_ids: Tensor | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of (1-e) -log p(label) + e times the mean of -log p over the vocabulary.
 
     input_ids, attention_mask, labels: `[B, S]`; labels are shifted already (labels[b, t] is the token after t), and
     -100 where untrained. The logits `[B, S, V]` never exist: the head runs on some tokens at a time.
     position_ids: `[B, S]` of packed rows, which begin again with each sequence.
+    trained: `[N]`, where `labels.flatten()` is not -100, in order, if that is known: a GPU need not be asked for it.
     """
     found = _forward(model, input_ids, attention_mask, position_ids)
     if isinstance(found, Tensor):
         return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
     hidden, head, options = found
-    return summed_cross_entropy_from_hidden(hidden, head, labels.flatten(), **options, label_smoothing=label_smoothing)
+    return summed_cross_entropy_from_hidden(
+        hidden, head, labels.flatten(), **options, label_smoothing=label_smoothing, trained=trained
+    )
 
 
 def language_model_losses(
@@ -56,6 +60,7 @@ def language_model_losses(
     rows: Sequence[int],
     *,
     label_smoothing: float = 0.0,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """`[K]`: `language_model_loss` of each of K groups of neighbouring rows, `rows` `[K]` of them, in one forward."""
     found = _forward(model, input_ids, attention_mask, None)
@@ -66,7 +71,7 @@ def language_model_losses(
     assert not options.pop("parameters"), "an adapter on the head has its own logits"
     sizes = [number * labels.shape[1] for number in rows]
     return cross_entropies_from_hidden(
-        hidden, head, labels.flatten(), sizes, **options, label_smoothing=label_smoothing
+        hidden, head, labels.flatten(), sizes, **options, label_smoothing=label_smoothing, trained=trained
     )
 
 
@@ -77,6 +82,7 @@ def log_probabilities(
     labels: Tensor,
     *,
     position_ids: Tensor | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """log p(label) of each token, `[B, S]`, 0 where untrained; arguments as of `language_model_loss`."""
     found = _forward(model, input_ids, attention_mask, position_ids)
@@ -84,7 +90,7 @@ def log_probabilities(
         exact = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -exact.view_as(labels)
     hidden, head, options = found
-    return log_probabilities_from_hidden(hidden, head, labels.flatten(), **options).view_as(labels)
+    return log_probabilities_from_hidden(hidden, head, labels.flatten(), **options, trained=trained).view_as(labels)
 
 
 def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:

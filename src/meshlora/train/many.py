@@ -40,8 +40,10 @@ from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.run import introduce, prepare_output
+from meshlora.train.step_sums import read_step
 from meshlora.train.stopping import StopRequest, noticing_signals
 from meshlora.train.trainer import Trainer
+from meshlora.transfer import to_device
 
 
 @dataclass
@@ -101,21 +103,22 @@ class ManyTrainer:
             with runtime(self.model).many.at(shares):  # the backward too: it may run forwards once more
                 losses = self._losses(batch, [len(share.tokens) // batch.labels.shape[1] for share in shares])
                 losses.sum().backward()
-            at = torch.tensor(numbers, device=self.mesh.device)
+            at = to_device(torch.tensor(numbers), self.mesh.device)
             counts = torch.stack([n.sum() for n in self._trained_of(batch, shares)])
             sums[0].index_add_(0, at, losses.detach().double())
             sums[1].index_add_(0, at, counts.double())
-        summed, counted = all_reduce_sum(sums, self.mesh.dp).tolist()
-        self._gradients.finish([int(count) for count in counted])
+        sums = all_reduce_sum(sums, self.mesh.dp)
+        self._gradients.finish(sums[1])
         limits = [self.courses[name].run.config.train.max_grad_norm for name in names]
         norms = self._gradients.clip(limits)
-        means = [value / count for value, count in zip(summed, counted, strict=True)]
-        are_finite = self._agree(
-            names, [math.isfinite(a) and math.isfinite(b) for a, b in zip(means, norms, strict=True)]
-        )
+        read = read_step(sums[0] / sums[1], norms, sums[1], mesh=self.mesh, is_asked=self.stop.is_asked)
+        self._gradients.check_counts(read.numbers)
         found: dict[str, StepMetrics] = {}
-        for name, loss, norm, count, is_finite in zip(names, means, norms, counted, are_finite, strict=True):
+        for name, loss, norm, count, is_finite in zip(
+            names, read.losses, read.norms, read.numbers, read.are_finite, strict=True
+        ):
             course, step = self.courses[name], self.done[name]
+            course.is_to_stop = read.is_to_stop
             rate = course.update(step, is_finite=is_finite)
             if not is_finite:
                 what = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
@@ -168,21 +171,13 @@ class ManyTrainer:
                 batch.labels,
                 rows,
                 label_smoothing=self.label_smoothing,
+                trained=batch.trained,
             )
 
     @staticmethod
     def _trained_of(batch: Batch, shares: list[Share]) -> list[Tensor]:
         """For each share which of its tokens are trained."""
         return list((batch.labels >= 0).flatten().split([len(share.tokens) for share in shares]))
-
-    def _agree(self, names: list[str], are_finite: list[bool]) -> list[bool]:
-        """Whose steps are finite on all ranks, and on the way whether a rank was asked to stop. Collective."""
-        flags = [*(not is_finite for is_finite in are_finite), self.stop.is_asked]
-        summed = all_reduce_sum(torch.tensor(flags, dtype=torch.float32, device=self.mesh.device), self.mesh.world)
-        *not_finite, asked = summed.tolist()
-        for name in names:
-            self.courses[name].is_to_stop = asked > 0
-        return [number == 0 for number in not_finite]
 
 
 def train_together(

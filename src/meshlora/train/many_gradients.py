@@ -78,17 +78,12 @@ class ManyGradients:
         self._flat.zero_()
 
     @torch.no_grad()
-    def finish(self, counts: list[int]) -> None:
+    def finish(self, counts: Tensor) -> None:
         """Turn gradients of summed losses into those of each adapter's own mean. Collective, once per optimizer step.
 
-        counts: `[K]`, the trained tokens of each adapter in the step, over all ranks.
-
-        Raises:
-            MeshloraError: an adapter has none.
+        counts: `[K]`, float64, the trained tokens of each adapter in the step, over all ranks: not looked at here
+            (`check_counts`), as a GPU would be waited for.
         """
-        for name, count in zip(self.names, counts, strict=True):
-            if count == 0:
-                raise MeshloraError(f"adapter {name}: no rank has a trained token of it in this step")
         buckets: dict[str, list[_Piece]] = {}
         for piece in self.pieces:
             buckets.setdefault(str(piece.axes), []).append(piece)
@@ -102,11 +97,20 @@ class ManyGradients:
         for piece in self.pieces:
             piece.values.mul_(1 / (counts[piece.adapter] * self.mesh.over(piece.segment.mean_axes).size))
 
+    def check_counts(self, counts: list[float]) -> None:
+        """Raises:
+        MeshloraError: an adapter has no trained token.
+        """
+        for name, count in zip(self.names, counts, strict=True):
+            if count == 0:
+                raise MeshloraError(f"adapter {name}: no rank has a trained token of it in this step")
+
     @torch.no_grad()
-    def clip(self, max_norms: list[float]) -> list[float]:
+    def clip(self, max_norms: list[float]) -> Tensor:
         """Scale each adapter's gradients so that their own 2-norm is at most its own of `max_norms` `[K]`; 0: not.
 
-        Collective. Returns the norms before, `[K]`: every logical element counts once, whoever and how many hold it.
+        Collective. Returns the norms before, `[K]`, float64, on the device: every logical element counts once, whoever
+        and how many hold it. One that is not finite makes that adapter's gradients no numbers.
         """
         squares: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=self.mesh.device)] * len(self.names)
         # No copies in float64.
@@ -114,11 +118,10 @@ class ManyGradients:
         for piece, norm_of_piece in zip(self.pieces, of_pieces, strict=True):
             holders = piece.segment.copies * self.mesh.topology.size_over(piece.segment.replicas)
             squares[piece.adapter] = squares[piece.adapter] + norm_of_piece.square() / holders
-        norms: list[float] = all_reduce_sum(torch.stack(squares), self.mesh.world).sqrt().tolist()
+        norms = all_reduce_sum(torch.stack(squares), self.mesh.world).sqrt()
         for piece in self.pieces:
-            norm, most = norms[piece.adapter], max_norms[piece.adapter]
-            if most and norm > most:
-                piece.values.mul_(most / (norm + 1e-6))  # as `gradsync.clip_gradients`
+            if most := max_norms[piece.adapter]:  # as `gradsync.clip_gradients`
+                piece.values.mul_((most / (norms[piece.adapter] + 1e-6)).clamp(max=1.0))
         return norms
 
 

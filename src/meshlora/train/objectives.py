@@ -53,6 +53,7 @@ class Sft:
             batch.labels,
             label_smoothing=smoothing,
             position_ids=batch.position_ids,
+            trained=batch.trained,
         )
         return loss, {}
 
@@ -146,7 +147,12 @@ def objective_of(options: TrainConfig) -> Objective:
 def batch_log_probabilities(model: Any, batch: Batch) -> Tensor:
     """What `model` says of the labels: `[B, S]`, 0 where untrained."""
     return log_probabilities(
-        model, batch.input_ids, batch.attention_mask, batch.labels, position_ids=batch.position_ids
+        model,
+        batch.input_ids,
+        batch.attention_mask,
+        batch.labels,
+        position_ids=batch.position_ids,
+        trained=batch.trained,
     )
 
 

@@ -26,13 +26,12 @@ from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import MeshloraError, SaveError
 from meshlora.lift import lift
 from meshlora.parallel.allocator import keep_freed_memory
-from meshlora.parallel.collectives import all_reduce_sum, broadcast_in_place
-from meshlora.parallel.groups import Mesh
+from meshlora.parallel.collectives import broadcast_in_place
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching
 from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
-from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
 from meshlora.train.keeping import Keeping, folder_name
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.metrics import Reporter, StepMetrics
@@ -45,6 +44,7 @@ from meshlora.train.replicas import check_replicas
 from meshlora.train.routing import RunRouting
 from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
+from meshlora.train.step_sums import StepSums
 from meshlora.train.stopping import StopRequest
 
 # Steps in a row that are left out before a run that leaves them out ends: it learns nothing any more.
@@ -167,7 +167,7 @@ class Trainer:
         options = self.run.config.train
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        sums = _Sums(self.mesh)
+        sums = StepSums(self.mesh)
         indices = self.batches.batch(step)
         batches = list(self._micro_batches(self.run.train_data, indices))
         with self.routing.step(step, indices) if self.routing is not None else contextlib.nullcontext():
@@ -177,13 +177,14 @@ class Trainer:
                 with self.masks(step, batch):  # the backward too: it may run forwards once more
                     sums.add(batch, *self._backward(number, batch, is_only=len(batches) == 1))
         aux_loss = self.balance.finish() if self.balance is not None else None
-        count = finish_gradients(self.model, num_tokens=sum(self.objective.count(batch) for batch in batches))
-        tokens, means = sums.over_all_ranks(count)
-        loss = means.pop("loss")
+        count = sum(self.objective.count(batch) for batch in batches)
+        total = finish_gradients_on_device(self.model, num_tokens=count)
         if self.loss_scale is not None:
             self.loss_scale.unscale(self.model)
-        grad_norm = clip_gradients(self.model, options.max_grad_norm)
-        is_finite = self._agree(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
+        norm = clip_gradients_on_device(self.model, options.max_grad_norm)
+        read = sums.read(total, norm, is_asked=self.stop.is_asked)
+        self.is_to_stop = read.is_to_stop
+        loss, grad_norm, is_finite = read.loss, read.grad_norm, read.is_finite
         rate = self.update(step, is_finite=is_finite)
         is_overflow = self.loss_scale is not None and math.isfinite(loss) and not is_finite
         if not is_finite and not is_overflow:
@@ -192,7 +193,9 @@ class Trainer:
             self.loss_scale.takes_step(grad_norm, step=step)
         time_s = time.perf_counter() - started
         scale = self.loss_scale.scale if self.loss_scale is not None else None
-        return StepMetrics(step + 1, loss, rate, grad_norm, tokens, time_s, aux_loss, means, scale, not is_finite)
+        return StepMetrics(
+            step + 1, loss, rate, grad_norm, read.tokens, time_s, aux_loss, read.means, scale, not is_finite
+        )
 
     def update(self, step: int, *, is_finite: bool) -> float:
         """The optimizer's part of a step, where its gradient is finite; returns the learning rate."""
@@ -206,13 +209,6 @@ class Trainer:
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
-
-    def _agree(self, *, is_finite: bool) -> bool:
-        """Whether the step is finite on all ranks, and on the way whether any was asked to stop. Collective."""
-        flags = torch.tensor([not is_finite, self.stop.is_asked], dtype=torch.float32, device=self.mesh.device)
-        num_not_finite, num_asked = all_reduce_sum(flags, self.mesh.world).tolist()
-        self.is_to_stop = num_asked > 0
-        return num_not_finite == 0
 
     def _skip_or_stop(self, step: int, batches: list[Batch], loss: float, grad_norm: float) -> None:
         """Say where a step that is not finite comes from; end the run where it asks for that. Collective."""
@@ -350,23 +346,3 @@ def _each_then(advance: Callable[[], None], batches: Iterable[Batch]) -> Iterato
     for batch in batches:
         yield batch
         advance()
-
-
-class _Sums:
-    """What a step reports, summed over micro-batches and ranks."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._tokens = mesh, 0
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, batch: Batch, loss: Tensor, sums: Sums) -> None:
-        """What one micro-batch adds."""
-        self._tokens += batch.num_trained_tokens
-        for name, value in {"loss": loss, **sums}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.double()
-
-    def over_all_ranks(self, count: int) -> tuple[int, dict[str, float]]:
-        """(trained tokens, name -> mean over `count`). Collective."""
-        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=self._mesh.device)
-        tokens, *sums = all_reduce_sum(torch.stack([tokens, *self._sums.values()]), self._mesh.dp).tolist()
-        return int(tokens), {name: value / count for name, value in zip(self._sums, sums, strict=True)}

@@ -137,7 +137,7 @@ def output_without_tp(found: Any, rule: Any, side: Side) -> Any:
 
 
 def averaged_over_tp(original: Any) -> Any:
-    def sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Any, *, scale: float) -> None:
+    def sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Any, *, scale: Tensor) -> None:
         original(grads, axes, mesh, scale=scale / (mesh.tp.size if "tp" in axes else 1))
 
     return sum_bucket
@@ -150,7 +150,7 @@ def scaled_before(scale: Callable[[int, int, int], float]) -> Callable[[Any], An
     """finish_gradients on gradients multiplied by scale(tokens of all ranks, of this rank, dp)."""
 
     def replace(original: Any) -> Any:
-        def finish(model: Any, *, num_tokens: int) -> int:
+        def finish(model: Any, *, num_tokens: int) -> Tensor:
             mesh = runtime(model).mesh
             total = int(collectives.all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp))
             for factor in active_factors(model):
@@ -164,11 +164,11 @@ def scaled_before(scale: Callable[[int, int, int], float]) -> Callable[[Any], An
 
 
 def local_count(original: Any) -> Any:
-    def finish(model: Any, *, num_tokens: int) -> int:
-        total = original(model, num_tokens=num_tokens)
+    def finish(model: Any, *, num_tokens: int) -> Tensor:
+        total: Tensor = original(model, num_tokens=num_tokens)
         for factor in active_factors(model):
             assert factor.parameter.grad is not None
-            factor.parameter.grad.mul_(total / max(num_tokens, 1))
+            factor.parameter.grad.mul_(total.item() / max(num_tokens, 1))
         return total
 
     return finish
@@ -390,7 +390,7 @@ def replicas_counted(squares: Tensor, factors: list[Any], mesh: Any) -> Tensor:
 
 
 def clip_first(original: Any) -> Any:
-    def finish(model: Any, *, num_tokens: int) -> int:
+    def finish(model: Any, *, num_tokens: int) -> Tensor:
         parameters = [factor.parameter for factor in active_factors(model)]
         torch.nn.utils.clip_grad_norm_(parameters, 1e-3 * max(num_tokens, 1))
         return original(model, num_tokens=num_tokens)

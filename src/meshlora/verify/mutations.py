@@ -145,13 +145,13 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "dp_mean_of_means",
             "every trained token weighs the same, on whichever dp rank it is",
             "dp",
-            (trainer, "finish_gradients", faults.scaled_before(lambda total, own, dp: total / (dp * own))),
+            (trainer, "finish_gradients_on_device", faults.scaled_before(lambda total, own, dp: total / (dp * own))),
         ),
         mutation(
             "local_token_count",
             "gradients are divided by the number of trained tokens of all ranks",
             "dp",
-            (trainer, "finish_gradients", faults.local_count),
+            (trainer, "finish_gradients_on_device", faults.local_count),
         ),
         mutation(
             "micro_batch_means",
@@ -254,13 +254,13 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "clip_before_reduction",
             "gradients are clipped after they are summed over all ranks",
             "ranks",
-            (trainer, "finish_gradients", faults.clip_first),
+            (trainer, "finish_gradients_on_device", faults.clip_first),
         ),
         mutation(
             "clipping_skipped",
             "gradients are scaled down to the largest norm",
             "",
-            (trainer, "clip_gradients", lambda f: lambda model, max_norm: f(model, None)),
+            (trainer, "clip_gradients_on_device", lambda f: lambda model, max_norm: f(model, None)),
         ),
         mutation(
             "warmup_skipped",

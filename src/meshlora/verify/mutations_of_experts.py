@@ -242,7 +242,7 @@ OF_EXPERTS: dict[str, Mutation] = dict(
             "expert_target edp",
             (
                 trainer,
-                "clip_gradients",
+                "clip_gradients_on_device",
                 in_call(
                     gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, replicas=s.replicas - {"edp"}))
                 ),

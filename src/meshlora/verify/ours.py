@@ -155,17 +155,17 @@ def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @contextlib.contextmanager
 def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
     """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
-    clip, finish = trainer_module.clip_gradients, trainer_module.finish_gradients
+    clip, finish = trainer_module.clip_gradients_on_device, trainer_module.finish_gradients_on_device
     loss = Trainer._loss_sum
     counter = CollectiveCounter()
 
-    def recording_clip(model: Any, max_norm: float | None) -> float:
+    def recording_clip(model: Any, max_norm: float | None) -> Tensor:
         trace.gradients = _gradients(model)
         norm = clip(model, max_norm)
         trace.clipped = _gradients(model)
         return norm
 
-    def counted_finish(model: Any, *, num_tokens: int) -> int:
+    def counted_finish(model: Any, *, num_tokens: int) -> Tensor:
         counter.phase = "step"
         try:
             return finish(model, num_tokens=num_tokens)
@@ -199,8 +199,8 @@ def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
         end = model.register_forward_hook(set_phase("loss"))
         stack.callback(begin.remove)
         stack.callback(end.remove)
-        stack.enter_context(mock.patch.object(trainer_module, "clip_gradients", recording_clip))
-        stack.enter_context(mock.patch.object(trainer_module, "finish_gradients", counted_finish))
+        stack.enter_context(mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip))
+        stack.enter_context(mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish))
         stack.enter_context(mock.patch.object(Trainer, "_loss_sum", counted_loss))
         capture = stack.enter_context(Capture(model))
         for owner, name in (*((LoadBalancing, n) for n in ("count", "count_here", "finish")), (Trainer, "_of_base")):
