@@ -206,7 +206,7 @@ def rows_of(runs: dict[str, list[list[Measured]]], shape: Shape) -> list[Row]:
 def measure(options: argparse.Namespace) -> Findings:
     """The first repeat is compared, then all are measured."""
     if options.quick:
-        options.tokens, options.repeats = min(options.tokens, 2048), 2
+        options.tokens, options.repeats = min(options.tokens, 1024), 2
     if options.tiny:
         options.vocab, options.tokens, options.hidden = 4096, 512, 64
     shape = Shape(options.vocab, options.tokens, options.hidden)
