@@ -203,8 +203,9 @@ def _first_cause(error: ChildFailedError) -> RankFailedError:
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
         lost = _message(failure.message) == LOST_CONTACT
-        # SIGTERM is what the launcher itself ends the others with.
-        kind = 3 if failure.exitcode == -signal.SIGTERM else 2 if lost else int(failure.exitcode < 0)
+        # SIGTERM is what the launcher itself ends the others with; one in training then ends with 128 and its number.
+        is_ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        kind = 3 if is_ended else 2 if lost else int(failure.exitcode < 0)
         return kind, failure.timestamp, rank
 
     rank, failure = min(error.failures.items(), key=order)
