@@ -17,5 +17,5 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     the host waits for that.
     """
     if tensor.is_cpu and torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -63,7 +63,7 @@ def summed_cross_entropy_from_hidden(
         trained: int64, where `labels` is not `IGNORED`, in order; who knows it spares the host to wait for the device.
 
     Raises:
-        UserError: a label is not in the vocabulary.
+        UserError: a label is not in the vocabulary; on a GPU an assertion there, which the host learns of later.
     """
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
@@ -252,7 +252,7 @@ class _CrossEntropyOfGroups(Function):
     ) -> Tensor:
         losses, d_hidden, _ = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, ())
         ctx.save_for_backward(d_hidden, sizes)
-        group_of = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        group_of = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(hidden))
         return losses.new_zeros(len(sizes)).index_add_(0, group_of[rows], losses)
 
     @staticmethod
@@ -260,7 +260,8 @@ class _CrossEntropyOfGroups(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, sizes = ctx.saved_tensors
         if d_hidden is not None:
-            d_hidden = _scaled(d_hidden, grads[0].repeat_interleave(sizes).unsqueeze(1))
+            of_tokens = grads[0].repeat_interleave(sizes, output_size=len(d_hidden))
+            d_hidden = _scaled(d_hidden, of_tokens.unsqueeze(1))
         return (d_hidden, *[None] * 7)
 
 

@@ -46,7 +46,7 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
 
 def check_total(total: int) -> None:
     """Raises:
-    MeshloraError: no token was trained, so that gradients are no numbers.
+    MeshloraError: no token was trained.
     """
     if total == 0:
         raise MeshloraError("no rank has a trained token in this step, so its mean loss is not defined")
@@ -73,7 +73,8 @@ def finish_gradients_on_device(model: Any, *, num_tokens: int) -> Tensor:
             part = segment_of(_grad(factor), segment)
             buckets.setdefault((segment.grad_axes, segment.mean_axes), []).append(part)
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: _in_order(item[0])):
-        scale = 1 / (total[0].double() * mesh.over(mean_axes).size)
+        # Of no token at all gradients stay numbers: whoever looks at the total says so.
+        scale = 1 / (total[0].clamp(min=1).double() * mesh.over(mean_axes).size)
         _sum_bucket(grads, axes | mean_axes, mesh, scale=scale)
     for factor in factors:
         setattr(_grad(factor), _FINISHED, True)
@@ -93,7 +94,7 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
 
 @torch.no_grad()
 def clip_gradients_on_device(model: Any, max_norm: float | None) -> Tensor:
-    """`clip_gradients`; the norm is `[1]`, float64, and not looked at. Not finite, it makes gradients no numbers."""
+    """`clip_gradients`; the norm is `[1]`, float64, and not looked at. Not finite, it leaves no gradient to use."""
     mesh = runtime(model).mesh
     factors = active_factors(model)
     # Over all ranks, each with its share of what several hold: one sum gives every rank the same bits.

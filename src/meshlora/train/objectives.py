@@ -96,7 +96,9 @@ class Policy:
             loss = loss + self.kl_coef * kl
             sums["kl"] = kl
         is_trained = batch.labels >= 0
-        return (weight * loss)[is_trained].sum(), {n: t.detach()[is_trained].sum() for n, t in sums.items()}
+        # Not an index by the mask: a GPU would have to say how many there are before the host goes on.
+        of_trained = {n: torch.where(is_trained, t, 0.0).sum() for n, t in {"": weight * loss, **sums}.items()}
+        return of_trained.pop(""), {n: t.detach() for n, t in of_trained.items()}
 
 
 @dataclass(frozen=True)
