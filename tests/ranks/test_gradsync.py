@@ -38,6 +38,15 @@ def test_step_without_trained_tokens_is_an_error(pools: Callable[[int], Pool]) -
         pools(2).run(_no_tokens)
 
 
+def test_gradients_stay_numbers_where_no_token_was_trained() -> None:
+    """For a loop that goes on after the error: what it adds to is not spoilt."""
+    model = meshlora.load(twin_config("llama"), lora=LORA)
+    (model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits.sum() * 0).backward()
+    with pytest.raises(meshlora.MeshloraError, match="no rank has a trained token"):
+        meshlora.finish_gradients(model, num_tokens=0)
+    assert all(torch.isfinite(f.parameter.grad).all() for f in active_factors(model) if f.parameter.grad is not None)
+
+
 def _clipped(topology: str) -> tuple[float, float, int]:
     model = meshlora.load(twin_config("llama"), lora=LORA, topology=topology, dtype="float64")
     ids = torch.arange(3, 35).view(2, 16)

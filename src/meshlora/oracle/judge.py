@@ -315,11 +315,13 @@ class _Judge:
         | |g + d| - |g| | <= |d|: no norm is moved by more. By how much one is moved may be as little as luck has it, in
         a few steps of a run too.
         """
-        reference, parts = self.reference.gradients, []
-        for trace in self.evidence.rounded:
-            moved = sum(float((trace.gradients[n].double() - g.double()).square().sum()) for n, g in reference.items())
-            parts.append(moved / max(sum(float(g.double().square().sum()) for g in reference.values()), 1e-300))
-        return math.sqrt(max(parts, default=0.0))
+        reference = self.reference.gradients
+        whole = sum(float(g.double().square().sum()) for g in reference.values())
+        moved = [
+            sum(float((trace.gradients[n].double() - g.double()).square().sum()) for n, g in reference.items())
+            for trace in self.evidence.rounded
+        ]
+        return math.sqrt(max(moved, default=0.0) / max(whole, 1e-300))
 
     def _scalars(self, field_name: str, label: str, *, least_noise: float = 0.0) -> list[TensorResult]:
         """One number a step. In low precision all steps share the noise: a single number may be lucky.
