@@ -3,10 +3,11 @@
     python benchmarks/collectives.py [--quick] [--json FILE]
 
 Of forward, backward and gradient sync: (four layers - two layers) / 2, so that embedding and head do not count.
-Counted at dispatch level, where whoever communicates has to pass; as a check that nothing passed beside it, gloo's own
-records in the profiler are counted too, and both have to agree. Bytes are those that a rank sends in a ring:
-2(n-1)/n of an all-reduce's tensor, (n-1)/n of the whole tensor of a gather or a reduce-scatter. Loss and every
-gradient are compared with one-process PEFT first, as in tp_vs_peft.py.
+Counted at dispatch level, where whoever communicates has to pass; as a check that nothing passed beside it, calls are
+counted where they leave too, by the profiler's records of gloo and by meshlora's sockets, these with their bytes, and
+both have to agree. Bytes are those that a rank sends in a ring: 2(n-1)/n of an all-reduce's tensor, (n-1)/n of the
+whole tensor of a gather or a reduce-scatter. Loss and every gradient are compared with one-process PEFT first, as in
+tp_vs_peft.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshlora.parallel import direct
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, Row, default_json, parser, run, smaller
 from tp_vs_peft import (
@@ -94,6 +96,8 @@ def count(system: System, folder: Path, shape: Shape) -> tuple[Counter[tuple[str
     """
     candidate = load(system, folder)
     batch = tokens(candidate, shape)
+    links = direct.links_of(candidate.model.meshlora.mesh.tp) if system.kind == "meshlora" else None  # open from here
+    before = (links.num_messages, links.num_bytes) if links else (0, 0)
     with profile(activities=[ProfilerActivity.CPU]) as records, CollectiveCounter(system.num_ranks) as counter:
 
         def watch(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -106,12 +110,13 @@ def count(system: System, folder: Path, shape: Shape) -> tuple[Counter[tuple[str
     if counter.num_operators["backward"] < counter.num_operators["forward"] / 4:
         raise RuntimeError(f"the counter does not see the backward: {dict(counter.num_operators)}")
     by_name = {event.key: event.count for event in records.key_averages() if event.key.startswith("gloo:")}
-    # A direct exchange between two ranks is one message each way, seen where it is sent.
-    if by_name.get("gloo:send", 0) != by_name.pop("gloo:recv", 0):
-        raise RuntimeError(f"{system.name}: more messages sent than received, or fewer: {by_name}")
-    of_gloo = sum(by_name.values())
-    if of_gloo != sum(counter.calls.values()):
-        raise RuntimeError(f"{system.name}: {sum(counter.calls.values())} calls counted, gloo recorded {of_gloo}")
+    by_name.pop("gloo:recv", None)  # of a message, what was sent counts
+    calls, num_bytes = sum(counter.calls.values()), sum(counter.bytes.values())
+    left = sum(by_name.values()), num_bytes  # gloo's records have no bytes
+    if links is not None:  # an exchange between two ranks is one message each way
+        left = left[0] + links.num_messages - before[0], links.num_bytes - before[1]
+    if left != (calls, num_bytes):
+        raise RuntimeError(f"{system.name}: {calls} calls, {num_bytes} bytes counted; gloo and sockets had {left}")
     return counter.calls, counter.bytes
 
 

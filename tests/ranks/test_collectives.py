@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.parallel import collectives
+from meshlora.parallel import collectives, direct
 from meshlora.parallel.groups import Axis, open_mesh
+from meshlora.parallel.links import Meeting
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
 
@@ -71,10 +74,17 @@ def test_input_is_not_overwritten(name: str, pools: Callable[[int], Pool]) -> No
     assert all(pools(2).run(_leaves_input_alone, name))
 
 
-def _direct_and_torchs(size: int, number: int, dtype: torch.dtype) -> tuple[dict[str, float], Tensor]:
-    """(by collective the worst difference between ours and torch's, relative; the bits of our sum)."""
+def _direct_and_torchs(size: int, number: int, dtype: torch.dtype, has_links: bool) -> tuple[dict[str, float], Tensor]:
+    """(by collective the worst difference between ours and torch's, relative; the bits of our sum).
+
+    has_links: False as on ranks of which the last one is on another machine.
+    """
     axis = open_mesh(Topology(tp=size)).tp
     assert axis.is_gloo
+    connect = Meeting.connect
+    reaches = has_links or axis.rank < size - 1
+    with mock.patch.object(Meeting, "connect", lambda *args: connect(*args) and reaches):
+        assert (direct.links_of(axis) is not None) == has_links
     generator = torch.Generator().manual_seed(axis.rank)
     x = torch.randn(number * size, generator=generator, dtype=torch.float64).to(dtype)
     ragged = x[:-1].clone()  # does not divide by the ranks
@@ -104,13 +114,31 @@ def _direct_and_torchs(size: int, number: int, dtype: torch.dtype) -> tuple[dict
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [5, 20_000])  # one round, and two
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("has_links", [True, False], ids=["sockets", "gloo"])
 def test_direct_messages_give_what_torchs_collectives_give(
-    size: int, number: int, dtype: torch.dtype, pools: Callable[[int], Pool]
+    has_links: bool, size: int, number: int, dtype: torch.dtype, pools: Callable[[int], Pool]
 ) -> None:
-    results = pools(size).run(_direct_and_torchs, size, number, dtype)
+    results = pools(size).run(_direct_and_torchs, size, number, dtype, has_links)
     for off, summed in results:
         assert max(off.values()) <= (1e-15 if dtype == torch.float64 else 2**-6), off
         assert torch.equal(summed, results[0][1])  # the same bits on every rank
+
+
+def _open_files_of_meshes(number: int) -> list[int]:
+    """How many files are open after each of `number` meshes that were used and are gone."""
+    counts = []
+    for _ in range(number):
+        axis = open_mesh(Topology(tp=2)).tp
+        collectives.all_reduce_sum(torch.ones(3), axis)
+        assert direct.links_of(axis) is not None
+        del axis
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def test_sockets_close_with_their_mesh(pools: Callable[[int], Pool]) -> None:
+    for counts in pools(2).run(_open_files_of_meshes, 5):
+        assert len(set(counts)) == 1, counts
 
 
 def _dispatched() -> list[str]:

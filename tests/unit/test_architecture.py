@@ -142,7 +142,7 @@ def test_only_one_file_calls_collectives() -> None:
     users = {
         str(f.relative_to(SOURCE))
         for _, f, _ in _modules()
-        if re.search(r"import direct\b|parallel\.direct", f.read_text())
+        if re.search(r"import direct\b|from meshlora\.parallel\.direct", f.read_text())
     }
     assert users == {"parallel/collectives.py"}
     called = {name for name in using["parallel/groups.py"] if name.startswith("dist.")}

@@ -1,10 +1,12 @@
 """Collectives of gloo groups, made of direct messages: every rank sends each other rank its part at once.
 
 Owns: sum, gather, scattered sum and exchange of CPU tensors over an `Axis` whose group is gloo's, as operators that a
-dispatch mode sees as it sees torch's own. Does not own: when they are used (`parallel.collectives`).
+dispatch mode sees as it sees torch's own. Does not own: when they are used (`parallel.collectives`), the sockets
+between ranks of one machine (`parallel.links`).
 
 gloo's collectives pass parts around a ring, step by step through a queue of its own, and add bfloat16 one number at a
-time; its messages do neither. `benchmarks/messages.py` prints both.
+time. Direct messages do neither: between ranks of one machine they have sockets of their own, else they are gloo's.
+`benchmarks/messages.py` prints both.
 
 Sums are added in the order of the ranks, so that all ranks have the same bits.
 """
@@ -14,18 +16,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from meshlora.parallel.groups import Axis
+from meshlora.parallel.links import Links, Meeting
 
 # Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024
+_TORCHS_PATIENCE_S = 1800.0
 _TAG = 27_701  # not one that a script of its own messages would take
 
 _library = torch.library.Library("meshlora_c10d", "DEF")
-_axes: dict[str, Axis] = {}  # by the names of their groups, which operators take
+# By the names of their groups, which operators take.
+_axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 
 
 def _operator(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -118,19 +124,67 @@ def _rank(axis: Axis) -> int:
     return axis.group.rank()
 
 
+def links_of(axis: Axis) -> Links | None:
+    """The sockets of `axis`, opened when it first sends anything; None where not all its ranks can have them."""
+    if not axis.links:
+        axis.links.append(_open_links(axis))
+    return axis.links[0]
+
+
+def _open_links(axis: Axis) -> Links | None:
+    """All ranks of `axis` together. They have links, or none has: those whose ranks cannot reach each other agree."""
+    _told_to_all(b"here", axis)  # what is left behind by a rank that is ended in its wait is nothing
+    meeting = Meeting(_rank(axis), axis.size)
+    try:
+        can = meeting.connect(_told_to_all(meeting.address, axis))
+        return meeting.links() if all(map(any, _told_to_all(bytes([can]), axis))) else None
+    finally:
+        meeting.give_up()
+
+
+def _told_to_all(own: bytes, axis: Axis) -> list[bytes]:
+    """`own` of every rank, alike in length, by messages of gloo."""
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    found = [mine if rank == _rank(axis) else torch.empty_like(mine) for rank in range(axis.size)]
+    _exchange_over_gloo([mine] * axis.size, found, axis)
+    return [one.numpy().tobytes() for one in found]
+
+
 def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
     """`outgoing[i]` to each other rank i, `incoming[i]` from it. What has no elements is no message."""
+    links = links_of(axis)
+    if links is None:
+        _exchange_over_gloo(outgoing, incoming, axis)
+        return
+    others = [rank for rank in range(axis.size) if rank != _rank(axis)]
+    links.exchange(
+        {rank: outgoing[rank] for rank in others if outgoing[rank].numel()},
+        {rank: incoming[rank] for rank in others if incoming[rank].numel()},
+        timeout_s=_patience_s(axis),
+    )
+
+
+def _patience_s(axis: Axis) -> float:
+    """How long to wait for the other ranks of `axis`: while ranks train the time they have for it, else its group's."""
+    if axis.arrivals.timeout_s is not None:
+        return axis.arrivals.timeout_s
+    assert axis.group is not None
+    try:
+        limit: timedelta = axis.group._get_backend(torch.device("cpu")).options._timeout
+    except RuntimeError:  # under TORCH_DISTRIBUTED_DEBUG=DETAIL some versions of torch do not tell
+        return _TORCHS_PATIENCE_S
+    return limit.total_seconds()
+
+
+def _exchange_over_gloo(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
     assert axis.group is not None
     own_rank = _rank(axis)
     others = [(own_rank + step) % axis.size for step in range(1, axis.size)]
     works = [axis.group.send([outgoing[i]], i, _TAG) for i in others if outgoing[i].numel()]
     works += [axis.group.recv([incoming[i]], i, _TAG) for i in others[::-1] if incoming[i].numel()]
-    patience = axis.arrivals.timeout_s
+    patience = timedelta(seconds=_patience_s(axis))
     for work in works:
-        if patience is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=patience))
+        work.wait(patience)
 
 
 def _add_up(parts: Sequence[Tensor], result: Tensor, axis: Axis) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora.errors import UserError
 from meshlora.parallel.arrivals import Arrivals, telling_the_others
+from meshlora.parallel.links import Links
 from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
 
 _GLOO_SETTLES_S = 0.2
@@ -35,6 +36,7 @@ class Axis:
         size: number of ranks. rank: this rank's place among them.
         ranks: their global ranks, in order. group: the process group, None where size is 1.
         arrivals: of this rank at the collectives of all its groups.
+        links: sockets to the other ranks, or None where there are none; empty until they are first needed.
     """
 
     size: int
@@ -42,6 +44,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     arrivals: Arrivals = field(default_factory=Arrivals, compare=False)
+    links: list[Links | None] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
     def is_gloo(self) -> bool:
