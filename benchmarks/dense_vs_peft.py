@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from activation_memory import SavedBytes
+from base_products import time_products
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
 from tp_vs_peft import (
@@ -196,21 +196,9 @@ def check_parity(groups: dict[str, Group], shapes: Sequence[Shape]) -> dict[str,
     return worst
 
 
-def time_products(shape: Shape, steps: int) -> list[float]:
-    """Seconds of each of `steps` times all products of the base's own matrices, forward and backward, one by one."""
-    candidate: Candidate = _held["candidate"]
-    weights = [m.weight for n, m in candidate.model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n]
-    num_tokens = shape.seq_len * shape.batch_size
-    inputs = {width: torch.randn(num_tokens, width).to(weights[0].dtype) for w in weights for width in w.shape}
-    times = []
-    with torch.no_grad():
-        for _ in range(steps + 1):
-            started = time.perf_counter()
-            for weight in weights:
-                F.linear(inputs[weight.shape[1]], weight)
-                inputs[weight.shape[0]] @ weight
-            times.append(time.perf_counter() - started)
-    return times[1:]
+def products_alone(shape: Shape, steps: int) -> list[float]:
+    """Seconds of each of `steps` times the products of the base's own matrices."""
+    return time_products(_held["candidate"].model, shape.seq_len * shape.batch_size, steps)
 
 
 def measure_times(
@@ -224,7 +212,7 @@ def measure_times(
                 wall, cpu = zip(*group.call(time_steps, shape, steps)[0], strict=True)
                 times[shape][name].append(Turn(list(wall), list(cpu)))
                 if group.system.kind == "peft":
-                    alone = group.call(time_products, shape, steps)[0]
+                    alone = group.call(products_alone, shape, steps)[0]
                     times[shape].setdefault(products_of(group.system.dtype), []).append(Turn(alone, alone))
     return times
 

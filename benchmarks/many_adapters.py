@@ -5,7 +5,8 @@
 First every loss and every LoRA gradient at once is compared with that of each adapter alone in transformers + peft
 (fp32; the base plain, and of 4 bits, which is bitsandbytes' own on PEFT's side). Then steps are timed, those of
 meshlora's own trainers (batch, forward, loss, backward, gradients, clipping, AdamW): all adapters at once, one after
-another, and one after another in a plain PEFT loop; the three take turns, on each of `BASES`. Last, whole runs:
+another, and one after another in a plain PEFT loop; the three take turns, on each of `BASES`. A row says how fast all
+at once would be if a step were the base's own products and nothing else. Last, whole runs:
 `meshlora train` of a file with eight adapters against eight such commands, from the command to the adapter.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+from base_products import time_products
 from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapter
 from meshlora.adapter.many import train_many
 from meshlora.api import load_without_proof
@@ -280,11 +283,13 @@ def measure(options: argparse.Namespace) -> Findings:
         for base, (dtype, quantization) in BASES.items():
             how = folder, dtype, quantization, model["vocab_size"]
             own, alone = Ours(*how), Peft(*how)
-            times: dict[str, list[float]] = {"at once": [], "in turn": [], "PEFT in turn": []}
+            times: dict[str, list[float]] = {"at once": [], "in turn": [], "PEFT in turn": [], "products": []}
             for _ in range(turns):
                 times["at once"].append(own.at_once(steps))
                 times["in turn"].append(own.in_turn(steps))
                 times["PEFT in turn"].append(alone.in_turn(steps))
+                if quantization is None:
+                    times["products"].append(statistics.median(time_products(alone.model, K * SEQ, steps)))
             details["seconds"][base] = times
             what = f"{K} adapters, {SEQ} tokens each, a step, {base}"
             for other, other_name in (("in turn", "meshlora, in turn"), ("PEFT in turn", "PEFT, in turn")):
@@ -298,6 +303,11 @@ def measure(options: argparse.Namespace) -> Findings:
                         peer_name=other_name,
                         target=TARGET if other == "in turn" else None,
                     )
+                )
+            if times["products"]:
+                names = {"ours_name": "the base's products alone, at once", "peer_name": "meshlora, in turn"}
+                rows.append(
+                    faster(f"the most there is to win: {what}", times["products"], times["in turn"], unit="s", **names)
                 )
         if not options.tiny:
             # Their vocabulary is that of the records' tokenizer, whatever is measured above.
