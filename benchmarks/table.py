@@ -202,10 +202,11 @@ def hardware() -> str:
 
 
 def command() -> str:
-    """The command that is running, as one would type it."""
+    """The command that is running, as one would type it; where its results go changes none of them."""
     script = Path(sys.argv[0])
     shown = f"benchmarks/{script.name}" if script.parent.name == "benchmarks" else script.name
-    return " ".join(["python", shown, *sys.argv[1:]])
+    options = [o for before, o in zip(sys.argv, sys.argv[1:], strict=False) if "--json" not in (before, o)]
+    return " ".join(["python", shown, *options])
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
