@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlora.parallel import direct
+from meshlora.parallel.groups import Axis
 from meshlora.parallel.links import Links, Meeting
 
 
@@ -103,7 +106,7 @@ def test_one_element_of_any_stride_is_sent() -> None:
     assert got == 3
 
 
-def test_a_system_without_room_is_the_cause_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_room_is_the_cause_itself() -> None:
     a, b = _links(2)
 
     def fail(*_: object) -> None:
@@ -116,6 +119,17 @@ def test_a_system_without_room_is_the_cause_itself(monkeypatch: pytest.MonkeyPat
         a.exchange({1: torch.ones(1)}, {}, timeout_s=1)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         b.exchange({}, {0: torch.empty(1)}, timeout_s=1)
+
+
+def test_ranks_wait_as_long_as_training_says_and_else_as_their_group() -> None:
+    group = mock.Mock()
+    group._get_backend.return_value.options._timeout = timedelta(seconds=7)
+    axis = Axis(2, 0, (0, 1), group)
+    assert direct._patience_s(axis) == 7
+    group._get_backend.side_effect = RuntimeError("does not implement getBackendOptions")
+    assert direct._patience_s(axis) == 1800
+    axis.arrivals.timeout_s = 5
+    assert direct._patience_s(axis) == 5
 
 
 def test_a_time_limit_may_be_longer_than_the_system_can_wait(all_at_once: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -123,6 +125,16 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer() -> None:
     assert large == 4 * 80 + 1  # the embedding
     assert seconds < 20
     assert simulation.host_bytes < 2e9
+
+
+def test_memory_of_a_simulation_is_not_that_of_the_process_that_started_it() -> None:
+    """A child inherits its parent's ru_maxrss, which here is at least what it takes to be noticed."""
+    code = "from meshlora.planner.simulate import _most_resident_bytes as most; print(most())"
+    alone = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    large = bytearray(alone + 500_000_000)
+    large[::4096] = b"1" * len(range(0, len(large), 4096))  # pages that are touched
+    found = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert found < len(large) - 250_000_000
 
 
 def test_peak_without_a_layers_activations_is_noticed() -> None:
