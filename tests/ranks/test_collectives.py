@@ -80,7 +80,10 @@ def _direct_and_torchs(size: int, number: int, dtype: torch.dtype, has_links: bo
     has_links: False as on ranks of which the last one is on another machine.
     """
     axis = open_mesh(Topology(tp=size)).tp
-    assert axis.is_gloo
+    gloo = dist.new_group(backend="gloo")
+    if not has_links:
+        axis = Axis(axis.size, axis.rank, axis.ranks, gloo)
+    assert axis.is_direct
     connect = Meeting.connect
     reaches = has_links or axis.rank < size - 1
     with mock.patch.object(Meeting, "connect", lambda *args: connect(*args) and reaches):
@@ -89,14 +92,14 @@ def _direct_and_torchs(size: int, number: int, dtype: torch.dtype, has_links: bo
     x = torch.randn(number * size, generator=generator, dtype=torch.float64).to(dtype)
     ragged = x[:-1].clone()  # does not divide by the ranks
     expected = {"all_reduce": ragged.to(torch.float64, copy=True), "all_gather": x.new_empty(x.numel() * size)}
-    dist.all_reduce(expected["all_reduce"], group=axis.group)
-    collectives._all_gather(expected["all_gather"], x, group=axis.group)
+    dist.all_reduce(expected["all_reduce"], group=gloo)
+    collectives._all_gather(expected["all_gather"], x, group=gloo)
     whole = x.to(torch.float64, copy=True)
-    dist.all_reduce(whole, group=axis.group)
+    dist.all_reduce(whole, group=gloo)
     expected["reduce_scatter"] = whole.chunk(size)[axis.rank]
     send = [1 + (axis.rank + other) % 3 for other in range(size)]  # the same seen from either side
     expected["all_to_all"] = x.new_empty(sum(send))
-    dist.all_to_all_single(expected["all_to_all"], x[: sum(send)].clone(), send, send, group=axis.group)
+    dist.all_to_all_single(expected["all_to_all"], x[: sum(send)].clone(), send, send, group=gloo)
     summed = collectives.all_reduce_sum(ragged, axis)
     found = {
         "all_reduce": summed,

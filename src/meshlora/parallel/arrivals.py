@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -72,6 +73,36 @@ class Arrivals:
         return cls(entered, said["name"], tuple(said["ranks"]), said["is_in"])
 
 
+class Board:
+    """Words in a folder that all ranks share: what torch's store does of it, and what is overwritten is gone.
+
+    torch's own file only grows, and ranks speak for as long as they train.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _file(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
+    def set(self, key: str, words: str) -> None:
+        """Overwrite what stands under `key`; whoever reads sees the old words or the new ones."""
+        try:
+            new = self._file(f"{key}.new")
+            new.write_text(words, encoding="utf-8")
+            new.replace(self._file(key))
+        except OSError as error:  # the folder goes with the launcher
+            raise RuntimeError(str(error)) from error
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether something stands under all `keys`."""
+        return all(self._file(key).exists() for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """What stands under `key`."""
+        return self._file(key).read_bytes()
+
+
 @contextlib.contextmanager
 def telling_the_others(
     arrivals: Arrivals, store: Any, *, rank: int, world: int, timeout_s: float, interval_s: float = INTERVAL_S
@@ -79,7 +110,7 @@ def telling_the_others(
     """Inside the block the other ranks learn where this one is, and a collective that ends by its time limit says who
     did not come.
 
-    store: of torch.distributed, that all ranks share. timeout_s: the time limit, for the words.
+    store: of torch.distributed, or a `Board`, that all ranks share. timeout_s: the time limit, for the words.
     """
     ended = threading.Event()
 
@@ -96,7 +127,7 @@ def telling_the_others(
         time.sleep(2 * interval_s)  # everybody who can has spoken after the time limit
         known = {rank: arrivals}
         for other in set(range(world)) - {rank}:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, OSError):
                 if store.check([_key(other)]):
                     known[other] = Arrivals.read(store.get(_key(other)).decode())
         return say_who_is_missing(known, rank, timeout_s=timeout_s)

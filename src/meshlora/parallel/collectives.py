@@ -32,7 +32,7 @@ def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks of `axis`, out of place and without a gradient."""
     if axis.size == 1:
         return tensor
-    if not (axis.is_gloo and tensor.is_cpu):
+    if not (axis.is_direct and tensor.is_cpu):
         return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis)
     with axis.arrivals.at("all_reduce", axis.ranks):
         result: Tensor = direct.all_reduce_apart(tensor, axis)
@@ -43,7 +43,7 @@ def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """As `all_reduce_sum`, for a contiguous tensor that nobody else holds: neither autograd nor a trace."""
     if axis.size > 1:
         with axis.arrivals.at("all_reduce", axis.ranks):
-            if axis.is_gloo and tensor.is_cpu:
+            if axis.is_direct and tensor.is_cpu:
                 direct.all_reduce(tensor, axis)
             else:
                 dist.all_reduce(tensor, group=axis.group)
@@ -64,7 +64,7 @@ def all_gather_into(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     already, as this rank's part of it.
     """
     with axis.arrivals.at("all_gather", axis.ranks):
-        if axis.is_gloo and tensor.is_cpu:
+        if axis.is_direct and tensor.is_cpu:
             direct.all_gather(result, tensor, axis)
         else:
             _all_gather(result, tensor, group=axis.group)
@@ -76,7 +76,7 @@ def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
         return tensor
     result = tensor.new_empty((_share(tensor, axis), *tensor.shape[1:]))
     with axis.arrivals.at("reduce_scatter", axis.ranks):
-        if axis.is_gloo and tensor.is_cpu:
+        if axis.is_direct and tensor.is_cpu:
             direct.reduce_scatter(result, tensor.contiguous(), axis)
         else:
             _reduce_scatter(result, tensor.contiguous(), group=axis.group)
@@ -99,7 +99,7 @@ def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequ
         return tensor
     result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     with axis.arrivals.at("all_to_all", axis.ranks):
-        if axis.is_gloo and tensor.is_cpu:
+        if axis.is_direct and tensor.is_cpu:
             direct.exchange(result, tensor.contiguous(), list(send), list(receive), axis)
         else:
             dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
@@ -110,7 +110,10 @@ def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """Overwrite `tensor` on every rank with that of the group's first rank, which sends from its own memory."""
     if axis.size > 1:
         with axis.arrivals.at("broadcast", axis.ranks):
-            dist.broadcast(tensor, group_src=0, group=axis.group)
+            if axis.is_direct and tensor.is_cpu:
+                direct.broadcast(tensor, axis)
+            else:
+                dist.broadcast(tensor, group_src=0, group=axis.group)
     return tensor
 
 

@@ -1,8 +1,8 @@
-"""Collectives of gloo groups, made of direct messages: every rank sends each other rank its part at once.
+"""Collectives between CPUs, made of direct messages: every rank sends each other rank its part at once.
 
-Owns: sum, gather, scattered sum and exchange of CPU tensors over an `Axis` whose group is gloo's, as operators that a
-dispatch mode sees as it sees torch's own. Does not own: when they are used (`parallel.collectives`), the sockets
-between ranks of one machine (`parallel.links`).
+Owns: sum, gather, scattered sum, exchange and broadcast of CPU tensors over an `Axis` whose group is gloo's or one of
+a machine's own (`parallel.local_group`), as operators that a dispatch mode sees as it sees torch's own. Does not own:
+when they are used (`parallel.collectives`), the sockets between ranks of one machine (`parallel.links`).
 
 gloo's collectives pass parts around a ring, step by step through a queue of its own, and add bfloat16 one number at a
 time. Direct messages do neither: between ranks of one machine they have sockets of their own, else they are gloo's.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.links import Links, Meeting
+from meshlora.parallel.local_group import LocalGroup
 
 # Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024
@@ -118,6 +119,16 @@ def exchange(result: Tensor, tensor: Tensor, send: Sequence[int], receive: Seque
     _exchange(shares, parts, axis)
 
 
+@_operator("broadcast_(Tensor(a!) tensor, str group) -> ()")
+def broadcast(tensor: Tensor, axis: Axis) -> None:
+    """`tensor` of the group's first rank -> `tensor` of all; contiguous."""
+    flat, nothing = tensor.view(-1), tensor.new_empty(0)
+    if _rank(axis) == 0:
+        _exchange([flat] * axis.size, [nothing] * axis.size, axis)
+    else:
+        _exchange([nothing] * axis.size, [flat, *[nothing] * (axis.size - 1)], axis)
+
+
 def _rank(axis: Axis) -> int:
     """This process' place in the group, from the group itself: what is sent to whom rests on nothing else."""
     assert axis.group is not None
@@ -132,18 +143,28 @@ def links_of(axis: Axis) -> Links | None:
 
 
 def _open_links(axis: Axis) -> Links | None:
-    """All ranks of `axis` together. They have links, or none has: those whose ranks cannot reach each other agree."""
+    """All ranks of `axis` together. They have links, or none has: those whose ranks cannot reach each other agree.
+
+    Raises:
+        RuntimeError: they cannot, and have no other way.
+    """
     _told_to_all(b"here", axis)  # what is left behind by a rank that is ended in its wait is nothing
     meeting = Meeting(_rank(axis), axis.size)
     try:
         can = meeting.connect(_told_to_all(meeting.address, axis))
-        return meeting.links() if all(map(any, _told_to_all(bytes([can]), axis))) else None
+        if all(map(any, _told_to_all(bytes([can]), axis))):
+            return meeting.links()
     finally:
         meeting.give_up()
+    if isinstance(axis.group, LocalGroup):
+        raise RuntimeError(f"ranks {axis.ranks} have no sockets to each other: can files be made in TMPDIR or in /tmp?")
+    return None
 
 
 def _told_to_all(own: bytes, axis: Axis) -> list[bytes]:
-    """`own` of every rank, alike in length, by messages of gloo."""
+    """`own` of every rank, alike in length: through the store of a machine's own group, else by messages of gloo."""
+    if isinstance(axis.group, LocalGroup):
+        return axis.group.told_to_all(own)
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     found = [mine if rank == _rank(axis) else torch.empty_like(mine) for rank in range(axis.size)]
     _exchange_over_gloo([mine] * axis.size, found, axis)
@@ -169,6 +190,8 @@ def _patience_s(axis: Axis) -> float:
     if axis.arrivals.timeout_s is not None:
         return axis.arrivals.timeout_s
     assert axis.group is not None
+    if isinstance(axis.group, LocalGroup):
+        return axis.group.timeout_s
     try:
         limit: timedelta = axis.group._get_backend(torch.device("cpu")).options._timeout
     except RuntimeError:  # under TORCH_DISTRIBUTED_DEBUG=DETAIL some versions of torch do not tell

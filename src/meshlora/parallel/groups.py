@@ -1,6 +1,7 @@
 """Process groups: the only file that opens them, and one of two that read the launcher's environment.
 
-Owns: joining the job (`join`), the mesh of a topology (`open_mesh`), and `Axis`, the handle that collectives take.
+Owns: where ranks speak before any group is open (`meet`), joining the job (`join`), the mesh of a topology
+(`open_mesh`), and `Axis`, the handle that collectives take.
 Does not own: the collectives themselves (`parallel.collectives`), starting processes (`train.launch`).
 """
 
@@ -15,17 +16,22 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora.errors import UserError
-from meshlora.parallel.arrivals import Arrivals, telling_the_others
+from meshlora.parallel import local_group
+from meshlora.parallel.arrivals import Arrivals, Board, telling_the_others
 from meshlora.parallel.links import Links
 from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
 
 _GLOO_SETTLES_S = 0.2
+# Names the file by which ranks meet that were started on one machine, in a folder of this user alone.
+STORE = "MESHLORA_STORE"
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,9 @@ class Axis:
     links: list[Links | None] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
-    def is_gloo(self) -> bool:
-        """Whether the group is one of gloo."""
-        return self.group is not None and dist.get_backend(self.group) == "gloo"
+    def is_direct(self) -> bool:
+        """Whether what CPUs say to each other goes by direct messages (`parallel.direct`)."""
+        return self.group is not None and dist.get_backend(self.group) in ("gloo", local_group.BACKEND)
 
     def as_torch_mesh(self, device_type: str) -> DeviceMesh:
         """This group in torch's words, for what torch does with it; opens nothing. size is above 1."""
@@ -94,9 +100,10 @@ class Mesh:
             yield
             return
         for axis in self._axes.values():
-            if axis.group is not None:
+            if axis.group is not None and not isinstance(axis.group, local_group.LocalGroup):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
-        store = dist.distributed_c10d._get_default_store()
+        file = os.environ.get(STORE)
+        store: Any = Board(Path(file).parent) if file else dist.distributed_c10d._get_default_store()
         arrivals, world = self.world.arrivals, self.topology.world
         with telling_the_others(arrivals, store, rank=self.rank, world=world, timeout_s=timeout_s):
             yield
@@ -140,18 +147,45 @@ def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch
 
     Whatever launcher the parent was started by, this process is not a rank of that job.
     """
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", STORE):
         os.environ.pop(name, None)
     if world > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    return join(device_type, store=store)
+        os.environ.update(place_in_environment(rank, world, store=store))
+    return join(device_type)
 
 
-def join(device_type: str = "auto", *, timeout_s: float = 600.0, store: str | None = None) -> torch.device:
+def place_in_environment(rank: int, world: int, *, store: str) -> dict[str, str]:
+    """Variables that make a process rank `rank` of `world` on this machine, which meet in the file `store`."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), STORE: store}
+
+
+def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
+    """The store by which the ranks of this job speak before any group is open; None for a process that is alone.
+
+    A file where meshlora started the ranks, on this machine. Else that of the launcher: under SLURM the first host of
+    the step has it, unless MASTER_ADDR says else.
+    """
+    place = launcher_place()
+    if place is None:
+        return None
+    _set_slurm_rendezvous()
+    return _store(os.environ.get(STORE), place.rank, place.world, timeout_s)
+
+
+@functools.cache
+def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.Store:
+    """Made once in a process: a second one would take the port, or the file, of the first."""
+    if file is not None:
+        return dist.FileStore(file, world)
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    return store
+
+
+def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
     """Join the job that the launcher started, or stay alone; returns this rank's device.
 
-    NCCL on GPUs, gloo on CPUs. Under SLURM the first host of the step is the rendezvous, unless MASTER_ADDR says else;
-    with `store` that file is.
+    NCCL on GPUs. On CPUs a group of this machine's own (`parallel.local_group`) where meshlora started the ranks, else
+    gloo.
 
     Raises:
         UserError: what `on_gpus` refuses.
@@ -166,13 +200,17 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0, store: str | No
         torch.cuda.set_device(device)
     if place is None or dist.is_initialized():
         return device
-    _set_slurm_rendezvous()
-    if not on_gpu:
+    store = meet(timeout_s=timeout_s)
+    assert store is not None
+    is_local = STORE in os.environ and not on_gpu
+    if is_local:
+        local_group.register()
+    elif not on_gpu:
         # Also for a script that never calls `leave`.
         atexit.register(leave)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{store}" if store else None,
+        "nccl" if on_gpu else local_group.BACKEND if is_local else "gloo",
+        store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=timeout_s),
@@ -205,7 +243,10 @@ def leave() -> None:
     """Close all process groups, where any are open. Runs by itself at the end of a process that used `join` on CPUs."""
     if not dist.is_initialized():
         return
+    is_gloo = dist.get_backend() == "gloo"
     dist.destroy_process_group()
+    if not is_gloo:
+        return
     # A thread of gloo drops the tensors of a collective a moment after the collective has returned, and needs the GIL
     # for it. In an interpreter that is shutting down this ends the process with SIGABRT (seen in 3 of 8 runs, torch
     # 2.13), so the GIL is given away once while there still is one.
