@@ -29,6 +29,7 @@ from meshlora.cli_evaluate import add_evaluate
 from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.cli_plan import add_plan
 from meshlora.errors import MeshloraError, UserError
+from meshlora.lifetime import end_with
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,6 +43,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     interrupts: list[int] = []
+    if "MESHLORA_LAUNCHER" in os.environ:  # `train.edge` takes seconds to import
+        end_with(int(os.environ["MESHLORA_LAUNCHER"]))
     try:
         _note_interrupts(interrupts)
         options = _parser().parse_args(arguments)
@@ -184,9 +187,11 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> None:
     from meshlora.parallel.groups import join, launcher_place, on_gpus
     from meshlora.run_file import read_runs
-    from meshlora.train.launch import how_to_go_on, launch, launched_by_us, log_to_file, rank_edge
+    from meshlora.train.agreement import agreed
+    from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file, rank_edge
+    from meshlora.train.launch import launch
     from meshlora.train.many import train_together
-    from meshlora.train.many_prepare import logs_of, prepare_runs
+    from meshlora.train.many_prepare import logs_of, prepare_runs, words_of
     from meshlora.train.run import train
     from meshlora.verify.many import preflight_runs
     from meshlora.verify.pool import stop_forking
@@ -213,8 +218,13 @@ def _train(options: argparse.Namespace) -> None:
         launch(["train", options.file, *words], nproc=options.nproc, command=options.words)
         return
     with rank_edge():
-        configs = read_runs(options.file, options.overrides)
-        runs = prepare_runs(configs, world=place.world if place else 1, resume=resume, despite=despite)
+        world = place.world if place else 1
+
+        def look() -> dict[str, Any]:
+            configs = read_runs(options.file, options.overrides)
+            return prepare_runs(configs, world=world, resume=resume, despite=despite)
+
+        runs = agreed(look, words_of)
         if _are_finished(runs, is_main=place is None or place.rank == 0):
             return
         first = next(iter(runs.values()))
@@ -249,7 +259,7 @@ def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
 
 def _verify(options: argparse.Namespace) -> None:
     from meshlora.parallel.groups import launcher_place
-    from meshlora.train.launch import rank_edge
+    from meshlora.train.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
     from meshlora.verify.plans import read_lora

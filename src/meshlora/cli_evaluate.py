@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.parallel.groups import launcher_place, leave, on_gpus
     from meshlora.run_file import read_run
     from meshlora.scores import check_scorers
+    from meshlora.train.edge import launched_by_us, leave_result, rank_edge
     from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
-    from meshlora.train.launch import launch, launched_by_us, rank_edge
+    from meshlora.train.launch import launch
 
     place = launcher_place()
     if options.nproc is not None and place is not None:
@@ -134,8 +134,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         else:
             result = evaluate(run)
             is_main = place is None or place.rank == 0
-            if is_main and launched_by_us():
-                _write_json(options.json, result)
+            leave_result(result)
             if not is_main or launched_by_us():
                 leave()
                 return
@@ -160,15 +159,10 @@ def _check_writable(file: str | Path | None) -> None:
 
 def _on_ranks(options: argparse.Namespace, adapter: Path | None, launch: Any) -> dict[str, Any]:
     """The result of as many ranks as were asked for."""
-    import json
-
     words = [word for override in options.overrides for word in ("--set", override)]
     words += ["--adapter", str(adapter)] if adapter is not None else ["--base"]
     words += ["--data", options.data] if options.data else []
-    with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
-        file = Path(folder) / "result.json"
-        launch(["evaluate", options.file, *words, "--json", str(file)], nproc=options.nproc)
-        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    result: dict[str, Any] = launch(["evaluate", options.file, *words], nproc=options.nproc)
     return result
 
 

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import time
-from pathlib import Path
+import subprocess
+import sys
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+import pytest
 
-from meshlora.train import launch
+from meshlora.train.edge import LOST_CONTACT
+from meshlora.train.launch import _first_cause, _Rank
 
 
-def test_rank_that_the_launcher_ended_is_not_the_cause(tmp_path: Path) -> None:
-    """One in training ends itself at the launcher's SIGTERM, with a code of its own and without a word."""
-    word = tmp_path / "error.json"
-    extra = {"py_callstack": "the cause", "timestamp": str(int(time.time()) + 2)}
-    word.write_text(json.dumps({"message": {"message": "the cause", "extraInfo": extra}}))
-    ended = ProcessFailure(local_rank=0, pid=1, exitcode=128 + signal.SIGTERM, error_file=str(tmp_path / "none"))
-    raised = ProcessFailure(local_rank=1, pid=2, exitcode=1, error_file=str(word))
-    cause = launch._first_cause(ChildFailedError("meshlora", {0: ended, 1: raised}))
-    assert str(cause) == "rank 1: the cause"
+def _ended(number: int, *, code: int, at: float, failed: str | None = None) -> _Rank:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    process.returncode = code
+    return _Rank(number, process, {} if failed is None else {"failed": failed}, ended_at=at)
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        ({"code": 128 + signal.SIGTERM}, "rank 1: the cause"),  # one in training, ended by a signal to all
+        ({"code": 1, "failed": LOST_CONTACT}, "rank 1: the cause"),
+        ({"code": -signal.SIGKILL}, "rank 1: the cause"),
+        ({"code": 1, "failed": "earlier"}, "rank 0: earlier"),
+    ],
+)
+def test_consequence_is_not_the_cause_though_it_came_first(other: dict[str, object], shown: str) -> None:
+    first = _ended(0, at=1.0, **other)  # type: ignore[arg-type]
+    assert str(_first_cause([first, _ended(1, code=1, at=2.0, failed="the cause")])) == shown
+
+
+def test_killed_rank_is_the_cause_for_those_that_lost_it() -> None:
+    lost = _ended(0, code=1, at=1.0, failed=LOST_CONTACT)
+    killed = _ended(1, code=-signal.SIGKILL, at=2.0)
+    assert str(_first_cause([lost, killed])) == "rank 1 was ended by signal 9 (SIGKILL)"
+
+
+def test_mistake_of_a_user_keeps_its_exit_code() -> None:
+    cause = _first_cause([_ended(0, code=2, at=1.0, failed="given: rule")])
+    assert (str(cause), cause.exit_code) == ("given: rule", 2)

@@ -138,8 +138,8 @@ def test_inside_a_launcher_it_is_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("meshlora.train.launch._RANK_0_FIRST_S", 0.0)
-    monkeypatch.setattr("meshlora.train.launch._end", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr("meshlora.train.edge._RANK_0_FIRST_S", 0.0)
+    monkeypatch.setattr("meshlora.train.edge._end", lambda code: (_ for _ in ()).throw(SystemExit(code)))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "word"))
     with pytest.raises(SystemExit) as ended:
         main(["verify", *FAMILY])

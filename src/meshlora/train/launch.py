@@ -1,92 +1,182 @@
-"""Starting ranks on this machine with torch's elastic launcher, and saying which rank failed first.
+"""Starting the ranks of one machine, and saying which failed first.
 
-Owns: the child processes of `--nproc N`, how a rank that fails leaves word, and how a signal to this process ends what
-it has started. Does not own: what ranks do.
+Owns: the child processes of `--nproc N` from start to end, their folder, and how a signal to this process ends what it
+has started. Does not own: what ranks do, and how a rank says what became of it (`train.edge`).
+
+Nobody but this user reaches anything of a run: ranks meet in a file of a folder with mode 0700, and leave word through
+a socket that they inherit. Nothing outlives a run, whichever of its processes is killed. A rank ends with this process
+(`meshlora.lifetime`), this process ends the others where one ends, and the folder goes with this process too: a shell
+waits for its end to remove it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import shlex
+import secrets
+import select
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import Any
 
 from meshlora.errors import MeshloraError, RankFailedError, UserError
-from meshlora.parallel.groups import launcher_place
+from meshlora.parallel.groups import place_in_environment
+from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS
 
-# Messages of gloo and NCCL when a peer is gone: the consequence of a failure elsewhere, never its cause.
-LOST_CONTACT = "lost contact with another rank, whose own message names the cause"
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Socket closed",
-    "remote process exited",
-    "failed to connect",
-    "Timed out waiting",
-)
-_RANK_0_FIRST_S = 5.0
-# Names the folder in which ranks say that they train.
-_IN_TRAINING = "MESHLORA_IN_TRAINING"
+# After one rank failed, how long the others may take to say why: the cause may be theirs.
+_GRACE_S = 1.0
+_LOOK_S = 0.05
+_LONGEST_WORD = 2**18
+# Ranks have sockets in it, whose path may have 107 bytes.
+_LONGEST_FOLDER = 60
+# Ends with the first line, which comes when the folder is gone already; without one it ends with this process. Ranks
+# are killed in the same moment, and may be about to write.
+_JANITOR = 'read -r _ && exit; for _ in 1 2 3 4; do rm -rf -- "$1"; sleep 0.5; done'
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(arguments: Sequence[str], *, nproc: int, command: str = "") -> None:
-    """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have ended well.
+@dataclass
+class _Rank:
+    """A rank that was started.
 
-    When one rank fails the launcher ends the others. While all of them train a first SIGINT or SIGTERM is handed on to
-    them, and they save and end well. command: by which the user started this, for ranks to say how to go on.
+    Attributes:
+        said: its last word, by key: `failed` with the cause, `result`. trains: whether it handles signals itself.
+        ended_at: when it was seen to have ended, or said that it failed.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    said: dict[str, Any]
+    trains: bool = False
+    ended_at: float | None = None
+    was_killed: bool = False
+
+
+def launch(arguments: Sequence[str], *, nproc: int, command: str = "") -> Any:
+    """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have ended well, with the result that
+    rank 0 left (`edge.leave_result`), if any.
+
+    When one rank fails the others are ended. While all of them train a first SIGINT or SIGTERM is handed on to them,
+    and they save and end well. command: by which the user started this, for ranks to say how to go on.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
         KeyboardInterrupt, MeshloraError: SIGINT or another signal came; the ranks have been ended first.
     """
-    logging.disable(logging.CRITICAL)  # this process only waits from here; what torch logs is said better below
-    os.environ["MESHLORA_LAUNCHED"] = "1"
-    os.environ["MESHLORA_COMMAND"] = command
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    with tempfile.TemporaryDirectory(prefix="meshlora-") as words:
-        os.environ[_IN_TRAINING] = str(Path(words) / "in-training")
-        Path(os.environ[_IN_TRAINING]).mkdir()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            logs_specs=DefaultLogsSpecs(log_dir=words),
-            run_id="meshlora",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are handled here
-        )
+    ranks: list[_Rank] = []
+    with signals_end_what_was_started(), _folder_of_run() as (folder, janitor), _words() as (ours, theirs):
         try:
-            with _first_signal_handed_on(Path(os.environ[_IN_TRAINING]), nproc):
-                elastic_launch(config, entrypoint=sys.executable)("-m", "meshlora", *arguments)
-        except ChildFailedError as error:
-            raise _first_cause(error) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise _ended_by(error.sigval) from None
+            with _first_signal_handed_on(ranks, nproc):
+                for number in range(nproc):
+                    environment = os.environ | place_in_environment(number, nproc, store=str(folder / "store"))
+                    environment |= {LAUNCHER: str(os.getpid()), COMMAND: command, WORDS: str(theirs.fileno())}
+                    # What a rank writes for a moment goes with the run.
+                    environment |= {"TMPDIR": str(folder)}
+                    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+                    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+                    ranks.append(_Rank(number, _start(arguments, environment, theirs), {}))
+                theirs.close()
+                _watch(ranks, ours, janitor)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+            for rank in ranks:
+                rank.process.wait()
+    failed = [rank for rank in ranks if rank.process.returncode != 0 and not rank.was_killed]
+    if failed:
+        raise _first_cause(failed)
+    return ranks[0].said.get("result")
+
+
+def _start(arguments: Sequence[str], environment: Mapping[str, str], words: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "meshlora", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[words.fileno()],
+        start_new_session=True,  # what a terminal sends to all its processes reaches ranks through this one
+    )
 
 
 @contextlib.contextmanager
-def _first_signal_handed_on(folder: Path, nproc: int) -> Iterator[None]:
+def _folder_of_run() -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """(a folder that only this user can enter, the process that removes it where this one cannot)."""
+    parent, name = Path(tempfile.gettempdir()), f"meshlora-{secrets.token_hex(6)}"
+    if len(os.fsencode(parent / name)) > _LONGEST_FOLDER:
+        parent = Path("/tmp")
+    folder = parent / name
+    # Before there is a folder: there is no moment in which it could be left behind.
+    janitor = subprocess.Popen(
+        ["/bin/sh", "-c", _JANITOR, "meshlora-janitor", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert janitor.stdin is not None
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder, janitor
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            janitor.stdin.write(b"done\n")
+            janitor.stdin.close()
+        janitor.wait()
+
+
+@contextlib.contextmanager
+def _words() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """(where words of ranks arrive, where ranks leave them), each word whole."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: subprocess.Popen[bytes]) -> None:
+    """Until all ranks have ended: by themselves, or killed some seconds after the first that failed."""
+    while any(rank.process.poll() is None for rank in ranks):
+        select.select([words], [], [], _LOOK_S)
+        _read(ranks, words)
+        now = time.monotonic()
+        for rank in ranks:
+            if rank.process.poll() is not None and rank.ended_at is None:
+                rank.ended_at = now
+        failed = [rank.ended_at for rank in ranks if rank.process.returncode and rank.ended_at is not None]
+        if failed and now > min(failed) + _GRACE_S:
+            for rank in ranks:
+                if rank.process.poll() is None:
+                    rank.was_killed = True
+                    rank.process.kill()
+        if janitor.poll() is not None:
+            raise RankFailedError("the process that removes the folder of this run was ended, so the run was too")
+    _read(ranks, words)
+
+
+def _read(ranks: Sequence[_Rank], words: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            said = json.loads(words.recv(_LONGEST_WORD))
+            rank = ranks[said.pop("rank")]
+            rank.trains |= said.pop("trains", False)
+            rank.said |= said
+            if "failed" in said and rank.ended_at is None:
+                rank.ended_at = time.monotonic()
+
+
+@contextlib.contextmanager
+def _first_signal_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None]:
     """Inside the block the first SIGINT or SIGTERM goes to the ranks, where all train; any other ends the launch."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can handle signals
@@ -95,14 +185,15 @@ def _first_signal_handed_on(folder: Path, nproc: int) -> Iterator[None]:
     before = {number: handler for number in asking if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
     handed_on: list[int] = []
 
-    def handle(number: int, _: object) -> None:
-        ranks = [int(file.name) for file in folder.iterdir()]
-        if handed_on or len(ranks) < nproc:
-            raise SignalException(f"signal {number}", signal.Signals(number))
+    def handle(number: int, frame: Any) -> None:
+        if handed_on or len(ranks) < nproc or not all(rank.trains for rank in ranks):
+            handler = before[signal.Signals(number)]
+            assert callable(handler)
+            handler(number, frame)
         handed_on.append(number)
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(rank, number)
+            if rank.process.poll() is None:
+                rank.process.send_signal(number)
 
     for number in before:
         signal.signal(number, handle)
@@ -110,53 +201,8 @@ def _first_signal_handed_on(folder: Path, nproc: int) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def say_in_training() -> None:
-    """Tell our launcher that this rank handles signals from here on: by a file with its process' number."""
-    if folder := os.environ.get(_IN_TRAINING):
-        (Path(folder) / str(os.getpid())).touch()
-
-
-def another_rank_failed() -> bool:
-    """Whether a rank of this machine has left word of a failure."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}"))
-
-
-def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
-    """Send what this process says to `OUTPUT/logs/rank-N.log`. goes_on: after what is there already.
-
-    Where the file cannot be made, as on a full disk, it stays on the terminal.
-    """
-    with contextlib.suppress(OSError):
-        (output / "logs").mkdir(parents=True, exist_ok=True)
-        with (output / "logs" / f"rank-{rank}.log").open("ab" if goes_on else "wb") as file:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-                os.dup2(file.fileno(), stream.fileno())
-
-
-def how_to_go_on(words: str) -> str:
-    """The command by which the run that `words` started goes on from its last checkpoint."""
-    given, kept = shlex.split(os.environ.get("MESHLORA_COMMAND") or words), []
-    while given:
-        word = given.pop(0)
-        if word == "--resume":
-            given = given[1:]
-        elif not word.startswith("--resume="):
-            kept.append(word)
-    command = shlex.join([*kept, "--resume", "auto"])
-    return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
-
-
-def end_at_once(number: int) -> None:
-    """End this process by a second signal. What a save has begun stays under a temporary name, for the next run."""
-    place = launcher_place()
-    if number == signal.SIGINT and not launched_by_us() and (place is None or place.rank == 0):
-        print("interrupted", file=sys.stderr)
-    _end(128 + number)
+            if signal.getsignal(number) is handle:  # else one came, and those that follow wait
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -194,104 +240,24 @@ def _ended_by(number: signal.Signals) -> MeshloraError:
     return ended
 
 
-def _first_cause(error: ChildFailedError) -> RankFailedError:
-    """The failure to show: a rank's own word, then a killed rank, then one that lost its peers; of equals the first.
+def _first_cause(failed: Sequence[_Rank]) -> RankFailedError:
+    """The failure to show: a rank's own word, then a killed rank, then one that lost its peers; of equals the first."""
 
-    torch stores whole seconds, and a rank loses its peers within the second in which the first one fails.
-    """
+    def order(rank: _Rank) -> tuple[int, float, int]:
+        code = rank.process.returncode
+        is_lost = rank.said.get("failed") == LOST_CONTACT
+        # One in training ends with 128 and the number of a signal.
+        is_ended = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        kind = 3 if is_ended else 2 if is_lost else int(code < 0)
+        return kind, rank.ended_at or 0.0, rank.number
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
-        rank, failure = item
-        lost = _message(failure.message) == LOST_CONTACT
-        # SIGTERM is what the launcher itself ends the others with; one in training then ends with 128 and its number.
-        is_ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        kind = 3 if is_ended else 2 if lost else int(failure.exitcode < 0)
-        return kind, failure.timestamp, rank
-
-    rank, failure = min(error.failures.items(), key=order)
-    if failure.exitcode == UserError.exit_code:
-        cause = RankFailedError(_message(failure.message))
-        cause.exit_code = UserError.exit_code
-    elif failure.exitcode < 0:
-        cause = RankFailedError(f"rank {rank} was ended by signal {-failure.exitcode} ({failure.signal_name()})")
-    else:
-        cause = RankFailedError(f"rank {rank}: {_message(failure.message)}")
-    return cause
-
-
-def _message(message: object) -> str:
-    """The text that `leave_word` stored, in whichever form torch hands it on."""
-    if isinstance(message, dict):
-        return str(message.get("message", message))
-    return str(message)
-
-
-@contextlib.contextmanager
-def rank_edge() -> Iterator[None]:
-    """The edge of a rank's process: an error is said once, left for the launcher, and ends this process at once.
-
-    At once, without closing process groups: closing them can wait for ranks that wait for us. It is said on the
-    terminal, and in the log of a rank that has one.
-    """
-    terminal = os.dup(2)
-    try:
-        yield
-    except KeyboardInterrupt:
-        place = launcher_place()
-        if not launched_by_us() and (place is None or place.rank == 0):
-            print("interrupted", file=sys.stderr)
-        _end(130)
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        place = launcher_place()
-        rank = place.rank if place else 0
-        text = describe(error)
-        leave_word(text)
-        line = f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}"
-        is_logged = not os.path.sameopenfile(2, terminal)
-        if is_logged:
-            print(line, file=sys.stderr, flush=True)
-        if not launched_by_us():
-            if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
-                # Every rank finds the same mistake, or misses the one that ended, and the launcher ends the others when
-                # the first one ends: rank 0 is given the time to say it. Who is still alive then is alone with it.
-                time.sleep(_RANK_0_FIRST_S)
-            if is_logged:
-                os.write(terminal, f"{line}\n".encode())
-            else:
-                print(line, file=sys.stderr, flush=True)
-        _end(error.exit_code if isinstance(error, MeshloraError) else 1)
-    finally:
-        os.close(terminal)
-
-
-def describe(error: BaseException) -> str:
-    """What to say of an error: its message where we raised it on purpose, else with the traceback."""
-    if isinstance(error, MeshloraError):
-        return str(error)
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
-        return LOST_CONTACT
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def leave_word(text: str) -> None:
-    """Store the cause where torch's launcher looks for it: it shows the one with the earliest time."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        return
-    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
-    with contextlib.suppress(OSError):
-        Path(file).write_text(json.dumps(content), encoding="utf-8")
-
-
-def launched_by_us() -> bool:
-    """Whether our own launcher is the parent: it has made all checks, and will say the first cause itself."""
-    return os.environ.get("MESHLORA_LAUNCHED") == "1"
-
-
-def _end(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            stream.flush()
-    os._exit(code)
+    rank = min(failed, key=order)
+    code, words = rank.process.returncode, rank.said.get("failed")
+    if code == UserError.exit_code and words is not None:
+        cause = RankFailedError(words)
+        cause.exit_code = code
+        return cause
+    if code < 0:
+        name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")  # none of real-time signals
+        return RankFailedError(f"rank {rank.number} was ended by signal {-code}{name}")
+    return RankFailedError(f"rank {rank.number}: {words or f'it ended with exit code {code}, and said nothing'}")

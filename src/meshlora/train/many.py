@@ -34,7 +34,7 @@ from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import join, leave
 from meshlora.parallel.many import Share
-from meshlora.train.launch import another_rank_failed, end_at_once, say_in_training
+from meshlora.train.edge import another_rank_failed, end_at_once, say_in_training
 from meshlora.train.losses import language_model_losses
 from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.metrics import Reporter, StepMetrics

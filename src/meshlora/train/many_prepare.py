@@ -6,6 +6,7 @@ Owns: which options of a run several adapters can have, and the checks between t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.train.prepare import Prepared, prepare
 
+# What is longer is told apart by its hash.
+_LONGEST_SHOWN = 64
 _WAY_OUT = "train the adapters one by one, or leave it out"
 
 
@@ -51,6 +54,21 @@ def prepare_runs(
     for name, run in runs.items():
         check_many(name, run.lora, run.targets, run.plan)
     return runs
+
+
+def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
+    """What all ranks must see alike of `runs`, for `agreement.agreed`."""
+    words = {}
+    for name, run in runs.items():
+        of = f" of adapter {name}" if name else ""
+        done = "all steps done" if run.is_finished else "no checkpoint"
+        words[f"in {run.config.train.output}"] = f"step {run.resume.step}" if run.resume is not None else done
+        words |= {f"as {key}{of}": _shown(value) for key, value in run.identity.items()}
+    return words
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= _LONGEST_SHOWN else hashlib.sha256(value.encode()).hexdigest()[:16]
 
 
 def logs_of(runs: Mapping[str, Prepared]) -> Path:

@@ -15,8 +15,8 @@ from meshlora.adapter.merge import check_merge, merge
 from meshlora.api import load_without_proof, read_model_config
 from meshlora.errors import UserError
 from meshlora.parallel.groups import join, leave
+from meshlora.train.edge import another_rank_failed, end_at_once, say_in_training
 from meshlora.train.keeping import MERGED, clear_leftovers, set_aside
-from meshlora.train.launch import another_rank_failed, end_at_once, say_in_training
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
 from meshlora.train.samples import FILE as SAMPLES

@@ -1,7 +1,7 @@
 """Being asked to stop: the first SIGINT or SIGTERM is a request, the second one ends this process.
 
 Owns: noticing signals while a run trains. Does not own: what is done about a request (`train.trainer`), signals before
-training has begun and those that reach the launcher (`train.launch`).
+training has begun and those that reach the launcher (`train.launch`, `train.edge`).
 """
 
 from __future__ import annotations

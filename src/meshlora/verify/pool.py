@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.errors import MeshloraError
-from meshlora.train.launch import LOST_PEER
+from meshlora.train.edge import LOST_PEER
 from meshlora.verify.scratch import new_scratch, remove, with_room
 
 # After one rank failed, how long the others may take to fail as well before they are ended.

@@ -1,0 +1,127 @@
+"""That all ranks of a job begin the same run at the same step, though each reads with its own eyes.
+
+Owns: comparing what every rank sees with what rank 0 sees, through the job's store, before any group is open. Does not
+own: what there is to see (`train.prepare`, `train.evaluate`).
+
+Rank 0 decides: the others take its checkpoint, or all end. What a shared file system shows to one node it may show to
+another some seconds later, so a rank that sees something else looks again for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from meshlora.errors import MeshloraError, UserError
+from meshlora.parallel.groups import launcher_place, meet
+
+# How long a file system may lag, and how long ranks wait for each other's reading, which may take in all of the data.
+_LAG_S = 15.0
+_PATIENCE_S = 1800.0
+_LOOK_S = 0.02
+_AGAIN_S = 1.0
+_DECISION, _DIFFERS, _DONE, _VERDICT = (f"agreement/{name}" for name in ("decision", "differs", "done", "verdict"))
+
+_Found = TypeVar("_Found")
+
+
+def agreed(look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]]) -> _Found:
+    """What `look()` finds, once every rank of the job has found the same. Every rank calls it, before any group opens.
+
+    words_of: what of it must be the same on all ranks, as parts of a sentence: `{"in runs/mine": "step 8"}`.
+
+    Raises:
+        UserError: what rank 0 did not like, on all ranks; or the first difference, on all ranks with the same words.
+    """
+    place = launcher_place()
+    store = meet() if place is not None and place.world > 1 else None
+    if place is None or store is None:
+        return look()
+    if place.rank == 0:
+        return _decided(look, words_of, store, place.world)
+    return _followed(look, words_of, store, place.rank)
+
+
+def _decided(
+    look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], store: Any, world: int
+) -> Any:
+    """On rank 0: what it finds, after all others have found it."""
+    try:
+        found = look()
+    except UserError as error:
+        store.set(_DECISION, json.dumps({"mistake": _parts(error)}))
+        raise
+    store.set(_DECISION, json.dumps({"words": dict(words_of(found))}))
+    deadline = time.monotonic() + _PATIENCE_S
+    while store.add(_DONE, 0) < world - 1:
+        if time.monotonic() > deadline:
+            raise MeshloraError(f"{world - 1 - store.add(_DONE, 0)} ranks did not read the run in {_PATIENCE_S:g} s")
+        time.sleep(_LOOK_S)
+    first = store.get(_DIFFERS).decode() if store.check([_DIFFERS]) else ""
+    store.set(_VERDICT, first)
+    _raise(first)
+    return found
+
+
+def _followed(
+    look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], store: Any, rank: int
+) -> Any:
+    """On any other rank: what it finds, when that is what rank 0 found."""
+    found, error = _tried(look)
+    store.wait([_DECISION], timedelta(seconds=_PATIENCE_S))
+    decision = json.loads(store.get(_DECISION))
+    if "mistake" in decision:
+        raise UserError(*decision["mistake"])
+    deadline = time.monotonic() + _LAG_S
+    while (mistake := _difference(found, error, words_of, decision["words"], rank)) and time.monotonic() < deadline:
+        time.sleep(_AGAIN_S)
+        found, error = _tried(look)
+    if mistake is not None:
+        store.set(_DIFFERS, json.dumps(_parts(mistake)))
+    store.add(_DONE, 1)
+    store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
+    _raise(store.get(_VERDICT).decode())
+    return found
+
+
+def _tried(look: Callable[[], _Found]) -> tuple[_Found | None, UserError | None]:
+    try:
+        return look(), None
+    except UserError as error:
+        return None, error
+
+
+def _difference(
+    found: _Found | None,
+    error: UserError | None,
+    words_of: Callable[[_Found], Mapping[str, str]],
+    decided: Mapping[str, str],
+    rank: int,
+) -> UserError | None:
+    """What this rank sees otherwise than rank 0, as the mistake to be said; None where nothing."""
+    where = f"rank {rank} ({socket.gethostname()})"
+    if error is not None:
+        return UserError(f"{where}: {error.given}", error.rule, error.way_out or "rank 0 sees it otherwise")
+    assert found is not None
+    own = words_of(found)
+    for name in [*decided, *(own.keys() - decided.keys())]:
+        if (here := own.get(name, "nothing")) != (there := decided.get(name, "nothing")):
+            return UserError(
+                f"{where} sees {here} {name}, rank 0 {there}",
+                "all ranks must begin the same run",
+                "is the folder shared, and the file the same on all nodes?",
+            )
+    return None
+
+
+def _parts(error: UserError) -> list[str]:
+    return [error.given, error.rule, error.way_out]
+
+
+def _raise(parts: str) -> None:
+    if parts:
+        raise UserError(*json.loads(parts))

@@ -1,0 +1,169 @@
+"""The edge of a rank's process: how what became of it is said, to the terminal and to whoever started it.
+
+Owns: the last line of a rank, its word to its launcher (ours, or torchrun's), its log, and its end. Does not own: the
+launcher (`train.launch`), what a rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshlora.errors import MeshloraError, UserError
+from meshlora.parallel.groups import launcher_place
+
+# Messages of sockets, gloo and NCCL when a peer is gone: the consequence of a failure elsewhere, never its cause.
+LOST_CONTACT = "lost contact with another rank, whose own message names the cause"
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Socket closed",
+    "remote process exited",
+    "failed to connect",
+    "Timed out waiting",
+)
+# Variables that our own launcher sets: its process number; the command of the user; a socket for words.
+LAUNCHER, COMMAND, WORDS = "MESHLORA_LAUNCHER", "MESHLORA_COMMAND", "MESHLORA_WORDS"
+_LONGEST_TEXT = 20_000
+_RANK_0_FIRST_S = 5.0
+
+
+def launched_by_us() -> bool:
+    """Whether our own launcher is the parent: it has made all checks, and will say the first cause itself."""
+    return LAUNCHER in os.environ
+
+
+def say_in_training() -> None:
+    """Tell our launcher that this rank handles signals from here on."""
+    _tell(trains=True)
+
+
+def leave_result(result: Any) -> None:
+    """Hand plain values to our launcher, which returns those of rank 0."""
+    _tell(result=result)
+
+
+def _tell(**words: Any) -> None:
+    place, descriptor = launcher_place(), os.environ.get(WORDS)
+    if descriptor is None or place is None:
+        return
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as end:
+        end.send(json.dumps({"rank": place.rank, **words}).encode())
+
+
+def another_rank_failed() -> bool:
+    """Whether a rank of this machine has left word of a failure with torchrun, which then ends the others."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}"))
+
+
+def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
+    """Send what this process says to `OUTPUT/logs/rank-N.log`. goes_on: after what is there already.
+
+    Where the file cannot be made, as on a full disk, it stays on the terminal.
+    """
+    with contextlib.suppress(OSError):
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+        with (output / "logs" / f"rank-{rank}.log").open("ab" if goes_on else "wb") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
+
+
+def how_to_go_on(words: str) -> str:
+    """The command by which the run that `words` started goes on from its last checkpoint."""
+    given, kept = shlex.split(os.environ.get(COMMAND) or words), []
+    while given:
+        word = given.pop(0)
+        if word == "--resume":
+            given = given[1:]
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    command = shlex.join([*kept, "--resume", "auto"])
+    return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
+
+
+def end_at_once(number: int) -> None:
+    """End this process by a second signal. What a save has begun stays under a temporary name, for the next run."""
+    place = launcher_place()
+    if number == signal.SIGINT and not launched_by_us() and (place is None or place.rank == 0):
+        print("interrupted", file=sys.stderr)
+    _end(128 + number)
+
+
+@contextlib.contextmanager
+def rank_edge() -> Iterator[None]:
+    """The edge of a rank's process: an error is said once, left for the launcher, and ends this process at once.
+
+    At once, without closing process groups: closing them can wait for ranks that wait for us. It is said on the
+    terminal, and in the log of a rank that has one.
+    """
+    terminal = os.dup(2)
+    try:
+        yield
+    except KeyboardInterrupt:
+        place = launcher_place()
+        if not launched_by_us() and (place is None or place.rank == 0):
+            print("interrupted", file=sys.stderr)
+        _end(130)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        place = launcher_place()
+        rank = place.rank if place else 0
+        text = describe(error)
+        leave_word(text)
+        line = f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}"
+        is_logged = not os.path.sameopenfile(2, terminal)
+        if is_logged:
+            print(line, file=sys.stderr, flush=True)
+        if not launched_by_us():
+            if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
+                # Every rank finds the same mistake, or misses the one that ended, and the launcher ends the others when
+                # the first one ends: rank 0 is given the time to say it. Who is still alive then is alone with it.
+                time.sleep(_RANK_0_FIRST_S)
+            if is_logged:
+                os.write(terminal, f"{line}\n".encode())
+            else:
+                print(line, file=sys.stderr, flush=True)
+        _end(error.exit_code if isinstance(error, MeshloraError) else 1)
+    finally:
+        os.close(terminal)
+
+
+def describe(error: BaseException) -> str:
+    """What to say of an error: its message where we raised it on purpose, else with the traceback."""
+    if isinstance(error, MeshloraError):
+        return str(error)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
+        return LOST_CONTACT
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def leave_word(text: str) -> None:
+    """Leave the cause of this rank's end with its launcher: ours, or torchrun, which shows the earliest."""
+    _tell(failed=text[-_LONGEST_TEXT:])  # the end of a traceback says the most
+    if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _end(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,76 @@
+"""Ranks that see different things end with one line, and one that sees late what rank 0 sees goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore
+
+from meshlora.errors import UserError
+from meshlora.train import agreement
+
+Look = Callable[[], str]
+
+
+def _words(found: str) -> dict[str, str]:
+    return {"in runs/mine": found, "as seed": "3"}
+
+
+def _agree(*looks: Look) -> list[str | UserError]:
+    """What each rank finds, or is told."""
+    store = HashStore()
+
+    def rank(number: int) -> str | UserError:
+        try:
+            if number == 0:
+                return str(agreement._decided(looks[0], _words, store, len(looks)))
+            return str(agreement._followed(looks[number], _words, store, number))
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(looks)) as threads:
+        return list(threads.map(rank, range(len(looks))))
+
+
+def _fails(words: str) -> Look:
+    def look() -> str:
+        raise UserError(words, "it is wrong")
+
+    return look
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_LAG_S", 0.3)
+    monkeypatch.setattr(agreement, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: "node2")
+
+
+def test_ranks_that_see_the_same_go_on() -> None:
+    assert _agree(*[lambda: "step 8"] * 3) == ["step 8"] * 3
+
+
+def test_rank_that_sees_another_step_ends_all_with_one_line() -> None:
+    """Each chose its checkpoint alone: mixed steps were trained without a word."""
+    found = _agree(lambda: "step 8", lambda: "step 4", lambda: "step 8")
+    assert {str(one) for one in found} == {
+        "rank 1 (node2) sees step 4 in runs/mine, rank 0 step 8: all ranks must begin the same run; is the folder "
+        "shared, and the file the same on all nodes?"
+    }
+
+
+def test_file_system_that_lags_gets_some_seconds() -> None:
+    seen = iter(["no checkpoint", "step 4", "step 8"])
+    assert _agree(lambda: "step 8", lambda: next(seen)) == ["step 8", "step 8"]
+
+
+def test_rank_that_finds_a_mistake_where_rank_0_finds_none_is_named() -> None:
+    found = _agree(lambda: "step 8", _fails("train.jsonl"))
+    assert {str(one) for one in found} == {"rank 1 (node2): train.jsonl: it is wrong; rank 0 sees it otherwise"}
+
+
+def test_mistake_of_rank_0_is_that_of_all_and_nobody_waits() -> None:
+    found = _agree(_fails("train.lr"), lambda: "step 8", _fails("something else"))
+    assert [str(one) for one in found] == ["train.lr: it is wrong"] * 3
