@@ -14,9 +14,10 @@ import shlex
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -28,7 +29,7 @@ from meshlora.cli_adapter import add_merge_and_export
 from meshlora.cli_evaluate import add_evaluate
 from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.cli_plan import add_plan
-from meshlora.errors import MeshloraError, UserError
+from meshlora.errors import MeshloraError, UserError, report
 from meshlora.lifetime import end_with
 
 
@@ -36,7 +37,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with its errors in our form and exit code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"error: {message}; see {self.prog} --help", file=sys.stderr)
+        said = MeshloraError(f"{message}; see {self.prog} --help")  # it repeats the arguments
+        print(f"error: {said}", file=sys.stderr)
         raise SystemExit(UserError.exit_code)
 
 
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupts: list[int] = []
     if "MESHLORA_LAUNCHER" in os.environ:  # `train.edge` takes seconds to import
         end_with(int(os.environ["MESHLORA_LAUNCHER"]))
+    if arguments is None:  # the process is ours
+        sys.excepthook = _say_fault
     try:
         _note_interrupts(interrupts)
         options = _parser().parse_args(arguments)
@@ -61,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+    """What nobody foresaw, as Python shows it, but fit to print: it may hold a user's values."""
+    print(report("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
 
 
 def _note_interrupts(seen: list[int]) -> None:

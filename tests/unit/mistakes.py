@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshlora.cli import main
 from meshlora.plan.twin import twin_config
+from meshlora.words import printable
 
 UP = "model.layers.1.mlp.up_proj"
 UP_A = f"base_model.model.{UP}.lora_A.weight"
@@ -190,6 +191,8 @@ def one_error(out: str, err: str) -> str:
     assert err.startswith("error: ")
     assert "Traceback" not in err
     assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
+    assert len(err) <= 2_000
+    assert err == printable(err), "a terminal would obey it"
     return err.removeprefix("error: ")
 
 

@@ -31,6 +31,13 @@ MISTAKES: dict[str, Case] = {
     "unknown_nested_key": case(
         setting("train.warm_up_steps", 1), "train.warm_up_steps", "unknown key", "did you mean 'warmup_steps'?"
     ),
+    "unknown_key_that_sets_the_title_of_a_terminal": case(
+        setting("train.\x1b]0;title\x07", 1), "train.\\x1b]0;title\\x07", "unknown key", "known: "
+    ),
+    "unknown_key_that_looks_like_an_error_of_ours": case(
+        setting("train.x\nerror: the disk is full", 1), "train.x\\nerror: the disk is full", "unknown key"
+    ),
+    "unknown_key_of_a_megabyte": case(setting("train." + "x" * 10**6, 1), "train.xxx", "xxx: unknown key; known: "),
     "unknown_model_key": case(setting("model.name", "x"), "model.name", "unknown key", "path"),
     "text_where_a_number_is_due": case(setting("train.lr", "fast"), "train.lr", "'fast'", "a number"),
     "fraction_where_a_whole_number_is_due": case(setting("train.steps", 2.5), "train.steps", "2.5", "a whole number"),

@@ -36,6 +36,9 @@ def pickled_weights_only(s: Setup) -> None:
 
 MISTAKES: dict[str, Case] = {
     # The model.
+    "model_type_that_sets_the_title_of_a_terminal": case(
+        lambda s: s.config(model_type="\x1b]0;title\x07"), "\\x1b]0;title\\x07"
+    ),
     "model_folder_missing": case(
         setting("model.path", "nowhere/llama"), "nowhere/llama", "no such folder", "hf download"
     ),

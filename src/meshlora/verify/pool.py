@@ -64,6 +64,8 @@ Answer = tuple[bool, Any, MeshloraError | None]
 class RankError(MeshloraError, AssertionError):
     """A rank of the pool raised; the message is its traceback, `cause` the exception where we raised it on purpose."""
 
+    is_report = True
+
     def __init__(self, message: str, cause: MeshloraError | None = None) -> None:
         super().__init__(message)
         self.cause = cause
@@ -74,6 +76,8 @@ class RankEndedError(MeshloraError):
 
     It says nothing of what ran there, so it is neither a difference nor a fault that was caught.
     """
+
+    is_report = True
 
 
 class Pool:

@@ -20,7 +20,7 @@ from typing import Self
 
 from peft import LoraConfig
 
-from meshlora.errors import MeshloraError, UserError
+from meshlora.errors import UserError
 from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnose import Divergence, first_divergence
 from meshlora.oracle.experts import Stack
@@ -95,7 +95,7 @@ def run_proof(
     """The outcomes as they come: for each topology without a fault, then with each mutation that can show on it.
 
     Raises:
-        MeshloraError: the reference itself could not be computed. UserError: a rank refuses the model.
+        RankError: the reference itself could not be computed. UserError: a rank refuses the model.
         RankEndedError: a rank was killed, hangs, or finds no room: that is no verdict, with or without a mutation.
     """
     worker = processes.reference(proof.case.device)
@@ -140,7 +140,7 @@ def _make_reference(proof: Proof, worker: Pool, folder: Path) -> None:
         except RankError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from None
-            raise MeshloraError(f"the reference itself fails on this model:\n{error}") from error
+            raise RankError(f"the reference itself fails on this model:\n{error}", error.cause) from error
         write_inventory(new)
 
 
