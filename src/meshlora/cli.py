@@ -254,13 +254,14 @@ def _train(options: argparse.Namespace) -> None:
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
     """Whether nothing is left to do; the first rank says so of each, and makes a merged model that is missing."""
+    from meshlora.console import Console
     from meshlora.train.run import MERGED, merge_at_end
 
     if not all(run.is_finished for run in runs.values()):
         return False
     for run in runs.values() if is_main else ():
         output = Path(run.config.train.output)
-        print(f"all {run.steps:,} steps are done: {output}/adapter")
+        Console().say(f"all {run.steps:,} steps are done: {output}/adapter")
         if run.config.train.merge_at_end and not (output / MERGED).is_dir():
             merge_at_end(run)
     return True
@@ -325,8 +326,7 @@ def _fields(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
+    from meshlora.console import Console
     from meshlora.run_file import read_runs
     from meshlora.train.many_prepare import prepare_runs
     from meshlora.verify.many import runs_state
@@ -337,16 +337,16 @@ def _check(options: argparse.Namespace) -> None:
     console = Console()
     for name, run in runs.items():
         if name:
-            console.print(f"adapter {name}", style="bold")
+            console.say(f"adapter {name}", style="bold")
         console.print(_table_of(run))
     run = next(iter(runs.values()))
     if options.plot:
         plot_schedule_of(run, options.plot)
-        console.print(f"learning rate: {options.plot}", highlight=False, soft_wrap=True, markup=False)
+        console.say(f"learning rate: {options.plot}")
     overrides = [word for override in options.overrides for word in ("--set", override)]
     command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
-    console.print(runs_state(runs), highlight=False, soft_wrap=True, markup=False)
-    console.print(f"ready: {command}", highlight=False, soft_wrap=True, markup=False)
+    console.say(runs_state(runs))
+    console.say(f"ready: {command}")
 
 
 def _table_of(run: Any) -> Any:

@@ -47,6 +47,7 @@ def read_meta(options: argparse.Namespace, topology: str) -> Any:
 def _merge(options: argparse.Namespace) -> None:
     from meshlora.adapter.merge import merge
     from meshlora.api import read_model_config, resolve_dtype
+    from meshlora.console import Console
 
     config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
     done = merge(
@@ -58,15 +59,17 @@ def _merge(options: argparse.Namespace) -> None:
         check_logits=not options.no_logits,
         trust_remote_code=options.trust_remote_code,
     )
+    say = Console().say
     if done.is_untied:
-        print("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
-    print(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
-    print(f"checked: {done.check}")
-    print(f"merged: {options.out}")
+        say("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
+    say(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
+    say(f"checked: {done.check}")
+    say(f"merged: {options.out}")
 
 
 def _export(options: argparse.Namespace) -> None:
     from meshlora.adapter.export import export, import_loralib
+    from meshlora.console import Console
 
     given, layout = Path(options.adapter), options.layout
     is_file = given.exists() and not given.is_dir()
@@ -87,7 +90,7 @@ def _export(options: argparse.Namespace) -> None:
         done = import_loralib(given, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled)
     else:
         done = export(given, options.out, layout=layout)
-    print(f"exported and read back: {options.out} ({done} tensors)")
+    Console().say(f"exported and read back: {options.out} ({done} tensors)")
 
 
 def _export_experts(options: argparse.Namespace) -> Any:

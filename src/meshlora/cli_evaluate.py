@@ -60,6 +60,7 @@ def add_evaluate(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     from meshlora.config import GenerateConfig
+    from meshlora.console import hand_over
     from meshlora.generate import generate
 
     names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "top_p", "seed")
@@ -83,7 +84,7 @@ def _generate(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     ):
-        print(text)
+        hand_over(text)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -189,8 +190,7 @@ def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
 
 def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], file: Path) -> dict[str, Any]:
     """Continue every prompt on this process, write the texts and compare them with the references."""
-    from rich.console import Console
-
+    from meshlora.console import Console
     from meshlora.plan.topology import Topology
     from meshlora.scores import scores
     from meshlora.state.files import write_text_atomically
@@ -201,10 +201,10 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
     model = load_for_evaluation(dataclasses.replace(run, topology=Topology.parse("", world=1)))
     tokenizer = load_tokenizer(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
     hypotheses: list[str] = []
-    with Console().status("generating") as status:
+    with Console().busy("generating") as update:
         for text in continuations(model, tokenizer, encoded, run.config.generate):
             hypotheses.append(" ".join(text.split()))  # a line each
-            status.update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
+            update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
     file.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{text}\n" for text in hypotheses)
     write_text_atomically(file, content)
@@ -219,16 +219,19 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
 
 
 def _show(result: dict[str, Any]) -> None:
+    from meshlora.console import Console
+
+    say = Console().say
     adapter = f"adapter {result['adapter']}" if result["adapter"] else "the base, without an adapter"
-    print(f"{result['model']}, {adapter}")
+    say(f"{result['model']}, {adapter}")
     counted = (
         f"{result['trained_tokens']:,} trained tokens" if "trained_tokens" in result else f"{result['pairs']} pairs"
     )
     shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
-    print(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
+    say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:
-        print(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
-        print(f"BLEU {result['bleu']:.2f}  ROUGE-L {result['rouge_l']:.2f}  ({result['bleu_signature']})")
+        say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
+        say(f"BLEU {result['bleu']:.2f}  ROUGE-L {result['rouge_l']:.2f}  ({result['bleu_signature']})")
 
 
 def _write_json(file: str, result: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ def plot_schedule_of(run: Any, file: str) -> None:
 
 
 def _plot(options: argparse.Namespace) -> None:
+    from meshlora.console import Console
     from meshlora.train.plot import plot_runs
 
     plot_runs([Path(run) for run in options.runs], Path(options.out))
-    print(f"drawn: {options.out}")
+    Console().say(f"drawn: {options.out}")

@@ -57,8 +57,7 @@ def _plan(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')}", "it has no effect without --gpus", "give --gpus and --gpu")
     if not options.topology:
         raise UserError("meshlora plan", "--topology is required, or --gpus and --gpu", "as in --topology dp=2,tp=2,sp")
-    from rich.console import Console
-
+    from meshlora.console import Console
     from meshlora.plan.table import gradient_table, plan_table
 
     console = Console()
@@ -73,9 +72,8 @@ def _choose(options: argparse.Namespace) -> None:
     for name in ("gpus", "gpu", "seq"):
         if getattr(options, name) is None:
             raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
-    from rich.console import Console
-
     from meshlora.api import resolve_dtype
+    from meshlora.console import Console
     from meshlora.plan.table import gradient_table
     from meshlora.plan.topology import Topology
     from meshlora.planner import show
@@ -106,8 +104,8 @@ def _choose(options: argparse.Namespace) -> None:
     console.print(show.ranking(problem, choice))
     console.print(show.breakdown(problem, best))
     for line in show.why_not(problem, choice):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    console.print(show.assumptions(problem), highlight=False, soft_wrap=True, markup=False)
+        console.say(line)
+    console.say(show.assumptions(problem))
     if not best.fits:
         missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
         way_out = "use more GPUs, or shorter sequences"
@@ -126,7 +124,7 @@ def _choose(options: argparse.Namespace) -> None:
         name = str(folder if folder.is_dir() else folder.parent if folder.name == "config.json" else folder.stem)
         text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
         write_text_atomically(Path(options.out), text)
-        console.print(f"written: {options.out}", highlight=False, soft_wrap=True, markup=False)
+        console.say(f"written: {options.out}")
 
 
 def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
@@ -139,11 +137,9 @@ def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
     differences = list(simulation.differences())
     if differences:
         raise MeshloraError("the simulated step is not as predicted: " + "; ".join(differences))
-    console.print(
+    console.say(
         f"as predicted: shapes, numbers and bytes of collectives, states; the peak within 5 % "
-        f"({simulation.time_s:.1f} s, {simulation.host_bytes / 1e9:.2f} GB of this process)",
-        highlight=False,
-        soft_wrap=True,
+        f"({simulation.time_s:.1f} s, {simulation.host_bytes / 1e9:.2f} GB of this process)"
     )
     return {name: {"predicted": predicted, "seen": seen} for name, (predicted, seen) in simulation.bytes.items()}
 

@@ -11,7 +11,7 @@ import meshlora
 SOURCE = Path(meshlora.__file__).parent
 
 # A package may import itself and what is listed: nothing imports upward. `FREE` is free for all.
-FREE = {"words", "errors", "lift", "limits"}
+FREE = {"words", "errors", "console", "lift", "limits"}
 ALLOWED = {
     **{name: set() for name in FREE},
     "lifetime": set(),
@@ -57,6 +57,8 @@ ALLOWED = {
     "cli_plan": {"plan", "state", "adapter", "api", "planner", "verify", "cli_adapter"},
     "__main__": {"cli"},
 }
+# What any file may use of rich: it shows nothing by itself.
+OF_RICH = {"rich.box", "rich.padding", "rich.progress", "rich.table", "rich.text", "rich.console.Group"}
 QUIET = {
     f"dist.{name}"
     for name in (
@@ -158,6 +160,44 @@ def test_the_environment_is_read_in_three_files() -> None:
     """The command line sets defaults for libraries, and is the fourth that may touch it."""
     files = {str(f.relative_to(SOURCE)) for _, f, _ in _modules() if "os.environ" in f.read_text()}
     assert files <= {"parallel/groups.py", "train/launch.py", "train/edge.py", "cli.py"}
+
+
+def test_only_one_file_prints() -> None:
+    """What others wrote would be read as markup, or obeyed by the terminal; a line of an error goes to stderr, and is
+    escaped when it is made.
+    """
+    wrong = [
+        f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}"
+        for _, file, tree in _modules()
+        if file.name != "console.py"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Import | ast.ImportFrom) and _imported_of_rich(node) - OF_RICH)
+        or (isinstance(node, ast.Call) and not _is_safe(node))
+    ]
+    assert not wrong, wrong
+
+
+def _imported_of_rich(node: ast.Import | ast.ImportFrom) -> set[str]:
+    """Full names, of what is used; of a module that is allowed as a whole, its own."""
+    if isinstance(node, ast.Import):
+        names = {alias.name for alias in node.names}
+    else:
+        names = (
+            {node.module or ""} if node.module in OF_RICH else {f"{node.module}.{alias.name}" for alias in node.names}
+        )
+    return {name for name in names if name.split(".")[0] == "rich"}
+
+
+def _is_safe(call: ast.Call) -> bool:
+    """Whether a call shows nothing on the terminal, or shows it as it is."""
+    name = ast.unparse(call.func)
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "print":
+        return options.get("file") == "sys.stderr"
+    if name == "TextColumn":
+        return options.get("markup") == "False"
+    unsafe = (".status", ".from_markup", ".from_ansi", "stdout.write")
+    return options.get("markup", "False") == "False" and not name.endswith(unsafe)
 
 
 def test_files_are_small_enough_to_read() -> None:

@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from meshlora.console import Console
 from meshlora.train.metrics import Reporter, StepMetrics
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from meshlora.cli import main
+from meshlora.console import Console
 from meshlora.errors import MeshloraError
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.verify import command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Mapping
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
+from meshlora.console import Console
 from meshlora.errors import UnsupportedError
 from meshlora.oracle.compare import Worst
 from meshlora.oracle.inputs import write_twin
@@ -132,5 +133,5 @@ def test_together_is_proved_once_and_a_difference_refuses_the_run(
     assert len(singles) == 3 * len(runs)
     assert "3 adapters at once on tp=2 proved in" in capsys.readouterr().out
     assert "together: preflight: proved, 20" in runs_state(runs, cache_dir=cache)
-    preflight_runs(dict(list(runs.items())[:2]), cache_dir=cache, console=Console(quiet=True))
+    preflight_runs(dict(list(runs.items())[:2]), cache_dir=cache, console=Console(file=io.StringIO()))
     assert calls == ["tp=2"] * 3, "other adapters are another combination"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
+from meshlora.console import Console
 from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
@@ -173,7 +173,7 @@ def test_skipping_says_what_it_gives_up_and_takes_only_families_that_are_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proved, run = _count(monkeypatch), _prepared(tmp_path)
-    preflight(run, skip=True, console=Console(soft_wrap=True))
+    preflight(run, skip=True, console=Console())
     assert "is not proved on this machine" in capsys.readouterr().out
     monkeypatch.setattr("meshlora.plan.families.PROVED", frozenset({"qwen2"}))
     with pytest.raises(UnsupportedError, match="not proved against one process"):

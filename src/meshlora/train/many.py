@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from meshlora.adapter.manage import add_adapter, runtime
 from meshlora.adapter.many import one_of_many, train_many
 from meshlora.adapter.peft_format import load_adapter
 from meshlora.api import load_without_proof
+from meshlora.console import Console
 from meshlora.data import Batch, collate, share
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
@@ -238,5 +238,5 @@ def train_together(
             else:
                 reporters[name].say(f"stopped as asked; saved in {trainer.courses[name].last_saved}")
         if not is_done and mesh.rank == 0:
-            console.print(f"Go on with:\n{go_on}", highlight=False, soft_wrap=True)
+            console.say(f"Go on with:\n{go_on}")
     leave()

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshlora.console import Console
 from meshlora.errors import SaveError
 from meshlora.state.files import write_atomically
 from meshlora.train.tracking import Tracker, tracked
@@ -80,10 +80,10 @@ class Reporter:
         self._file: IO[bytes] | None = None
         self._path, self._done = file, done
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("{task.fields[shown]}"),
+            TextColumn("{task.fields[shown]}", markup=False),
             TimeRemainingColumn(),
             console=self.console,
             transient=False,
@@ -155,7 +155,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """One line on rank 0's terminal."""
         if self.is_main:
-            self.console.print(f"{self._name}: {text}" if self._name else text, highlight=False, soft_wrap=True)
+            self.console.say(f"{self._name}: {text}" if self._name else text)
 
     def _write(self, values: dict[str, object]) -> None:
         assert self._file is not None

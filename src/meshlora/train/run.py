@@ -7,12 +7,11 @@ import functools
 import shutil
 from pathlib import Path
 
-from rich.console import Console
-
 from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.merge import check_merge, merge
 from meshlora.api import load_without_proof, read_model_config
+from meshlora.console import Console
 from meshlora.errors import UserError
 from meshlora.parallel.groups import join, leave
 from meshlora.train.edge import another_rank_failed, end_at_once, say_in_training
@@ -95,8 +94,8 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
     trust = model.trust_remote_code
     hf_config = read_model_config(model.path, trust_remote_code=trust)
     done = merge(model.path, output / "adapter", output / MERGED, config=hf_config, trust_remote_code=trust)
-    say = functools.partial((console or Console()).print, highlight=False, soft_wrap=True)
-    say(f"merged: {output / MERGED} ({done.num_changed} of {done.num_tensors} tensors changed; {done.check})")
+    changed = f"{done.num_changed} of {done.num_tensors} tensors changed"
+    (console or Console()).say(f"merged: {output / MERGED} ({changed}; {done.check})")
 
 
 def _check_merge(run: Prepared, adapter: Path) -> None:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
+from meshlora.console import Console
 from meshlora.errors import MeshloraError, UserError
 from meshlora.state.files import write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
@@ -52,7 +52,7 @@ def verify(
     _check_mutations(proof)
     with signals_end_what_was_started(), usable_cache(request.cache_dir) as (cache_dir, why_not):
         if why_not:
-            console.print(f"the reference is not kept for the next proof: {why_not}", highlight=False, soft_wrap=True)
+            console.say(f"the reference is not kept for the next proof: {why_not}")
         proof = dataclasses.replace(proof, request=dataclasses.replace(request, cache_dir=cache_dir))
         outcomes = _run(proof, console)
     show(console, proof, outcomes)
@@ -66,11 +66,11 @@ def verify(
         files[html_file] = lambda file: write_report(full, file)
     problems = {name: problem for name, write in files.items() if (problem := _write(name, write))}
     if html_file is not None and html_file not in problems:
-        console.print(f"report: {html_file}", highlight=False, soft_wrap=True)
+        console.say(f"report: {html_file}")
     if not is_proved(outcomes):
-        console.print(f"not proved, in {seconds:.0f} s", highlight=False)
+        console.say(f"not proved, in {seconds:.0f} s")
         raise NotProvedError("; ".join([_what_differs(outcomes), *problems.values()]))
-    console.print(f"proved in {seconds:.0f} s", highlight=False)
+    console.say(f"proved in {seconds:.0f} s")
     if problems:
         raise MeshloraError("; ".join(problems.values()))
 
@@ -78,7 +78,7 @@ def verify(
 def _run(proof: Proof, console: Console) -> list[Outcome]:
     """The outcomes of all runs, with one line on a terminal that says which one is under way."""
     line = _Line(sum(1 + len(proof.mutations_on(topology)) for topology in proof.topologies))
-    with Processes() as processes, console.status(line):
+    with Processes() as processes, console.busy(line):
         outcomes = []
         for outcome in run_proof(proof, processes, progress=line.update):
             outcomes.append(outcome)

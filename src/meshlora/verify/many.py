@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from meshlora.adapter.manage import add_adapter, runtime, set_adapter
 from meshlora.adapter.peft_format import lora_config
 from meshlora.api import load_without_proof
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.console import Console
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
 from meshlora.oracle.case import digest
@@ -86,8 +86,8 @@ def preflight_runs(
     first = next(iter(runs.values()))
     topology, started = provable(first.topology), time.perf_counter()
     what = f"{len(runs)} adapters at once on {topology}"
-    console.print(f"preflight: {what} against each by itself (once; seconds)", highlight=False, soft_wrap=True)
-    with signals_end_what_was_started(), usable_cache(cache_dir) as (_, why_not), console.status("preflight"):
+    console.say(f"preflight: {what} against each by itself (once; seconds)")
+    with signals_end_what_was_started(), usable_cache(cache_dir) as (_, why_not), console.busy("preflight"):
         with Processes() as processes:
             worst = compare_on_twin(runs, topology, processes)
         adapter, found = max(worst.items(), key=lambda item: item[1].relative)
@@ -102,7 +102,7 @@ def preflight_runs(
             record_of(cache_dir, key).parent.mkdir(parents=True, exist_ok=True)
             record = {"passed": True, "worst": found.relative, "date": time.strftime("%Y-%m-%d %H:%M")}
             write_json_atomically(record_of(cache_dir, key), record)
-    console.print(f"preflight: {what} proved in {seconds:.0f} s", highlight=False, soft_wrap=True)
+    console.say(f"preflight: {what} proved in {seconds:.0f} s")
 
 
 def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:

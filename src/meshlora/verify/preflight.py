@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import meshlora
 from meshlora.api import read_model_config
+from meshlora.console import Console
 from meshlora.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import digest, versions
@@ -54,11 +53,9 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
     console = console or Console()
     if skip:
         check_proved(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
-        console.print(
+        console.say(
             "no preflight: that this model, adapter and topology train as one process would is not proved on this "
-            "machine",
-            highlight=False,
-            soft_wrap=True,
+            "machine"
         )
         return
     proof, key = proof_of(run, cache_dir)
@@ -66,21 +63,19 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         return
     started = time.perf_counter()
     what = f"{run.plan.model_type} on {proof.topologies[0]}"
-    console.print(
-        f"preflight: proving a twin of {what} against transformers + peft on one process (once; about half a minute)",
-        highlight=False,
-        soft_wrap=True,
+    console.say(
+        f"preflight: proving a twin of {what} against transformers + peft on one process (once; about half a minute)"
     )
     with signals_end_what_was_started(), usable_cache(cache_dir) as (usable, why_not):
         proof = dataclasses.replace(proof, request=dataclasses.replace(proof.request, cache_dir=usable))
-        with Processes() as processes, console.status("preflight") as status:
-            outcomes = list(run_proof(proof, processes, progress=lambda text: status.update(f"preflight: {text}")))
+        with Processes() as processes, console.busy("preflight") as update:
+            outcomes = list(run_proof(proof, processes, progress=lambda text: update(f"preflight: {text}")))
         seconds = time.perf_counter() - started
         _refuse_a_difference(proof, outcomes, seconds, what, folder=None if why_not else cache_dir / "failed", key=key)
         if not why_not:
             why_not = _remember(proof, outcomes, seconds, record_of(cache_dir, key))
     lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
-    console.print(f"preflight: {what} proved in {seconds:.0f} s{lost}", highlight=False, soft_wrap=True)
+    console.say(f"preflight: {what} proved in {seconds:.0f} s{lost}")
 
 
 def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:

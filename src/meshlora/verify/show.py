@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from meshlora.console import Console
 from meshlora.oracle.diagnose import Divergence
 from meshlora.oracle.judge import PHASES
 from meshlora.oracle.results import Phase
@@ -42,9 +43,7 @@ def _phases(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None
     """The table of phases, or as many as the width of the terminal asks for."""
     case = proof.case
     what = f"twin of {case.model_type}" if not case.model else case.model
-    console.print(
-        f"{what}, {case.dtype}, {case.steps} steps: worst relative error against one process", highlight=False
-    )
+    console.say(f"{what}, {case.dtype}, {case.steps} steps: worst relative error against one process")
     widths = [max(_NUMBER, len(str(outcome.topology)) + 3) for outcome in outcomes]
     if _WIDE + sum(widths) <= console.width:
         console.print(_phase_table(outcomes))
@@ -95,12 +94,12 @@ def _verdict(outcome: Outcome) -> Text:
 
 def _explain(console: Console, outcome: Outcome) -> None:
     what = "is not the same as one process" if outcome.phases else "broke off"
-    console.print(f"\n[bold red]{outcome.topology} {what}[/]", highlight=False)
+    console.say(f"\n{outcome.topology} {what}", style="bold red")
     if outcome.error:
-        console.print(outcome.error, highlight=False, markup=False, soft_wrap=True)
+        console.say(outcome.error)
     if outcome.divergence is not None:
         for line in divergence_lines(outcome.divergence):
-            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            console.say(f"  {line}")
 
 
 def divergence_lines(found: Divergence) -> list[str]:
@@ -119,15 +118,15 @@ def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
     """The kill table of every topology, and what could not show on it."""
     for topology in proof.topologies:
         own = [outcome for outcome in outcomes if outcome.topology == topology]
-        console.print(f"\ndeliberate faults on {topology}", highlight=False)
+        console.say(f"\ndeliberate faults on {topology}")
         if own:
             console.print(_kill_table(own, console.width))
             killed = sum(not outcome.passed for outcome in own)
-            console.print(f"{killed} of {len(own)} killed: {killed / len(own):.0%}", highlight=False)
+            console.say(f"{killed} of {len(own)} killed: {killed / len(own):.0%}")
         rest = [name for name in proof.request.mutations if name not in {outcome.mutation for outcome in own}]
         for name in rest:
             lacks = ", ".join(sorted(MUTATIONS[name].needs - proof.features_on(topology)))
-            console.print(f"  cannot show here: {name} (needs {lacks})", style="dim", highlight=False, soft_wrap=True)
+            console.say(f"  cannot show here: {name} (needs {lacks})", style="dim")
 
 
 def _kill_table(outcomes: Sequence[Outcome], width: int) -> Table:
