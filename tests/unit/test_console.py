@@ -91,6 +91,14 @@ def test_no_character_passes_that_a_terminal_obeys() -> None:
     file.getvalue().encode()  # no half of a surrogate pair
 
 
+def test_numbers_and_paths_have_no_colour_of_their_own() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True)
+    console.say("step 3/4 of '/x/y' at http://z: True")
+    console.print(_table("step 3/4 of '/x/y' at http://z: True"))
+    assert "\x1b" not in file.getvalue()
+
+
 def test_words_that_the_terminal_cannot_encode_end_nothing() -> None:
     """Else a sample of the model ends training where the locale is not of UTF-8."""
     raw = io.BytesIO()
