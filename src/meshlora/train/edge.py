@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshlora.errors import MeshloraError, UserError
+from meshlora.errors import MeshloraError, UserError, report
 from meshlora.parallel.groups import launcher_place
 
 # Messages of sockets, gloo and NCCL when a peer is gone: the consequence of a failure elsewhere, never its cause.
@@ -36,7 +36,6 @@ LOST_PEER = (
 )
 # Variables that our own launcher sets: its process number; the command of the user; a socket for words.
 LAUNCHER, COMMAND, WORDS = "MESHLORA_LAUNCHER", "MESHLORA_COMMAND", "MESHLORA_WORDS"
-_LONGEST_TEXT = 20_000
 _RANK_0_FIRST_S = 5.0
 
 
@@ -149,12 +148,12 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         return LOST_CONTACT
-    return "".join(traceback.format_exception(error)).rstrip()
+    return report("".join(traceback.format_exception(error)).rstrip())
 
 
 def leave_word(text: str) -> None:
     """Leave the cause of this rank's end with its launcher: ours, or torchrun, which shows the earliest."""
-    _tell(failed=text[-_LONGEST_TEXT:])  # the end of a traceback says the most
+    _tell(failed=text)
     if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
