@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from meshlora.data import Record, TokenizedDataset, tokenize
+from meshlora.data.cache import _checksum as checksum
 from meshlora.errors import UserError
 from tests.unit.records import BOS, END, EOS, MARKED, make_tokenizer, pair, serialized
 
@@ -68,10 +71,10 @@ def test_a_cache_hit_does_not_call_the_tokenizer(tmp_path: Path) -> None:
 def test_a_cache_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
 
-    def refuse(path: Path) -> None:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("meshlora.data.cache.FileLock", refuse)
+    monkeypatch.setattr("meshlora.locks.open_own", refuse)
     assert_same(good, tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path))
     with pytest.raises(UserError, match="Permission denied"):
         tokenize(RECORDS, make_tokenizer(), max_length=15, cache_dir=tmp_path)
@@ -127,6 +130,104 @@ def flip_one_byte(path: Path) -> None:
 
 def with_arrays(path: Path, **arrays: np.ndarray) -> None:
     save_file({**load_file(path), **arrays}, path)
+
+
+def forged(path: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    """Other arrays under the right key, with their own right checksum."""
+    arrays = load_file(path)
+    edit(arrays)
+    save_file(arrays, path, metadata={"key": path.stem, "sha256": checksum(arrays)})
+
+
+def moved_offset(arrays: dict[str, np.ndarray]) -> None:
+    arrays["offsets"][1] = arrays["offsets"][2] + 1
+
+
+FORGERIES: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
+    "no offsets": lambda a: a.pop("offsets"),
+    "no tokens": lambda a: a.pop("input_ids"),
+    "one more array": lambda a: a.update(more=np.zeros(3, dtype=np.int32)),
+    "tokens of another type": lambda a: a.update(input_ids=a["input_ids"].astype(np.int64)),
+    "tokens in two dims": lambda a: a.update(input_ids=a["input_ids"][None].copy()),
+    "offsets in no dim": lambda a: a.update(offsets=np.array(0, dtype=np.int64)),
+    "no tokens in the arrays": lambda a: a.update(input_ids=a["input_ids"][:0]),
+    "a mark too few": lambda a: a.update(is_trained=a["is_trained"][:-1].copy()),
+    "a negative token": lambda a: a["input_ids"].__setitem__(0, -1),
+    "offsets that go back": moved_offset,
+    "offsets that do not begin at 0": lambda a: a["offsets"].__setitem__(0, 1),
+    "offsets that do not end at the end": lambda a: a["offsets"].__setitem__(-1, a["offsets"][-1] - 1),
+    "one sequence": lambda a: a.update(offsets=a["offsets"][[0, -1]].copy()),
+    "an empty sequence": lambda a: a["offsets"].__setitem__(1, 0),
+    "no offset": lambda a: a.update(offsets=a["offsets"][:0]),
+}
+
+
+@pytest.mark.parametrize("kind", list(FORGERIES))
+def test_file_with_other_content_than_asked_is_made_again_although_its_checksum_is_right(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
+    (path,) = files_of(tmp_path)
+    forged(path, FORGERIES[kind])
+    for _ in range(2):
+        assert_same(good, tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path))
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} is damaged (")
+    assert said.endswith("; it is made again")
+
+
+def test_sequence_longer_than_asked_is_not_believed(tmp_path: Path) -> None:
+    """Two records whose tokens lie in one file of the right number, cut elsewhere."""
+    good = tokenize(RECORDS, make_tokenizer(), max_length=4, cache_dir=tmp_path)
+    (path,) = files_of(tmp_path)
+
+    def cut_elsewhere(arrays: dict[str, np.ndarray]) -> None:
+        arrays["offsets"][1:-1] = [1, 2]
+
+    forged(path, cut_elsewhere)
+    assert_same(good, tokenize(RECORDS, make_tokenizer(), max_length=4, cache_dir=tmp_path))
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+@pytest.mark.parametrize("make", [lambda path: path.chmod(0o666), linked], ids=["writable by others", "a link"])
+def test_file_that_somebody_else_can_have_written_is_made_again(
+    tmp_path: Path, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
+    (path,) = files_of(tmp_path)
+    forged(path, lambda arrays: arrays["input_ids"].fill(5))  # which nothing but its owner tells from a good one
+    make(path)
+    assert_same(good, tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path))
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}: ")
+    assert said.endswith(", so it is not believed; it is made again")
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_cache_dir_that_others_can_write_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
+    tmp_path.chmod(0o770)
+    with pytest.raises(
+        UserError, match=r"cache_dir=.*: others can write it \(mode 0770\), .*; chmod go-w .*, or choose"
+    ):
+        tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_lock_that_is_held_for_ever_ends_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
+    (path,) = files_of(tmp_path)
+    path.unlink()
+    monkeypatch.setattr("meshlora.data.cache._LONGEST_S", 0.2)
+    with path.with_suffix(".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"process \d+ on .*, which makes the same tokens, holds .* longer than"):
+            tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

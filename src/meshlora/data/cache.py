@@ -1,10 +1,11 @@
 """Token arrays on disk: one safetensors file for each content.
 
 Owns: the key, the file, and that any number of processes may ask for the same one at once. Does not own: how tokens
-are made (`tokenization.py`).
+are made (`tokenization.py`), whose file is believed (`private.py`), how others wait (`locks.py`).
 
-A file is written beside its final name, flushed to the disk and renamed, so that it exists whole or not at all; one
-that has been damaged since is recognised by its checksum and made again.
+A file exists whole or not at all. One that has been damaged since is recognised by its checksum, one that holds another
+dataset by its arrays; both are made again. Neither protects from a stranger, who would write what fits: that nobody
+else can have written the file does.
 """
 
 from __future__ import annotations
@@ -12,23 +13,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 import transformers
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshlora.data.records import Record
-from meshlora.errors import UserError
+from meshlora.locks import locked
+from meshlora.private import NotOwnError, PrivateFolder, open_own, write_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +35,10 @@ Arrays = dict[str, np.ndarray]
 
 # Raise it whenever the same records and options give other arrays than before.
 FORMAT_VERSION = 1
+
+# Longer than one core needs for ten gigabytes of text.
+_LONGEST_S = 3600.0
+_LAYOUT = {"input_ids": ("I32", 1), "is_trained": ("BOOL", 1), "offsets": ("I64", 1)}  # name: type, number of dims
 
 logger = logging.getLogger(__name__)
 
@@ -77,72 +79,82 @@ def cache_key(
     return digest.hexdigest()
 
 
-def load_or_make(cache_dir: Path, key: str, make: Callable[[], Arrays]) -> Arrays:
+def load_or_make(
+    cache_dir: Path, key: str, make: Callable[[], Arrays], *, num_sequences: int, max_length: int
+) -> Arrays:
     """The arrays of `key`: from the cache, or made once by whichever process comes first while the others wait.
 
+    num_sequences, max_length: of the dataset that is asked for; a file that holds another one is made again.
+
     Raises:
-        UserError: `cache_dir` cannot be made or written. Whatever `make` raises.
+        UserError: `cache_dir` cannot be made or written, or others can write it; who makes the arrays takes an hour.
+            Whatever `make` raises.
     """
-    path = cache_dir / f"{key}.safetensors"
-    if (arrays := _load(path, key)) is not None:
+    folder, path = (
+        PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder"),
+        cache_dir / f"{key}.safetensors",
+    )
+    folder.make()
+
+    def load(*, says_why_not: bool) -> Arrays | None:
+        return _load(path, key, num_sequences=num_sequences, max_length=max_length, says_why_not=says_why_not)
+
+    if (arrays := load(says_why_not=False)) is not None:
         return arrays
-    with _usable(cache_dir):
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(cache_dir / f"{key}.lock")
-        lock.acquire()
-    try:
+    with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):
         # Another process may have made it while this one waited.
-        if (arrays := _load(path, key)) is not None:
+        if (arrays := load(says_why_not=True)) is not None:
             return arrays
         arrays = make()
-        with _usable(cache_dir):
-            _store(path, key, arrays)
+        content = save(arrays, metadata={"key": key, "sha256": _checksum(arrays)})
+        with folder.usable():
+            write_own(path, content)
         return arrays
-    finally:
-        lock.release()
 
 
-@contextmanager
-def _usable(cache_dir: Path) -> Iterator[None]:
+def _load(path: Path, key: str, *, num_sequences: int, max_length: int, says_why_not: bool) -> Arrays | None:
+    """The arrays, or None where there is no file, or none that is sound and this user's."""
     try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cache_dir={cache_dir}", f"cannot be written ({error.strerror or error})", "choose another folder"
-        ) from error
-
-
-def _store(path: Path, key: str, arrays: Arrays) -> None:
-    content = save(arrays, metadata={"key": key, "sha256": _checksum(arrays)})
-    # The name is unique although the lock is held: on some network file systems locks do not hold.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # Before the rename: otherwise a crash may leave the name on a file whose content never reached the disk.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _load(path: Path, key: str) -> Arrays | None:
-    """The arrays, or None where there is no file or not a sound one."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        with open_own(path) as stream:
+            arrays, metadata = _read(stream.fileno())
+        # The checksum covers names, types and shapes, and the key that this is the file it is named for.
+        if (metadata.get("key"), metadata.get("sha256")) != (key, _checksum(arrays)):
+            raise ValueError("its checksum differs")
+        if not _fits(arrays, num_sequences=num_sequences, max_length=max_length):
+            raise ValueError("its sequences are not those of the records")
     except FileNotFoundError:
         return None
-    except (SafetensorError, OSError) as error:
-        logger.warning("%s is damaged (%s); it is made again", path, error)
-        return None
-    # The checksum covers names, types and shapes, and the key that this is the file it is named for.
-    if (metadata.get("key"), metadata.get("sha256")) == (key, _checksum(arrays)):
+    except NotOwnError as error:
+        why_not = f"{error}, so it is not believed"
+    except (SafetensorError, OSError, ValueError) as error:
+        why_not = f"{path} is damaged ({error})"
+    else:
         return arrays
-    logger.warning("%s is damaged (its checksum differs); it is made again", path)
+    if says_why_not:
+        logger.warning("%s; it is made again", why_not)
     return None
+
+
+def _read(descriptor: int) -> tuple[Arrays, Mapping[str, str]]:
+    """Arrays and metadata of the open file `descriptor`, whatever has its name by now.
+
+    Raises:
+        ValueError: other arrays than a dataset has. SafetensorError, OSError: it cannot be read.
+    """
+    with safe_open(f"/dev/fd/{descriptor}", framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        if {name: (one.get_dtype(), len(one.get_shape())) for name, one in slices.items()} != _LAYOUT:
+            raise ValueError("it does not hold the arrays of a dataset")
+        return {name: file.get_tensor(name) for name in _LAYOUT}, file.metadata() or {}
+
+
+def _fits(arrays: Arrays, *, num_sequences: int, max_length: int) -> bool:
+    """Whether the arrays hold as many sequences as there are records, none of them empty or longer than asked for."""
+    ids, offsets = arrays["input_ids"], arrays["offsets"]
+    if len(offsets) != num_sequences + 1 or offsets[0] != 0 or not offsets[-1] == len(ids) == len(arrays["is_trained"]):
+        return False
+    lengths = np.diff(offsets)
+    return bool(lengths.min() > 0 and lengths.max() <= max_length and ids.min() >= 0)
 
 
 def _checksum(arrays: Arrays) -> str:

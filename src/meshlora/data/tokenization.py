@@ -132,7 +132,7 @@ def tokenize(
 
     Raises:
         UserError: no records; a tokenizer without eos; records of which nothing would be trained (named, up to five);
-            what `tokenize_conversations` refuses; a `cache_dir` that cannot be written.
+            what `tokenize_conversations` refuses; a `cache_dir` that cannot be written, or that others can write.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}", "must be at least 2: one token to see and one to predict")
@@ -147,7 +147,10 @@ def tokenize(
     key = None
     if cache_dir is not None:
         key = cache_key(records, tokenizer, {"max_length": max_length, "loss_on": loss_on})
-    arrays = make() if cache_dir is None or key is None else load_or_make(cache_dir, key, make)
+    if cache_dir is None or key is None:
+        arrays = make()
+    else:
+        arrays = load_or_make(cache_dir, key, make, num_sequences=len(records), max_length=max_length)
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
     return TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"])
