@@ -23,6 +23,7 @@ from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
+from meshlora.verify.cache import record_of, remember
 from meshlora.verify.preflight import preflight, preflight_state, provable
 from meshlora.verify.proof import Outcome, Processes, run_proof
 
@@ -138,15 +139,19 @@ def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
     assert preflight_state(prepared, cache_dir=cache).startswith("preflight: train will prove")
 
 
-def test_record_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
+def test_record_of_a_proof_of_something_else_is_no_proof(tmp_path: Path) -> None:
+    """`{"passed": true}` of nobody counted; what a record must be is in tests/unit/test_proof_records.py."""
     run, cache = _prepared(tmp_path), tmp_path / "cache"
-    record = module.record_of(cache, module.proof_of(run, cache)[1])
-    record.parent.mkdir(parents=True)
-    for content in ("", "{", "[]", '{"passed": false, "date": "2026-01-01"}', '{"passed": "yes", "date": "2026"}'):
+    proof, key = module.proof_of(run, cache)
+    assert remember(cache, module._asked(proof, key), {}) == ""
+    assert preflight_state(run, cache_dir=cache).startswith("preflight: proved, 20")
+    record = record_of(cache, key)
+    other = _prepared(tmp_path, lora={"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]})
+    shutil.copy(record, record_of(cache, module.proof_of(other, cache)[1]))
+    assert preflight_state(other, cache_dir=cache).startswith("preflight: train will prove")
+    for content in ("", "{", '{"passed": true, "date": "2026-01-01 00:00"}'):
         record.write_text(content)
         assert preflight_state(run, cache_dir=cache).startswith("preflight: train will prove"), content
-    record.write_text('{"passed": true, "date": "2026-01-01"}')
-    assert preflight_state(run, cache_dir=cache) == "preflight: proved, 2026-01-01"
 
 
 def test_cache_that_cannot_be_written_does_not_stop_training(

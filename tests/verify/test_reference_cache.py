@@ -142,6 +142,31 @@ def test_damaged_reference_is_made_again(name: str, damage: str, prove: Prove, t
     assert file.read_bytes() == whole
 
 
+@pytest.mark.parametrize("how", ["writable by others", "a link", "more than was written"])
+def test_reference_that_somebody_else_may_have_written_is_made_again(
+    how: str, prove: Prove, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> Path:
+        (outcome,) = prove(family="llama", topologies=("",), cache_dir=tmp_path / "cache", steps=1)
+        assert outcome.passed, (outcome.divergence, outcome.error)
+        (file,) = tmp_path.glob("cache/*/reference.safetensors")
+        assert not file.parent.is_symlink()
+        assert {path.stat().st_mode & 0o077 for path in (file.parent, *file.parent.rglob("*"))} == {0}
+        return file
+
+    file = run()
+    made = file.stat().st_mtime_ns
+    if how == "writable by others":
+        file.chmod(0o602)
+    elif how == "a link":
+        file.parent.rename(tmp_path / "elsewhere")
+        file.parent.symlink_to(tmp_path / "elsewhere")
+    else:
+        (file.parent / "rounded-7.safetensors").write_bytes(file.read_bytes())
+    assert run().stat().st_mtime_ns != made
+    assert ("so the reference is not believed" in caplog.text) == (how != "more than was written")
+
+
 def test_proofs_that_need_one_reference_make_it_once(tmp_path: Path) -> None:
     """Two commands at once: the second waits, and neither takes the files away from under the other."""
     command = [sys.executable, "-m", "meshlora", "verify", "--family", "llama", "--topology", "dp=1", "--steps", "1"]

@@ -14,9 +14,9 @@ from meshlora.console import Console
 from meshlora.errors import MeshloraError, UserError
 from meshlora.state.files import write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
+from meshlora.verify.cache import usable_cache
 from meshlora.verify.document import document, is_proved
 from meshlora.verify.mutations import MUTATIONS
-from meshlora.verify.preflight import usable_cache
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
 from meshlora.verify.request import Proof, Request, prepare_proof

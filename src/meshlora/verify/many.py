@@ -29,23 +29,13 @@ from meshlora.oracle.case import digest
 from meshlora.oracle.compare import Worst, compare_adapters
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
-from meshlora.state.files import write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.many import ManyTrainer
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
-from meshlora.verify.preflight import (
-    lora_on_twin,
-    preflight,
-    preflight_state,
-    proof_of,
-    provable,
-    proved_on,
-    record_of,
-    twin_of,
-    usable_cache,
-)
+from meshlora.verify.cache import proved_on, remember, usable_cache
+from meshlora.verify.preflight import lora_on_twin, preflight, preflight_state, proof_of, provable, twin_of
 from meshlora.verify.proof import Processes
 from meshlora.verify.request import CACHE
 
@@ -80,8 +70,8 @@ def preflight_runs(
         preflight(run, skip=skip, console=console, cache_dir=cache_dir)
     if skip or "" in runs:
         return
-    key = _key(runs, cache_dir)
-    if proved_on(cache_dir, key):
+    asked = _asked(runs, cache_dir)
+    if proved_on(cache_dir, asked):
         return
     first = next(iter(runs.values()))
     topology, started = provable(first.topology), time.perf_counter()
@@ -98,11 +88,9 @@ def preflight_runs(
                 "train the adapters one by one",
             )
         seconds = time.perf_counter() - started
-        if not why_not:
-            record_of(cache_dir, key).parent.mkdir(parents=True, exist_ok=True)
-            record = {"passed": True, "worst": found.relative, "date": time.strftime("%Y-%m-%d %H:%M")}
-            write_json_atomically(record_of(cache_dir, key), record)
-    console.say(f"preflight: {what} proved in {seconds:.0f} s")
+        why_not = why_not or remember(cache_dir, asked, {"worst": found.relative})
+    lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
+    console.say(f"preflight: {what} proved in {seconds:.0f} s{lost}")
 
 
 def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
@@ -110,13 +98,21 @@ def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
     states = {name: preflight_state(run, cache_dir=cache_dir) for name, run in runs.items()}
     if "" in runs:
         return states[""]
-    date = proved_on(cache_dir, _key(runs, cache_dir))
+    date = proved_on(cache_dir, _asked(runs, cache_dir))
     together = f"proved, {date}" if date else "train will prove it"
     return "\n".join([*(f"{name}: {state}" for name, state in states.items()), f"together: preflight: {together}"])
 
 
-def _key(runs: Mapping[str, Prepared], cache_dir: Path) -> str:
-    return digest(["several adapters at once", *(proof_of(run, cache_dir)[1] for run in runs.values())])
+def _asked(runs: Mapping[str, Prepared], cache_dir: Path) -> dict[str, Any]:
+    """What a record of the proof of all `runs` together must say."""
+    keys = [proof_of(run, cache_dir)[1] for run in runs.values()]
+    first = next(iter(runs.values()))
+    return {
+        "key": digest(["several adapters at once", *keys]),
+        "model_type": first.plan.model_type,
+        "topology": str(provable(first.topology)),
+        "request": keys,
+    }
 
 
 def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:

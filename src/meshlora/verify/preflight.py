@@ -1,25 +1,24 @@
 """The preflight: before a run starts, its model's twin is proved on its topology with its adapter, once.
 
-Owns: what stands for a run (its proof's request and key), the memory of passed proofs, and the refusal. The proof
-itself is that of `meshlora verify`, on CPUs, in float64.
+Owns: what stands for a run (its proof's request and key), and the refusal. Does not own: the memory of passed proofs
+(`verify.cache`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import meshlora
 from meshlora.api import read_model_config
 from meshlora.console import Console
-from meshlora.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import digest, versions
 from meshlora.plan.families import check_proved
@@ -27,9 +26,9 @@ from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
 from meshlora.plan.twin import shrink_config
-from meshlora.state.files import read_json, write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.prepare import Prepared
+from meshlora.verify.cache import proved_on, remember, usable_cache
 from meshlora.verify.document import document, is_proved
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
@@ -37,8 +36,6 @@ from meshlora.verify.request import CACHE, Proof, Request, prepare_proof
 
 # What a machine can run beside the job: ranks beyond two on an axis show nothing that two do not.
 _MOST_RANKS = 8
-# What a proof of a twin writes, roughly: a full disk is found before.
-_ENOUGH_BYTES = 8_000_000
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
@@ -59,7 +56,8 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         )
         return
     proof, key = proof_of(run, cache_dir)
-    if proved_on(cache_dir, key):
+    asked = _asked(proof, key)
+    if proved_on(cache_dir, asked):
         return
     started = time.perf_counter()
     what = f"{run.plan.model_type} on {proof.topologies[0]}"
@@ -73,7 +71,8 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         seconds = time.perf_counter() - started
         _refuse_a_difference(proof, outcomes, seconds, what, folder=None if why_not else cache_dir / "failed", key=key)
         if not why_not:
-            why_not = _remember(proof, outcomes, seconds, record_of(cache_dir, key))
+            details = document(proof, outcomes, command=_command(proof), seconds=seconds)
+            why_not = remember(cache_dir, asked, details)
     lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
     console.say(f"preflight: {what} proved in {seconds:.0f} s{lost}")
 
@@ -84,28 +83,10 @@ def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
     Raises:
         UnsupportedError: it cannot be proved, whatever the numbers are.
     """
-    _, key = proof_of(run, cache_dir)
-    date = proved_on(cache_dir, key)
+    date = proved_on(cache_dir, _asked(*proof_of(run, cache_dir)))
     if date:
         return f"preflight: proved, {date}"
     return "preflight: train will prove this combination first (about half a minute)"
-
-
-@contextlib.contextmanager
-def usable_cache(cache_dir: Path) -> Iterator[tuple[Path, str]]:
-    """(`cache_dir`, nothing), or where it cannot be written (a folder for this proof alone, why not)."""
-    try:
-        folder = cache_dir.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(_ENOUGH_BYTES))
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        why_not = f"{cache_dir} cannot be written ({getattr(error, 'strerror', None) or error})"
-    else:
-        yield cache_dir, ""
-        return
-    with tempfile.TemporaryDirectory(prefix="meshlora-") as own:
-        yield Path(own), why_not
 
 
 def _refuse_a_difference(
@@ -115,7 +96,7 @@ def _refuse_a_difference(
     if is_proved(outcomes):
         return
     folder = folder.expanduser() if folder else Path(tempfile.mkdtemp(prefix="meshlora-report-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = folder / f"{key}.html"
     write_report(document(proof, outcomes, command=_command(proof), seconds=seconds, details=True), report)
     found = outcomes[0].divergence
@@ -127,17 +108,6 @@ def _refuse_a_difference(
         f"its twin does not train as one process would ({found.phase} of {found.name}: {found.cause})",
         f"the report is {report}; use another topology, or tp=1 with dp as you like",
     )
-
-
-def _remember(proof: Proof, outcomes: list[Outcome], seconds: float, record: Path) -> str:
-    """Store a passed proof; returns why that is not possible."""
-    short = document(proof, outcomes, command=_command(proof), seconds=seconds)
-    try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(record, short | {"date": time.strftime("%Y-%m-%d %H:%M")})
-    except OSError as error:
-        return f"{record} cannot be written ({error.strerror})"
-    return ""
 
 
 def _command(proof: Proof) -> str:
@@ -170,6 +140,17 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     proof = prepare_proof(request)
     _check_same_blocks(run.plan, proof.plans[topology])
     return proof, digest([proof.key, str(topology), json.dumps(versions()), *_sources()])
+
+
+def _asked(proof: Proof, key: str) -> dict[str, Any]:
+    """What a record of `proof` must say; of the model its kind, the rest of its configuration is in the key."""
+    request = {name: value for name, value in vars(proof.request).items() if name not in ("model", "cache_dir")}
+    return {
+        "key": key,
+        "model_type": proof.case.model_type,
+        "topology": str(proof.topologies[0]),
+        "request": request,
+    }
 
 
 def provable(topology: Topology) -> Topology:
@@ -263,19 +244,6 @@ def twin_of(run: Prepared) -> Any:
 
 def _config(run: Prepared) -> Any:
     return read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
-
-
-def proved_on(cache_dir: Path, key: str) -> str:
-    """When the combination was proved; empty where it was not, or its record cannot be read."""
-    try:
-        record = read_json(record_of(cache_dir, key))
-    except (UserError, RuntimeError):  # RuntimeError: there is no home folder
-        return ""
-    return str(record.get("date", "")) if isinstance(record, dict) and record.get("passed") is True else ""
-
-
-def record_of(cache_dir: Path, key: str) -> Path:
-    return cache_dir.expanduser() / "passed" / f"{key}.json"
 
 
 def _sources() -> Iterable[str]:

@@ -7,10 +7,9 @@ Owns: the cache of reference runs, the processes, and the order of work. Does no
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Self
 from peft import LoraConfig
 
 from meshlora.errors import UserError
+from meshlora.locks import locked
 from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnose import Divergence, first_divergence
 from meshlora.oracle.experts import Stack
@@ -31,13 +31,17 @@ from meshlora.oracle.saved import read_saved, read_with_peft
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
+from meshlora.private import NotOwnError, check_tree, close_tree
 from meshlora.state.files import new_folder
+from meshlora.verify.cache import proofs_folder
 from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
 
 # A rank that has ended is noticed at once; these are for one that hangs. A checkpoint is read, and computed in float64.
 _TIMEOUT_OF_TWINS_S, _TIMEOUT_S = 600.0, 7200.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,16 @@ def run_proof(
 
 def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
     """The cached reference, made now where there is none, or none that is whole; the case with its inputs."""
-    root = proof.request.cache_dir.expanduser()
-    folder = root / proof.key
-    with _only_one(root / f"{proof.key}.lock"):
-        if not is_whole(folder):
-            for remains in [folder, *root.glob(f".{proof.key}.*")]:  # hidden: of a process that was killed
+    root = proofs_folder(proof.request.cache_dir)
+    root.make()
+    folder = root.path / proof.key
+    # Who makes it is ended after its own limit: whoever holds the lock for twice as long hangs.
+    with locked(root, f"{proof.key}.lock", "makes the same reference", limit_s=2 * _timeout_s(proof)):
+        if not (_is_own(folder) and is_whole(folder)):
+            for remains in root.path.glob(f".{proof.key}.*"):  # of a process that was killed
                 shutil.rmtree(remains, ignore_errors=True)
+            with root.usable():
+                _remove(folder)
             _make_reference(proof, worker, folder)
     case = dataclasses.replace(
         proof.case, model=proof.case.model or str(folder / "model"), adapter=str(folder / "adapter")
@@ -142,29 +150,27 @@ def _make_reference(proof: Proof, worker: Pool, folder: Path) -> None:
                 raise error.cause from None
             raise RankError(f"the reference itself fails on this model:\n{error}", error.cause) from error
         write_inventory(new)
+    close_tree(folder)
 
 
-@contextlib.contextmanager
-def _only_one(file: Path) -> Iterator[None]:
-    """Proofs that need the same reference make it one after the other, so that the second finds it.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
-    cache = f"the cache of proofs, {file.parent}"
+def _is_own(folder: Path) -> bool:
+    """Whether nobody but this user can have written a reference."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("w")
-    except OSError as error:
-        raise UserError(cache, f"it cannot be written ({error.strerror})") from None
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems
-            raise UserError(
-                cache, f"its file system has no locks ({error.strerror})", "let HOME be on another file system"
-            ) from None
-        yield
+        check_tree(folder)
+    except FileNotFoundError:
+        return False
+    except NotOwnError as error:
+        logger.warning("%s, so the reference is not believed; it is made again", error)
+        return False
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder if it is there, or what has its name."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def _timeout_s(proof: Proof) -> float:
