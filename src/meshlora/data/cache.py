@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshlora.data.records import Record
+from meshlora.errors import reason
 from meshlora.locks import locked
 from meshlora.private import NotOwnError, PrivateFolder, open_own, write_own
 
@@ -127,7 +128,7 @@ def _load(path: Path, key: str, *, num_sequences: int, max_length: int, says_why
     except NotOwnError as error:
         why_not = f"{error}, so it is not believed"
     except (SafetensorError, OSError, ValueError) as error:
-        why_not = f"{path} is damaged ({error})"
+        why_not = f"{path} is damaged ({reason(error)})"
     else:
         return arrays
     if says_why_not:
