@@ -2,7 +2,7 @@
 
 Owns: which of the model's own dropouts are refused, rotary embeddings that look at the length of a batch, outputs that
 only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow
-from the plan.
+from the plan, wrappers of others (`wrappers`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshlora.adapter import manage, peft_format
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
 from meshlora.plan.topology import Topology
+from meshlora.wrappers import refuse_wrappers
 
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
@@ -96,6 +97,7 @@ def longest_fixed_rope(config: Any) -> int | None:
 def guard_model(model: Any, topology: Topology) -> None:
     """Put the guards on a parallel model."""
     _guard_methods(model)
+    refuse_wrappers(model, topology)
     limit = longest_fixed_rope(model.config)
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
