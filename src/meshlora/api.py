@@ -23,6 +23,7 @@ from meshlora.parallel.dropout import replace_dropouts
 from meshlora.parallel.groups import join, num_processes, open_mesh
 from meshlora.parallel.inject import parallelize
 from meshlora.parallel.quantized import check_library
+from meshlora.parallel.same_tokens import compare_first_tokens
 from meshlora.parallel.sharding import check_units, finish_sharding
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families import check_proved
@@ -155,6 +156,7 @@ def _load(
     hf_model.meshlora = manage.Runtime(plan, mesh, None if isinstance(model, PretrainedConfig) else str(model))
     replace_dropouts(hf_model, plan.model_type, hf_model.meshlora.dropout)
     guard_model(hf_model, topology)
+    compare_first_tokens(hf_model, mesh.tp)
     if lora is not None:
         manage.add_adapter(hf_model, "default", lora, seed=seed)
     if adapter is not None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshlora.adapter import manage, peft_format
 from meshlora.errors import UnsupportedError, UserError
+from meshlora.parallel.same_tokens import given_tokens
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
 from meshlora.plan.topology import Topology
 from meshlora.wrappers import refuse_wrappers
@@ -102,7 +103,7 @@ def guard_model(model: Any, topology: Topology) -> None:
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _check_outputs(model.config, kwargs, topology)
-        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        tokens = given_tokens(args, kwargs)[1]
         if limit is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > limit:
             raise UnsupportedError(
                 f"a batch of {tokens.shape[1]} positions",

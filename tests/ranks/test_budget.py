@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshlora
 from meshlora.adapter.manage import runtime
 from meshlora.oracle.capture import CollectiveCounter
-from meshlora.plan.budget import micro_batch_budget
+from meshlora.plan.budget import first_forwards_budget, micro_batch_budget
 from meshlora.plan.layout import Split
 from meshlora.plan.twin import twin_config
 from meshlora.train.losses import language_model_loss, summed_cross_entropy
@@ -95,7 +95,7 @@ def _count_micro_batch(
         hook.remove()
     plan = runtime(model).plan
     rows = sum(rule.split is Split.ROW for rule in plan.linears.values()) if options.get("use_dora") else 0
-    budget = micro_batch_budget(plan, scaled_rows=rows)
+    budget = micro_batch_budget(plan, scaled_rows=rows) + first_forwards_budget(plan, 1)
     return dict(counter.counts), {key: n for key, n in budget.items() if n}
 
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "state": {"plan", "parallel"},
     "adapter": {"plan", "parallel", "state"},
     "wrappers": {"plan"},
-    "guards": {"plan", "adapter", "wrappers"},
+    "guards": {"plan", "adapter", "parallel", "wrappers"},
     "api": {"plan", "parallel", "state", "adapter", "guards"},
     "train": {"plan", "parallel", "state", "adapter", "guards", "api", "data", "config", "routing", "transfer"},
     "planner": {"plan", "parallel", "state", "adapter", "guards", "api", "config", "train"},

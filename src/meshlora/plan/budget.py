@@ -12,6 +12,9 @@ from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 
+# Of a model's forwards with gradients, and of those without: how many compare the tokens of tp ranks.
+COMPARED_FORWARDS = 2
+
 
 def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: bool = False) -> Counter[tuple[str, str]]:
     """(phase, kind) -> the most calls in the forward, the loss and the backward of one micro-batch.
@@ -84,6 +87,12 @@ def _of_experts(plan: ModelPlan) -> Counter[tuple[str, str]]:
         }
     )
     return +found
+
+
+def first_forwards_budget(plan: ModelPlan, num_forwards: int) -> Counter[tuple[str, str]]:
+    """Of the first forwards of a loaded model besides: what compares their tokens over tp."""
+    compared = min(num_forwards, COMPARED_FORWARDS) if plan.topology.tp > 1 else 0
+    return Counter({("forward", "allgather"): compared})
 
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:

@@ -32,7 +32,7 @@ from meshlora.oracle.trace import Trace
 from meshlora.parallel.inject import parallel_leaves
 from meshlora.parallel.quantized import plain_weights
 from meshlora.parallel.sharding import whole_weights
-from meshlora.plan.budget import micro_batch_budget, step_budget
+from meshlora.plan.budget import first_forwards_budget, micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
 from meshlora.routing import RoutingRecord
 from meshlora.train import trainer as trainer_module
@@ -214,6 +214,7 @@ def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
     rows = sum(f.rule.split_dim is None for f in scaled)
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * len(capture.micro_batches) for key, n in per_micro_batch.items()})
+    budget += first_forwards_budget(plan, len(capture.micro_batches))
     budget += step_budget(plan, [f.rule for f in active_factors(model)])
     trace.budget = {" ".join(key): number for key, number in budget.items()}
 
