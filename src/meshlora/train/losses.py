@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.manage import runtime
-from meshlora.errors import UnsupportedError
+from meshlora.errors import UnsupportedError, UserError
 from meshlora.parallel.linear import ParallelHead
 from meshlora.parallel.recipe import LogitsRecipe
 from meshlora.parallel.vocabulary import (
@@ -42,7 +42,13 @@ def language_model_loss(
     -100 where untrained. The logits `[B, S, V]` never exist: the head runs on some tokens at a time.
     position_ids: `[B, S]` of packed rows, which begin again with each sequence.
     trained: `[N]`, where `labels.flatten()` is not -100, in order, if that is known: a GPU need not be asked for it.
+
+    Raises:
+        UserError: labels that are not shifted, as Hugging Face's models take them. Whoever says what is `trained` knows
+            what labels are, and is not checked: a GPU would have to be asked.
     """
+    if trained is None:
+        check_shifted(input_ids, labels, attention_mask, position_ids)
     found = _forward(model, input_ids, attention_mask, position_ids)
     if isinstance(found, Tensor):
         return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
@@ -63,6 +69,8 @@ def language_model_losses(
     trained: Tensor | None = None,
 ) -> Tensor:
     """`[K]`: `language_model_loss` of each of K groups of neighbouring rows, `rows` `[K]` of them, in one forward."""
+    if trained is None:
+        check_shifted(input_ids, labels, attention_mask, None)
     found = _forward(model, input_ids, attention_mask, None)
     if isinstance(found, Tensor):
         parts = zip(found.split(list(rows)), labels.split(list(rows)), strict=True)
@@ -84,13 +92,44 @@ def log_probabilities(
     position_ids: Tensor | None = None,
     trained: Tensor | None = None,
 ) -> Tensor:
-    """log p(label) of each token, `[B, S]`, 0 where untrained; arguments as of `language_model_loss`."""
+    """log p(label) of each token, `[B, S]`, 0 where untrained; arguments and errors as of `language_model_loss`."""
+    if trained is None:
+        check_shifted(input_ids, labels, attention_mask, position_ids)
     found = _forward(model, input_ids, attention_mask, position_ids)
     if isinstance(found, Tensor):
         exact = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -exact.view_as(labels)
     hidden, head, options = found
     return log_probabilities_from_hidden(hidden, head, labels.flatten(), **options, trained=trained).view_as(labels)
+
+
+def check_shifted(
+    input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """Refuse labels `[B, S]` that say of each token itself, and not the one after it. The host waits for the answer.
+
+    Shifted labels cannot be taken for such: where the next token is of the same sequence, they are that token.
+    """
+    if labels.shape != input_ids.shape:
+        raise UserError(
+            f"labels {list(labels.shape)} and input_ids {list(input_ids.shape)}",
+            "labels[b, t] is the token after input_ids[b, t], so both have one shape",
+            "give -100 where there is none, as after the last token",
+        )
+    is_trained = labels != IGNORED
+    is_itself = (labels == input_ids) | ~is_trained
+    goes_on = is_trained[:, :-1]  # the sequence, in its row
+    if attention_mask is not None and attention_mask.ndim == 2:
+        goes_on = goes_on & (attention_mask[:, 1:] == attention_mask[:, :-1])
+    if position_ids is not None:
+        goes_on = goes_on & (position_ids[:, 1:] == position_ids[:, :-1] + 1)
+    differs = goes_on & (labels[:, :-1] != input_ids[:, 1:])
+    if bool(is_itself.all() & (2 * differs.sum() > goes_on.sum())):
+        raise UserError(
+            "labels that are the input_ids themselves, as Hugging Face's models take them",
+            "labels[b, t] must be the token after input_ids[b, t]; these would train it to repeat each token",
+            "shift them: labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)",
+        )
 
 
 def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""Labels of a loop of one's own: those of Hugging Face's models, which are not shifted, would train another task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import meshlora
+from meshlora.errors import UserError
+from meshlora.plan.twin import twin_config
+from meshlora.train.losses import check_shifted, language_model_loss, language_model_losses, log_probabilities
+
+TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]
+MASK = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def _of_hugging_face(ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
+    """As its collators make them: the ids, -100 at padding and for the first `prompt` tokens."""
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :prompt] = -100
+    return labels
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules=["q_proj"]))
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "language_model_loss": language_model_loss,
+    "language_model_losses": lambda *args: language_model_losses(*args, [1, 1]),
+    "log_probabilities": log_probabilities,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_of_hugging_face_would_train_each_token_to_repeat_itself(name: str, model: Any) -> None:
+    ids, mask = torch.tensor(TEXT), torch.tensor(MASK)
+    labels = _of_hugging_face(ids, mask, prompt=1)
+    with pytest.raises(UserError, match=r"pad\(labels\[:, 1:\], \(0, 1\), value=-100\)"):
+        LOSSES[name](model, ids, mask, labels)
+    LOSSES[name](model, ids, mask, _shifted(labels))
+
+
+@pytest.mark.parametrize("prompt", range(5))
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_unshifted_labels_are_seen_behind_any_prompt(prompt: int, has_mask: bool) -> None:
+    ids, mask = torch.tensor(TEXT), torch.tensor(MASK)
+    labels = _of_hugging_face(ids, mask, prompt)
+    with pytest.raises(UserError, match="the token after"):
+        check_shifted(ids, labels, mask if has_mask else None, None)
+    check_shifted(ids, _shifted(labels), mask if has_mask else None, None)
+
+
+def _packed() -> tuple[Tensor, Tensor]:
+    """Two sequences of one token each in a row; their last labels lie beyond the row's tokens."""
+    return torch.tensor([[7, 7, 7, 8, 8, 8]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+
+# ids, labels, mask, position ids: each of them right, and every label the token at its place.
+HONEST: dict[str, tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = {
+    "one token all along": (torch.full((2, 6), 7), torch.full((2, 6), 7), None, None),
+    "one answer, the last word of the prompt": (
+        torch.tensor([[5, 7, 0, 0]]),
+        torch.tensor([[-100, 7, -100, -100]]),
+        torch.tensor([[1, 1, 0, 0]]),
+        None,
+    ),
+    "packed": (_packed()[0], torch.tensor([[-100, -100, 7, -100, -100, 8]]), None, _packed()[1]),
+    "a row of its own number in the mask": (
+        _packed()[0],
+        torch.tensor([[-100, -100, 7, -100, -100, 8]]),
+        torch.tensor([[1, 1, 1, 2, 2, 2]]),
+        None,
+    ),
+    "nothing is trained": (torch.tensor([[3, 4, 5]]), torch.full((1, 3), -100), None, None),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_shifted_labels_are_never_taken_for_unshifted_ones(name: str) -> None:
+    ids, labels, mask, positions = HONEST[name]
+    check_shifted(ids, labels, mask, positions)
+
+
+def test_labels_without_the_first_column_would_not_fit() -> None:
+    ids = torch.tensor(TEXT)
+    with pytest.raises(UserError, match=r"labels \[2, 6\] and input_ids \[2, 7\]"):
+        check_shifted(ids, ids[:, 1:], None, None)
