@@ -66,7 +66,7 @@ def _packed() -> tuple[Tensor, Tensor]:
     return torch.tensor([[7, 7, 7, 8, 8, 8]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
 
 
-# ids, labels, mask, position ids: each of them right, and every label the token at its place.
+# ids, labels, mask, position ids: each of them right, and most of their labels the token at its place.
 HONEST: dict[str, tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = {
     "one token all along": (torch.full((2, 6), 7), torch.full((2, 6), 7), None, None),
     "one answer, the last word of the prompt": (
@@ -82,6 +82,7 @@ HONEST: dict[str, tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = {
         torch.tensor([[1, 1, 1, 2, 2, 2]]),
         None,
     ),
+    "of a teacher's choice": (torch.tensor([[3, 4, 5]]), torch.tensor([[9, 9, -100]]), None, None),
     "nothing is trained": (torch.tensor([[3, 4, 5]]), torch.full((1, 3), -100), None, None),
 }
 
