@@ -24,7 +24,9 @@ def add_merge_and_export(commands: Any) -> None:
     export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
     export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
     export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
-    export.add_argument("--model", metavar="FOLDER", help="for per-expert, and back; only config.json is read")
+    export.add_argument(
+        "--model", metavar="FOLDER", help="for per-expert, and back; to check names; only config.json is read"
+    )
     export.add_argument("--trust-remote-code", action="store_true")
     export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
     export.add_argument(
@@ -68,7 +70,7 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from meshlora.adapter.export import export, import_loralib
+    from meshlora.adapter.export import export
     from meshlora.console import Console
 
     given, layout = Path(options.adapter), options.layout
@@ -79,15 +81,14 @@ def _export(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
     if is_file and layout != "peft":
         raise UserError(f"{given} and --layout {layout}", "it is one file already", "use --layout peft")
-    if options.model and (is_file or layout == "loralib"):
+    if options.model and layout == "loralib":
         raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
     if not options.model and layout == "per-expert":
         raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
-    if options.model:
+    if is_file:
+        done = _import_loralib(options)
+    elif options.model:
         done = _export_experts(options)
-    elif is_file:
-        enabled = _enabled(options.enable_lora)
-        done = import_loralib(given, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled)
     else:
         done = export(given, options.out, layout=layout)
     Console().say(f"exported and read back: {options.out} ({done} tensors)")
@@ -99,6 +100,19 @@ def _export_experts(options: argparse.Namespace) -> Any:
     convert = import_per_expert if options.layout == "peft" else export_per_expert
     model, plan = read_meta(options, "")
     return convert(options.adapter, options.out, model=model, plan=plan)
+
+
+def _import_loralib(options: argparse.Namespace) -> int:
+    from meshlora.adapter.export import import_loralib
+
+    enabled = _enabled(options.enable_lora)
+    model = read_meta(options, "")[0] if options.model else None
+    done = import_loralib(options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model)
+    if done.prefix:
+        print(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")
+    if model is None:
+        print("names and shapes were compared with no model: --model FOLDER does")
+    return done.num_tensors
 
 
 def _enabled(text: str | None) -> list[bool] | None:

@@ -250,7 +250,6 @@ def test_the_command_and_its_mistakes(
         ([adapter, "--layout", "peft", "--out", new, "--model", model], ("PEFT's form", "leave out --model")),
         ([adapter, "--layout", "loralib", "--out", new, "--model", model], ("leave out --model",)),
         ([str(file), "--layout", "per-expert", "--out", new, "--model", model], ("--layout peft",)),
-        ([str(file), "--layout", "peft", "--out", new, "--model", model], ("leave out --model",)),
         ([*line, "--out", new, "--model", model, "--lora-alpha", "3"], ("--lora-alpha", "leave out")),
     ]
     capfd.readouterr()

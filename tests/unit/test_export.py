@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import meshlora
 from meshlora.adapter import export as export_module
 from meshlora.adapter.export import export, import_loralib
 from meshlora.cli import main
@@ -250,3 +252,78 @@ def test_mistakes_say_what_to_do(llama: Path, tmp_path: Path, capfd: pytest.Capt
         message = one_error(*capfd.readouterr())
         assert not [word for word in words if word not in message], message
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def _renamed(file: Path, out: Path, name: Callable[[str], str]) -> Path:
+    """The lora_state_dict `file` with other names, and its metadata."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file({name(key): tensor for key, tensor in load_file(file).items()}, out, metadata=metadata)
+    return out
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_of_a_wrapped_model_would_load_as_an_adapter_that_does_nothing(
+    prefix: str, llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["q_proj", "embed_tokens"])
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    wrapped = _renamed(tmp_path / "lora.safetensors", tmp_path / "wrapped.safetensors", lambda key: prefix + key)
+    line = ["export", str(wrapped), "--layout", "peft", "--out", str(tmp_path / "back"), "--model", str(llama)]
+    assert main(line) == 0
+    assert f"all names began with {prefix} " in capfd.readouterr().out
+    assert torch.equal(peft_logits(llama, tmp_path / "back"), peft_logits(llama, adapter))
+
+
+def test_names_that_the_model_has_not_are_refused(
+    llama: Path, gpt2: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"], bias="none")
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    lora = tmp_path / "lora.safetensors"
+    layer = "model.layers.0.self_attn.q_proj"
+    narrow = load_file(lora) | {f"{layer}.lora_A": torch.ones(4, HIDDEN - 1)}
+    save_file(narrow, tmp_path / "narrow.safetensors")
+    save_file(load_file(lora) | {f"{layer}.bias": torch.ones(HIDDEN)}, tmp_path / "biased.safetensors")
+    changes: dict[str, tuple[Callable[[str], str], Path, str]] = {
+        "one": (
+            lambda key: key.replace("model.layers.0", "module.model.layers.0"),
+            llama,
+            "around a part of the model",
+        ),
+        "part": (lambda key: key.replace("model.layers.0", "model._orig_mod.layers.0"), llama, "around a part of the"),
+        "inner": (lambda key: key.removeprefix("model."), llama, "did you mean 'model.layers.0.self_attn.q_proj'?"),
+        "other": (lambda key: key, gpt2, f"{layer}: the model has no such matrix"),
+    }
+    cases = [
+        (_renamed(lora, tmp_path / f"{n}.safetensors", change), m, word) for n, (change, m, word) in changes.items()
+    ]
+    cases += [
+        (tmp_path / "narrow.safetensors", llama, f"{layer}: it is for a matrix [64, 63], and the model's is [64, 64]"),
+        (tmp_path / "biased.safetensors", llama, f"{layer}.bias [64]: the model has no such bias"),
+    ]
+    for file, model, word in cases:
+        before = sorted(tmp_path.rglob("*"))
+        line = ["export", str(file), "--layout", "peft", "--out", str(tmp_path / "new"), "--lora-alpha", "12"]
+        capfd.readouterr()
+        assert main([*line, "--model", str(model)]) == 2, file
+        assert word in one_error(*capfd.readouterr())
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_peft_itself_finds_nothing_under_names_of_another_model(llama: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"])
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    other = _renamed(tmp_path / "lora.safetensors", tmp_path / "other.safetensors", lambda key: f"decoder.{key}")
+    import_loralib(other, tmp_path / "back")
+    with pytest.raises(ValueError, match="not found in the base model"):
+        peft_logits(llama, tmp_path / "back")
+
+
+def test_adapter_of_one_layer_is_none_of_the_others(gpt2: Path, tmp_path: Path) -> None:
+    """A file of `attn.c_proj` alone was loaded onto `mlp.c_proj` too, of which it has no tensors."""
+    adapter = make_adapter(gpt2, tmp_path / "adapter", target_modules=["h.0.attn.c_proj"])
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    import_loralib(tmp_path / "lora.safetensors", tmp_path / "back")
+    found = meshlora.load(gpt2, adapter=tmp_path / "back").meshlora.adapters["default"].targets
+    assert list(found) == ["transformer.h.0.attn.c_proj"]

@@ -16,24 +16,26 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshlora.adapter.loralib import (
     Factors,
     PieceRows,
     blocks,
     check_for_loralib,
+    check_modules,
     equal_blocks,
     from_loralib,
     loralib_state,
     parse_metadata,
+    without_wrappers,
 )
 from meshlora.adapter.peft_format import (
     CONFIG_FILE,
@@ -55,6 +57,13 @@ _SIDES = {
     ".lora_embedding_A": "A",
     ".lora_embedding_B": "B",
 }
+
+
+class Imported(NamedTuple):
+    """What was written, and what was taken off all names."""
+
+    num_tensors: int
+    prefix: str
 
 
 def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: PieceRows | None = None) -> int:
@@ -102,12 +111,17 @@ def import_loralib(
     enable_lora: Sequence[bool] | None = None,
     base_model: str | None = None,
     piece_names: Sequence[str] = ("q", "k", "v"),
-) -> int:
+    model: nn.Module | None = None,
+) -> Imported:
     """Write a microsoft/LoRA `lora_state_dict`, stored as safetensors, as the adapter folder `out`.
+
+    PEFT finds targets by the ends of their names, and starts those of which the file has no tensors anew, with B zero
+    and no error. So `target_modules` has whole names: in a model with other ones PEFT finds none, and says so.
 
     Args:
         lora_alpha, enable_lora: where the file's metadata does not say them. enable_lora: of the fused modules, which
             are those whose A has several times the rank of B; with one piece enabled, it is of all modules.
+        model: whose names and shapes these have to be; it may be on the meta device.
 
     Raises:
         UserError: the file is pickled, damaged, or no lora_state_dict; an argument is missing or does not fit.
@@ -120,7 +134,7 @@ def import_loralib(
             "convert it where you trust it: safetensors.torch.save_file(torch.load(file, weights_only=True), new_file)",
         )
     check_new(target)
-    tensors = read_tensors(source)
+    tensors, prefix = without_wrappers(source, read_tensors(source))
     with open_safetensors(source) as opened:
         metadata = parse_metadata(source, (opened.metadata() or {}).get("loralib"))
     alpha = lora_alpha if lora_alpha is not None else metadata.get("lora_alpha")
@@ -144,10 +158,12 @@ def import_loralib(
     biases = {key: tensor for key, tensor in biases.items() if not (key.endswith("attn.bias") and tensor.ndim > 1)}
     if wrong := [key for key in biases if not key.endswith(".bias")]:
         raise UserError(f"{source}: {wrong[0]}", "it is neither lora_A, lora_B nor a bias")
+    if model is not None:
+        check_modules(source, factors, biases, model)
     config, stored = _peft_state(factors, biases, base_model)
     pieces = {module: list(each.pieces) for module, each in factors.items() if each.pieces}
     write_folder(target, stored, config, pieces={_common(m, factors): names for m, names in pieces.items()})
-    return len(stored)
+    return Imported(len(stored), prefix)
 
 
 def check_new(target: Path, suffix: str = "") -> None:
@@ -229,7 +245,7 @@ def _peft_state(
     config = LoraConfig(
         r=plain.r,
         lora_alpha=plain.lora_alpha,
-        target_modules=sorted({_common(m, factors) for m in factors}),
+        target_modules=sorted(factors),
         rank_pattern={_common(m, factors): r for m, r in ranks.items() if r != plain.r},
         alpha_pattern={_common(m, factors): alpha for m, alpha in alphas.items() if alpha != plain.lora_alpha},
         bias=_bias_option(factors, biases),

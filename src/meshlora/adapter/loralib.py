@@ -1,7 +1,7 @@
 """microsoft/LoRA's `lora_state_dict`, to and from PEFT's factors.
 
-Owns: names, shapes and the block form of adapters on pieces of a fused matrix. Does not own: files and folders
-(`adapter.export`), where the rows of a piece lie (a function is given).
+Owns: names, shapes and the block form of adapters on pieces of a fused matrix; whether a model has such names. Does not
+own: files and folders (`adapter.export`), where the rows of a piece lie (a function is given).
 
 loralib's `Linear` and `Embedding` hold A `[r, in]` and B `[out, r]`, as PEFT does. Its `MergedLinear`, of n equal
 pieces of which k have LoRA, holds A `[k*r, in]` and B `[k * out/n, r]`, each piece's product on its own.
@@ -10,6 +10,7 @@ pieces of which k have LoRA, holds A `[k*r, in]` and B `[k * out/n, r]`, each pi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,16 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from meshlora.adapter.changes import check_mergeable
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 
 # (module, out_features) -> piece -> its rows in the matrix, all pieces in their order.
 PieceRows = Callable[[str, int], Mapping[str, Tensor]]
+# What DistributedDataParallel and torch.compile put before the names of the model inside.
+_WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")
 # A lora_state_dict does not say which modules are embeddings.
 _EMBEDDINGS = {"wte", "wpe", "embed_tokens", "embed_in", "word_embeddings"}
 
@@ -108,6 +112,47 @@ def parse_metadata(file: Path, text: str | None) -> dict[str, Any]:
     except (ValueError, AssertionError):
         raise UserError(f"{file}", "its metadata `loralib` is not what `meshlora export` writes") from None
     return found
+
+
+def without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """(tensors under the names of the model inside, what was before all of them).
+
+    Raises:
+        UserError: what wrappers put there is before some names only, or within one.
+    """
+    prefixes = {key: match.group() for key in tensors if (match := _WRAPPERS.match(key))}
+    prefix = next(iter(prefixes.values()), "")
+    for key, own in prefixes.items():
+        if own != prefix or "._orig_mod." in key[len(own) :]:
+            raise UserError(
+                f"{file}: {key}",
+                "DistributedDataParallel or torch.compile was around a part of the model, which has other names",
+                "save the state of the model inside: model.module, model._orig_mod",
+            )
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}, prefix
+
+
+def check_modules(file: Path, factors: Mapping[str, Factors], biases: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Every name of a lora_state_dict is one of `model`, which may be on the meta device, and fits there.
+
+    Raises:
+        UserError: names the first that does not.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    for name, each in factors.items():
+        weight = f"{name}.weight"
+        if name not in modules or weight not in parameters:
+            raise UserError(f"{file}: {name}", "the model has no such matrix", did_you_mean(name, modules))
+        shape, product = tuple(parameters[weight].shape), (each.b.shape[0], each.a.shape[1])
+        if isinstance(modules[name], Conv1D | nn.Embedding):  # these hold the transpose
+            product = product[::-1]
+        if product != shape:
+            raise UserError(f"{file}: {name}", f"it is for a matrix {list(product)}, and the model's is {list(shape)}")
+    for name, bias in biases.items():
+        if name not in parameters or parameters[name].shape != bias.shape:
+            raise UserError(
+                f"{file}: {name} {list(bias.shape)}", "the model has no such bias", did_you_mean(name, parameters)
+            )
 
 
 def from_loralib(
