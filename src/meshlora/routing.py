@@ -14,18 +14,19 @@ the replayed choices, filled up with the router's own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.errors import UnsupportedError, UserError, reason
 
 _TOP_K = (torch.topk, Tensor.topk)
 
@@ -97,24 +98,40 @@ class RoutingRecord:
             UserError: the file is not there, or is none of these.
         """
         try:
+            if not file.is_file():  # a named pipe would be waited for
+                raise ValueError("it is no regular file")
             with safe_open(file, framework="pt") as stored:
                 said = stored.metadata() or {}
-                numbers = {k.removeprefix("experts/"): int(v) for k, v in said.items() if k.startswith("experts/")}
-                record = cls(int(said["num_tokens"]), numbers, digest=said.get("digest", ""))
+                numbers = {k.removeprefix("experts/"): _count(v) for k, v in said.items() if k.startswith("experts/")}
+                record = cls(_count(said["num_tokens"]), numbers, digest=said.get("digest", ""))
                 for key in stored.keys():  # noqa: SIM118 - not a dict
                     step, _, block = key.partition("/")
-                    record.choices[int(step), block] = stored.get_tensor(key)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f"{file}", f"it is no record of routing ({type(error).__name__}: {error})") from None
-        if wrong := [key for key, table in record.choices.items() if not record._is_sound(key[1], table)]:
-            step, block = wrong[0]
-            raise UserError(f"{file}: step {step + 1}, {block}", "these are no choices among its experts")
+                    described = stored.get_slice(key)
+                    record._check_shape(block, described.get_shape(), described.get_dtype())
+                    record.choices[_count(step), block] = stored.get_tensor(key)
+            if not record.choices:
+                raise ValueError("it holds no choices")
+        except Exception as error:  # a stranger's bytes, read by a library: anything may come
+            raise UserError(f"{file}", f"it is no record of routing ({reason(error)})") from error
+        for (number, block), table in record.choices.items():
+            if not bool(((table >= -1) & (table < record.num_experts[block])).all()):
+                raise UserError(f"{file}: step {number + 1}, {block}", "these are no choices among its experts")
         return record
 
-    def _is_sound(self, block: str, table: Tensor) -> bool:
+    def _check_shape(self, block: str, shape: list[int], dtype: str) -> None:
+        """Before a table is read. Raises: ValueError."""
         number = self.num_experts.get(block, 0)
-        is_table = table.ndim == 2 and len(table) == self.num_tokens and table.dtype == torch.int32
-        return is_table and bool(((table >= -1) & (table < number)).all())
+        if len(shape) != 2 or shape[0] != self.num_tokens or not 0 < shape[1] <= number or dtype != "I32":
+            raise ValueError(
+                f"{block[:200]!r} is {dtype} {shape}, of {self.num_tokens} tokens that choose among {number} experts"
+            )
+
+
+def _count(text: str) -> int:
+    """Raises: ValueError for what no count of tokens, experts or steps is."""
+    if re.fullmatch(r"[0-9]{1,12}", text) is None:
+        raise ValueError(f"{text[:40]!r} is no count")
+    return int(text)
 
 
 class Routing:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshlora.errors import UnsupportedError, UserError
+from meshlora.limits import time_limit
 from meshlora.routing import Routing, RoutingRecord
 from meshlora.train.routing import check_routing, step_file
 
@@ -125,6 +128,57 @@ def test_file_keeps_everything_and_says_what_is_wrong_with_it(tmp_path: Path) ->
     (tmp_path / "routing.safetensors").write_bytes(b"{}")
     with pytest.raises(UserError, match="no record of routing"):
         RoutingRecord.load(tmp_path / "routing.safetensors")
+
+
+TABLE = torch.zeros(T, K, dtype=torch.int32)
+SAID = {"num_tokens": str(T), "experts/mlp": str(E)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said", "words"),
+    [
+        ({"0/mlp": TABLE}, SAID | {"num_tokens": str(10**18)}, "is no count"),
+        ({"0/mlp": TABLE}, SAID | {"num_tokens": "9" * 5000}, "is no count"),
+        ({"0/mlp": TABLE}, SAID | {"num_tokens": "-10"}, "is no count"),
+        ({"0/mlp": TABLE}, SAID | {"num_tokens": "11"}, "of 11 tokens"),
+        ({"0/mlp": TABLE}, SAID | {"experts/mlp": "9" * 4000}, "is no count"),
+        ({"0/mlp": TABLE}, SAID | {"experts/mlp": "1"}, "choose among 1 experts"),
+        ({"0/mlp": TABLE}, {"experts/mlp": str(E)}, "num_tokens"),
+        ({"0/mlp": TABLE.double()}, SAID, "is F64"),
+        ({"0/mlp": TABLE.to(torch.complex64)}, SAID, "is C64"),
+        ({"0/mlp": TABLE[:, :0]}, SAID, "choose among 8 experts"),
+        ({"0/mlp": TABLE[0]}, SAID, "'mlp' is I32 [2]"),
+        ({"0/attn": TABLE}, SAID, "choose among 0 experts"),
+        ({"0/" + "x" * 5000: TABLE}, SAID, "choose among 0 experts"),
+        ({"-1/mlp": TABLE}, SAID, "is no count"),
+        ({"9" * 5000 + "/mlp": TABLE}, SAID, "is no count"),
+        ({}, SAID, "holds no choices"),
+    ],
+)
+def test_hostile_record_is_one_short_message(
+    tensors: dict[str, Tensor], said: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    save_file(tensors, tmp_path / "hostile.safetensors", metadata=said)
+    with pytest.raises(UserError) as error:
+        RoutingRecord.load(tmp_path / "hostile.safetensors")
+    assert words in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
+def test_record_that_is_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with time_limit(5), pytest.raises(UserError, match="no regular file"):
+        RoutingRecord.load(tmp_path / "pipe.safetensors")
+
+
+def test_missing_steps_are_counted_without_a_look_at_each(tmp_path: Path) -> None:
+    plan: Any = SimpleNamespace(experts={"mlp.experts": None}, model_type="made_up")
+    for name in ("step-000001.safetensors", "step-0000002.safetensors", "step-000000.safetensors"):
+        (tmp_path / name).touch()
+    with time_limit(5), pytest.raises(UserError, match=r"step-000002\.safetensors is not there \(9{18} of 10{18}"):
+        check_routing(tmp_path, replays=True, steps=10**18, plan=plan, may_overwrite=False)
+    step_file(tmp_path, 1).touch()
+    check_routing(tmp_path, replays=True, steps=2, plan=plan, may_overwrite=False)
 
 
 def test_parts_of_ranks_are_put_together_and_must_agree() -> None:

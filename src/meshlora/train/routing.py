@@ -153,19 +153,21 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
         if not is_writable(parent):
             raise UserError(option, f"{parent} is not writable", "choose another")
         return
-    missing = [step for step in range(steps) if not step_file(folder, step).is_file()]
-    if missing:
+    there = {step for step in _step_files(folder) if step < steps}  # few, however many steps the run has
+    if len(there) < steps:
+        missing = next(step for step in range(steps) if step not in there)
         raise UserError(
             option,
-            f"{step_file(folder, missing[0]).name} is not there ({len(missing)} of {steps} steps have no file)",
+            f"{step_file(folder, missing).name} is not there ({steps - len(there)} of {steps} steps have no file)",
             "record them with train.routing_record on the same data, batch size and seed",
         )
 
 
 def _step_files(folder: Path) -> dict[int, Path]:
     """Step, from 0 -> its file, of all that are in `folder`."""
-    found = ((re.fullmatch(r"step-(\d{6,})\.safetensors", file.name), file) for file in folder.glob("step-*"))
-    return {int(match[1]) - 1: file for match, file in found if match and file.is_file()}
+    found = ((re.fullmatch(r"step-([0-9]{6,})\.safetensors", file.name), file) for file in folder.glob("step-*"))
+    steps = ((int(match[1]) - 1, file) for match, file in found if match)
+    return {step: file for step, file in steps if step >= 0 and file == step_file(folder, step) and file.is_file()}
 
 
 def _make_room(folder: Path, first: int) -> None:
