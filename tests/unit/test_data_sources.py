@@ -120,6 +120,41 @@ def test_columns_name_what_is_read_and_the_rest_is_ignored(tmp_path: Path) -> No
     assert read_records(path, columns={"text": "question"})[0].text == "q"
 
 
+def _said_of(source: Any, columns: dict[str, str] | None) -> list[str]:
+    said: list[str] = []
+    read_records(source, columns=columns, say=said.append)
+    return said
+
+
+def test_what_the_chosen_columns_leave_out_is_said_once_for_each_path(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"instruction": "q", "input": "x", "output": "a", "id": 1}, {"instruction": "q", "output": "a", "n": 1}]
+    columns = {"prompt": "instruction", "completion": "output"}
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    other = write(tmp_path / "b.csv", "instruction,output,extra\nq,a,1\nq,a,2\n")
+    alpaca = "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
+    assert _said_of([path, other], columns) == [
+        f"{path}: not read: input, id, n (data.columns says what is)" + alpaca,
+        f"{other}: not read: extra (data.columns says what is)",
+    ]
+    dataset = datasets.Dataset.from_list([rows[0]])
+    assert _said_of(dataset, columns) == ["dataset: not read: input, id (data.columns says what is)" + alpaca]
+    dataset.to_parquet(tmp_path / "a.parquet")
+    assert len(_said_of(tmp_path / "a.parquet", columns)) == 1
+    assert _said_of(dataset.select_columns(["instruction", "output"]), columns) == []
+    assert _said_of(write(tmp_path / "c.jsonl", '{"text": "a"}'), None) == []
+
+
+def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_control_characters(tmp_path: Path) -> None:
+    row = {"text": "a", "\x1b]0;owned\x07": 1} | {f"{'x' * 10**5}{number}": 1 for number in range(20)}
+    (said,) = _said_of(write(tmp_path / "a.jsonl", json.dumps(row)), {"text": "text"})
+    assert "'\\x1b]0;owned\\x07'" in said
+    assert said.isprintable()
+    assert " and 11 more" in said
+    assert len(said) < 1500
+
+
 # ---- what is refused
 
 
@@ -156,6 +191,10 @@ def test_columns_name_what_is_read_and_the_rest_is_ignored(tmp_path: Path) -> No
         ('{"messages": [{"role": "assistant", "content": null}]}', "messages[0] has no content"),
         ('{"messages": [{"role": "assistant", "content": ["hi"]}]}', "messages[0].content is a list, not a string"),
         ('{"messages": [{"role": "assistant", "content": " "}]}', "assistant turn with empty content"),
+        ('{"messages": [{"role": "user", "content": "a", "weight": 0}]}', "only an assistant turn can have"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "neither 0 (not trained) nor 1"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": true}]}', "neither 0 (not trained) nor 1"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": "0"}]}', "neither 0 (not trained) nor 1"),
     ],
 )
 def test_a_malformed_json_line_is_named_with_its_reason(tmp_path: Path, line: str, reason: str) -> None:

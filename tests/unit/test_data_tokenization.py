@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from meshlora.data import Record, tokenize
+from meshlora.data import Record, read_preferences, read_rollouts, tokenize
 from meshlora.errors import UserError
 from tests.unit.records import BOS, EOS, MARKED, TWO_TURNS, UNMARKED, make_tokenizer, pair
 
@@ -136,3 +140,36 @@ def test_options_that_cannot_work_are_the_users_error(options: dict[str, Any], r
 
 def test_conversations_need_no_eos_token_for_their_template_ends_the_turns() -> None:
     assert len(tokenize([TWO_TURNS], make_tokenizer(chat_template=UNMARKED, eos=None), max_length=256)) == 1
+
+
+def _far(ids: dict[str, int]) -> Any:
+    """A tokenizer of a few words with any numbers."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({EOS: 1, "<unk>": 2} | ids, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_token_beyond_the_vocabulary_is_named_with_its_record(is_cached: bool, tmp_path: Path) -> None:
+    records = [pair("near", "the", origin="a.txt:1"), pair("near", "far", origin="a.txt:2")]
+    tokenizer = _far({"near": 3, "the": 4, "far": 10**6})
+    options: dict[str, Any] = {"max_length": 8, "cache_dir": tmp_path if is_cached else None}
+    if is_cached:
+        tokenize(records, tokenizer, **options)
+    with pytest.raises(UserError, match=r"a.txt:2: token 1000000: the model has embeddings for 2048; is it the token"):
+        tokenize(records, tokenizer, vocab_size=2048, **options)
+    assert len(tokenize(records, tokenizer, vocab_size=10**6 + 1, **options)) == 2
+
+
+def test_a_token_that_no_int32_holds_is_named_with_its_record() -> None:
+    with pytest.raises(UserError, match=r"a.txt:1: token 4000000000: no model has embeddings for so many"):
+        tokenize([pair("near", "far")], _far({"near": 3, "far": 4 * 10**9}), max_length=8)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "policy"])
+def test_every_objective_refuses_tokens_beyond_the_vocabulary(objective: str, tmp_path: Path) -> None:
+    row = {"chosen": "near", "rejected": "far"} if objective == "dpo" else {"completion": "far", "advantage": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "near", **row}) + "\n")
+    read = read_preferences if objective == "dpo" else read_rollouts
+    with pytest.raises(UserError, match=r"a.jsonl:1: token 1000000: the model has embeddings for 2048"):
+        read(str(tmp_path / "a.jsonl"), _far({"near": 3, "far": 10**6}), max_length=8, vocab_size=2048)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshlora.data import Record, tokenize
@@ -83,3 +85,108 @@ def test_rewritten_turns_do_no_harm_where_the_template_marks_them() -> None:
     template = MARKED.replace("m.content + '<|end|>'", "m.content + ('!' if loop.last else '') + '<|end|>'")
     tokenizer = make_tokenizer(chat_template=template)
     assert trained_text(tokenize([TWO_TURNS], tokenizer, max_length=256), tokenizer) == f"hello{END}bye!{END}"
+
+
+# ---- turns with weight 0
+
+FIRST_IS_OUT = Record(
+    messages=tuple(
+        {"role": role, "content": content} | ({"weight": weight} if weight is not None else {})
+        for role, content, weight in [
+            ("user", "hi", None),
+            ("assistant", "hello", 0),
+            ("user", "and?", None),
+            ("assistant", "bye", 1),
+            ("user", "so?", None),
+            ("assistant", "ok", None),
+        ]
+    ),
+    origin="a.jsonl:1",
+)
+
+
+def _without_weights(record: Record) -> Record:
+    messages = tuple({k: v for k, v in m.items() if k != "weight"} for m in record.messages or ())
+    return Record(messages=messages, origin=record.origin)
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_a_turn_with_weight_0_is_not_trained_and_its_neighbours_are(template: str) -> None:
+    tokenizer = make_tokenizer(chat_template=template, eos=END)
+    found = tokenize([FIRST_IS_OUT], tokenizer, max_length=256)
+    assert trained_text(found, tokenizer) == f"bye{END}ok{END}"
+    plain = tokenize([_without_weights(FIRST_IS_OUT)], tokenizer, max_length=256)
+    assert trained_text(plain, tokenizer) == f"hello{END}bye{END}ok{END}"
+    assert found.input_ids.tolist() == plain.input_ids.tolist()
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_loss_on_all_trains_everything_but_turns_with_weight_0(template: str) -> None:
+    tokenizer = make_tokenizer(chat_template=template, eos=END)
+    found = tokenize([FIRST_IS_OUT], tokenizer, max_length=256, loss_on="all")
+    assert tokenizer.decode(found.input_ids[~found.is_trained]) == f"hello{END}"
+
+
+def test_weights_are_part_of_the_cache_key(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=MARKED)
+    for record in (_without_weights(FIRST_IS_OUT), FIRST_IS_OUT, FIRST_IS_OUT):
+        cached = tokenize([record], tokenizer, max_length=256, cache_dir=tmp_path)
+        assert cached.is_trained.tolist() == tokenize([record], tokenizer, max_length=256).is_trained.tolist()
+
+
+def test_conversation_whose_turns_all_have_weight_0_says_so() -> None:
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0})
+    record = Record(messages=messages, origin="a.jsonl:1")
+    with pytest.raises(UserError, match=r"every turn of the assistant has weight 0.: have no trained token"):
+        tokenize([record], make_tokenizer(chat_template=MARKED), max_length=64)
+
+
+def test_weight_0_under_marks_that_do_not_name_turns_is_refused_not_guessed() -> None:
+    # The last turn is marked twice and the first not at all: as many marks as turns, and each would be the wrong one.
+    twice = MARKED.replace(
+        "{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}",
+        "{% if loop.index > 4 %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% generation %}{{ '<|end|>' }}{% endgeneration %}{% elif loop.index < 3 %}{{ m.content }}"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}",
+    )
+    assert twice != MARKED
+    tokenizer = make_tokenizer(chat_template=twice)
+    tokenize([_without_weights(FIRST_IS_OUT)], tokenizer, max_length=64)
+    with pytest.raises(UserError, match=r"a.jsonl:1: a turn with weight 0: .*cannot be told which is which"):
+        tokenize([FIRST_IS_OUT], tokenizer, max_length=64)
+
+
+# ---- keys of messages
+
+
+def _said_of(template: str, **keys: object) -> list[str]:
+    messages = ({"role": "user", "content": "a", **keys}, {"role": "assistant", "content": "b", "weight": 1})
+    said: list[str] = []
+    record = Record(messages=messages, origin="a.jsonl:7")
+    tokenize([record, record], make_tokenizer(chat_template=template), max_length=64, say=said.append)
+    return said
+
+
+def test_keys_of_messages_that_the_template_does_not_name_are_said_once() -> None:
+    assert _said_of(MARKED) == []
+    assert _said_of(MARKED, tool_calls=[1], id=3) == [
+        "a.jsonl:7: messages have tool_calls, id, which the chat template does not name"
+    ]
+    assert _said_of(MARKED + "{% set a = messages[0].tool_calls %}{{ a.id }}", tool_calls={"id": 1}, id=3) == []
+    assert len(_said_of(MARKED + "{% set tool_calls_of = 1 %}", tool_calls=[1])) == 1
+    # transformers shows a template the one under the name of the other
+    assert _said_of(MARKED + "{% set a = messages[0].reasoning_content %}", thinking="t") == []
+
+
+def test_keys_that_are_not_read_are_known_when_tokens_come_from_the_cache(tmp_path: Path) -> None:
+    messages = ({"role": "user", "content": "a", "id": 1}, {"role": "assistant", "content": "b"})
+    said: list[str] = []
+    for _ in range(2):
+        tokenize(
+            [Record(messages=messages, origin="a:1")],
+            make_tokenizer(chat_template=MARKED),
+            max_length=64,
+            cache_dir=tmp_path,
+            say=said.append,
+        )
+    assert len(said) == 2

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 # Raise it whenever the same records and options give other arrays than before.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Longer than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0

@@ -6,12 +6,12 @@ Owns: the fields of a pair. Does not own: tokens (`data.tokenization`), what is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshlora.data.records import MalformedError, Record, build_record, json_type
-from meshlora.data.rows import Mistakes, check_fields, read_rows
+from meshlora.data.records import MalformedError, Problems, Record, build_record, json_type
+from meshlora.data.rows import check_fields, read_rows
 from meshlora.data.tokenization import LossOn, TokenizedDataset, tokenize
 
 if TYPE_CHECKING:
@@ -28,18 +28,20 @@ def read_preferences(
     loss_on: LossOn = "completion",
     columns: Mapping[str, str] | None = None,
     cache_dir: Path | None = None,
+    vocab_size: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """Sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i.
 
     A row has `prompt`, `chosen` and `rejected`: all text, or `chosen` and `rejected` lists of messages, before which
-    those of `prompt` stand if there are any. Tokens and truncation are those of `tokenize`.
+    those of `prompt` stand if there are any. Tokens and truncation, `vocab_size` and `say` are those of `tokenize`.
 
     Raises:
         UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
     """
-    mistakes = Mistakes("{prompt, chosen, rejected}, the last two text, or lists of messages")
+    mistakes = Problems("{prompt, chosen, rejected}, the last two text, or lists of messages")
     records: list[Record] = []
-    for origin, row in read_rows(source, known=FIELDS, columns=columns):
+    for origin, row in read_rows(source, mistakes, known=FIELDS, columns=columns, say=say):
         try:
             check_fields(row, FIELDS)
             pair = [_record(row, name, origin) for name in ("chosen", "rejected")]
@@ -49,7 +51,15 @@ def read_preferences(
         except MalformedError as reason:
             mistakes.add(origin, reason)
     mistakes.raise_if_any()
-    tokens = tokenize(records, tokenizer, max_length=max_length, loss_on=loss_on, cache_dir=cache_dir)
+    tokens = tokenize(
+        records,
+        tokenizer,
+        max_length=max_length,
+        loss_on=loss_on,
+        cache_dir=cache_dir,
+        vocab_size=vocab_size,
+        say=say,
+    )
     return dataclasses.replace(tokens, rows_per_example=2)
 
 

@@ -6,8 +6,9 @@ Does not own: where rows come from (`sources.py`), or what becomes of them in to
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 FIELDS = tuple(name for names in KINDS.values() for name in names)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_SHOWN = 5  # of each mistake, a message names this many places
+_MAX_COUNTED = 1000  # a file of another kind has a mistake in each line: reading all of it would say no more
+_MAX_WORDS = 300  # characters of what is said of one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +72,24 @@ class MalformedError(ValueError):
 
 @dataclass
 class Problems:
-    """Malformed rows of one source, so that a user sees several at once rather than one a run."""
+    """Malformed rows, so that a user sees several at once rather than one a run. what: each row must be."""
 
+    what: str = "{text}, {prompt, completion} or {messages}, with non-empty strings"
     shown: list[str] = field(default_factory=list)
     num: int = 0
 
     def add(self, origin: str, reason: object) -> None:
+        """One more.
+
+        Raises:
+            UserError: there are so many that the rest need not be read.
+        """
         self.num += 1
         if len(self.shown) < MAX_SHOWN:
-            self.shown.append(f"{origin}: {reason}")
+            words = str(reason)
+            self.shown.append(f"{origin}: {words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + ' …'}")
+        if self.num >= _MAX_COUNTED:
+            self.raise_if_any()
 
     def raise_if_any(self) -> None:
         """Raises: UserError naming the first places and how many there are."""
@@ -85,12 +97,44 @@ class Problems:
             return
         rest = f"\n  and {self.num - len(self.shown)} more" if self.num > len(self.shown) else ""
         raise UserError(
-            f"{self.num} malformed record{'s' if self.num > 1 else ''}",
-            "each must be {text}, {prompt, completion} or {messages}, with non-empty strings",
+            f"{self.num}{' or more' if self.num >= _MAX_COUNTED else ''} malformed record{'s' if self.num > 1 else ''}",
+            f"each must be {self.what}",
             "correct them, or name the columns to use in data.columns:"
             + "".join(f"\n  {line}" for line in self.shown)
             + rest,
         )
+
+
+class Unread:
+    """Names in a source that are not read, because the user chose which are: said once, for one may have mattered."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def note(self, names: Collection[str], read: Collection[str]) -> None:
+        """A row, or a table, has `names`, of which those in `read` are."""
+        self._names.update(dict.fromkeys(name for name in names if name not in read))
+
+    def tell(self, source: str, say: Callable[[str], None] | None) -> None:
+        """Say it of `source`, where there is something to say."""
+        if not self._names or say is None:
+            return
+        words = f"{source}: not read: {listed(self._names)} (data.columns says what is)"
+        if "input" in self._names:
+            words += "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
+        say(words)
+
+
+def listed(names: Collection[str]) -> str:
+    """Names that a stranger chose, the first ten."""
+    first = itertools.islice(names, 10)
+    shown = ", ".join(name if name.isidentifier() and len(name) <= 60 else quoted(name) for name in first)
+    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def quoted(text: str, longest: int = 60) -> str:
+    """Text that a stranger chose, as a literal of bounded length."""
+    return repr(text if len(text) <= longest else text[:longest] + "…")
 
 
 def chosen_fields(columns: Mapping[str, str] | None) -> dict[str, str] | None:
@@ -128,13 +172,14 @@ def select_fields(names: Collection[str], chosen: Mapping[str, str] | None) -> d
     if chosen is not None:
         for ours, theirs in chosen.items():
             if theirs not in names:
-                raise MalformedError(f"no column {theirs!r} (for {ours}); {did_you_mean(theirs, names)}")
+                some = list(itertools.islice(names, 100))
+                raise MalformedError(f"no column {theirs!r} (for {ours}); {did_you_mean(theirs, some)}")
         return dict(chosen)
     # `context` is what the LoRA paper's files call the prompt.
     keys = {("prompt" if name == "context" and "prompt" not in names else name): name for name in names}
     for name in keys:
         if name not in FIELDS:
-            raise MalformedError(f"unknown field {name!r}; {did_you_mean(name, FIELDS)}")
+            raise MalformedError(f"unknown field {quoted(name)}; {did_you_mean(name[:60], FIELDS)}")
     kinds = [kind for kind, fields in KINDS.items() if any(name in keys for name in fields)]
     if not kinds:
         raise MalformedError("no field")
@@ -186,24 +231,35 @@ def _checked_messages(value: object) -> tuple[dict[str, Any], ...]:
         # Arrow gives every message of a column the same keys, with None where one had none.
         message = {key: item for key, item in message.items() if item is not None}
         role = message.get("role")
-        if role not in ROLES:
-            hint = did_you_mean(role, ROLES) if isinstance(role, str) else f"known: {', '.join(ROLES)}"
+        if not isinstance(role, str) or role not in ROLES:
+            known = did_you_mean(role[:60], ROLES) if isinstance(role, str) else f"known: {', '.join(ROLES)}"
+            given = quoted(role) if isinstance(role, str) else json_type(role)
             raise MalformedError(
-                f"{where} has " + ("no role" if role is None else f"unknown role {role!r}") + f"; {hint}"
+                f"{where} has " + ("no role" if role is None else f"unknown role {given}") + f"; {known}"
             )
         if "content" not in message:
             raise MalformedError(f"{where} has no content")
         content = _checked_text(message["content"], f"{where}.content")
         if role == "assistant" and not content.strip():
             raise MalformedError(f"{where} is an assistant turn with empty content")
+        if "weight" in message:
+            _check_weight(message["weight"], role, where)
         try:
             json.dumps(message)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise MalformedError(f"{where} holds what JSON cannot: {error}") from None
         messages.append(message)
     if all(message["role"] != "assistant" for message in messages):
         raise MalformedError("messages has no assistant turn to train on")
     return tuple(messages)
+
+
+def _check_weight(weight: object, role: str, where: str) -> None:
+    """OpenAI's key: 0 for a turn that is not trained. No weights between are known there, nor here."""
+    if role != "assistant":
+        raise MalformedError(f"{where} has a weight, which only an assistant turn can have: no other is trained")
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise MalformedError(f"{where} has a weight that is neither 0 (not trained) nor 1 (trained)")
 
 
 def json_type(value: object) -> str:

@@ -7,14 +7,14 @@ what is made of them (`train.objectives`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshlora.data.records import KINDS, MalformedError, Record, build_record, json_type, select_fields
-from meshlora.data.rows import Mistakes, Row, check_fields, read_rows
+from meshlora.data.records import KINDS, MalformedError, Problems, Record, build_record, json_type, select_fields
+from meshlora.data.rows import Row, check_fields, read_rows
 from meshlora.data.tokenization import LossOn, TokenizedDataset, tokenize
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _VALUES = {
 }
 _TEXT = tuple(name for names in KINDS.values() for name in names)
 FIELDS = (*_TEXT, "input_ids", "is_trained", *(name for names in _VALUES for name in names))
+_LARGEST = float(np.finfo(np.float32).max)
 COLUMNS = tuple(column for column, _ in _VALUES.values())
 
 
@@ -40,6 +41,7 @@ def read_rollouts(
     loss_on: LossOn = "completion",
     columns: Mapping[str, str] | None = None,
     cache_dir: Path | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """A sequence for each row, with columns `advantage`, `old_log_prob` and `weight`, float32 `[N]`.
 
@@ -51,8 +53,8 @@ def read_rollouts(
     Raises:
         UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
     """
-    rows = read_rows(source, known=FIELDS, columns=columns)
-    mistakes = Mistakes("{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages")
+    mistakes = Problems("{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages")
+    rows = read_rows(source, mistakes, known=FIELDS, columns=columns, say=say)
     kinds: list[tuple[Row, Record | None]] = []
     for origin, row in rows:
         try:
@@ -62,9 +64,8 @@ def read_rollouts(
             mistakes.add(origin, reason)
     mistakes.raise_if_any()
     records = [record for _, record in kinds if record is not None]
-    tokenized = iter(
-        tokenize(records, tokenizer, max_length=max_length, loss_on=loss_on, cache_dir=cache_dir) if records else []
-    )
+    options: dict[str, Any] = {"loss_on": loss_on, "cache_dir": cache_dir, "vocab_size": vocab_size, "say": say}
+    tokenized = iter(tokenize(records, tokenizer, max_length=max_length, **options) if records else [])
     ids: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     values: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
@@ -141,4 +142,5 @@ def _values(row: Mapping[str, Any], is_trained: np.ndarray, *, is_cut: bool) -> 
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Finite in float32, which it becomes; a NaN compares with nothing, and whole numbers may have any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -1,30 +1,33 @@
 """Reading records: files, folders and datasets on this machine become `Record`s, in their order.
 
-Owns: the formats, and where each record came from. Does not own: what a valid record is (`records.py`), tokens, or
-order in training. Nothing is fetched: a source is a path here or a dataset already in memory.
+Owns: the formats, and where each record came from. Does not own: what a valid record is (`records.py`), what a file
+may be (`files.py`), tokens, or order in training. Nothing is fetched: a source is a path here or a dataset already in
+memory.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshlora.data.files import bounded_lines, is_folder, json_objects, parse_object, text_lines
 from meshlora.data.records import (
     MalformedError,
     Problems,
     Record,
+    Unread,
     build_record,
     chosen_fields,
-    json_type,
+    listed,
+    quoted,
     select_fields,
 )
-from meshlora.errors import UserError
+from meshlora.errors import UserError, reason
 
 if TYPE_CHECKING:
     import datasets
@@ -35,7 +38,10 @@ SEPARATOR = "||"
 
 
 def read_records(
-    source: PathLike | AbstractSequence[PathLike] | datasets.Dataset, *, columns: Mapping[str, str] | None = None
+    source: PathLike | AbstractSequence[PathLike] | datasets.Dataset,
+    *,
+    columns: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> list[Record]:
     """All records of `source`, in the order they stand there.
 
@@ -50,6 +56,7 @@ def read_records(
         source: a path, several paths (read one after the other), or a `datasets.Dataset`.
         columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`; all else in a row is then
             ignored.
+        say: is told what is ignored, once for each path.
 
     Raises:
         UserError: a source that is missing, empty, unreadable or of an unknown kind; a column that is not there;
@@ -58,102 +65,57 @@ def read_records(
     chosen = chosen_fields(columns)
     problems = Problems()
     if isinstance(source, (str, os.PathLike)):
-        records = _read_path(Path(source), chosen, problems)
+        records = _read_path(Path(source), chosen, problems, say)
     elif isinstance(source, (list, tuple)):
         if not source:
             raise UserError("source=[]", "names no file")
-        records = [record for path in source for record in _read_path(Path(path), chosen, problems)]
+        records = [record for path in source for record in _read_path(Path(path), chosen, problems, say)]
     else:
-        records = _read_dataset(_checked_dataset(source), "dataset", chosen, problems)
+        unread = Unread()
+        records = _read_dataset(_checked_dataset(source), "dataset", chosen, problems, unread)
+        unread.tell("dataset", say)
     problems.raise_if_any()
     return records
 
 
-def _read_path(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:
-    num_problems = problems.num
-    if path.is_dir():
-        records = _read_folder(path, chosen, problems)
-    elif not path.exists():
-        raise UserError(f"{path}", "there is no such file", nearest_file(path))
+def _read_path(
+    path: Path, chosen: Mapping[str, str] | None, problems: Problems, say: Callable[[str], None] | None
+) -> list[Record]:
+    num_problems, unread = problems.num, Unread()
+    if is_folder(path):
+        records = _read_folder(path, chosen, problems, unread)
     else:
         reader = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
         try:
-            records = reader.get(path.suffix.lower(), _read_text)(path, chosen, problems)
+            records = reader.get(path.suffix.lower(), _read_text)(path, chosen, problems, unread)
         except OSError as error:
             raise UserError(f"{path}", f"cannot be read ({error.strerror or error})") from error
     if not records and problems.num == num_problems:
         raise UserError(f"{path}", "holds no record", "give a file with at least one")
+    unread.tell(f"{path}", say)
     return records
 
 
-def nearest_file(path: Path) -> str:
-    """What to try instead of a path that does not exist."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f"the folder {folder} does not exist either (only files on this machine are read, no hub names)"
-    names = sorted(entry.name for entry in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=1)
-    if near:
-        return f"did you mean {str(folder / near[0])!r}?"
-    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"{folder} holds " + (shown or "nothing")
-
-
-def _lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
-    """(origin, line) of each line that is not blank. Split on bytes: U+2028 inside a string does not end a line."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            origin = f"{path}:{number}"
-            try:
-                # A byte order mark may stand at the start of the file only.
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                problems.add(origin, f"not UTF-8 (byte {error.start + 1} of the line)")
-                continue
-            if line.strip():
-                yield origin, line
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(origin, line) of each line that is not blank.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    problems = Problems()
-    try:
-        yield from _lines(path, problems)
-    except OSError as error:
-        raise UserError(f"{path}", f"cannot be read ({error.strerror or error})") from error
-    problems.raise_if_any()
-
-
-def _read_json(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:
+def _read_json(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
     records = []
-    for origin, line in _lines(path, problems):
+    for origin, row in json_objects(path, problems):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            hint = "; one object a line is read, not one list" if line.lstrip().startswith("[") else ""
-            problems.add(origin, f"bad JSON ({error}){hint}")
+            keys = select_fields(row, chosen)
+            records.append(build_record(row, keys, origin=origin))
+        except MalformedError as wrong:
+            problems.add(origin, wrong)
             continue
-        if not isinstance(row, dict):
-            problems.add(origin, f"{json_type(row)}, not an object")
-            continue
-        try:
-            records.append(build_record(row, select_fields(row, chosen), origin=origin))
-        except MalformedError as reason:
-            problems.add(origin, reason)
+        unread.note(row, keys.values())
     return records
 
 
-def _read_text(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:
+def _read_text(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
     if chosen is not None:
         raise UserError(
             f"columns={dict(chosen)}", f"has no effect on {path}, which has no named columns", "remove data.columns"
         )
     records = []
-    for origin, line in _lines(path, problems):
+    for origin, line in text_lines(path, problems):
         prompt, *completions = line.split(SEPARATOR)
         if len(completions) != 1:
             problems.add(origin, f"{len(completions)} separators {SEPARATOR!r} in the line, not one")
@@ -166,16 +128,16 @@ def _read_text(path: Path, chosen: Mapping[str, str] | None, problems: Problems)
     return records
 
 
-def _read_csv(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:
+def _read_csv(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
     """By the standard library: every value stays the string it is in the file, and its line is known."""
     records: list[Record] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, strict=True)
+        reader = csv.reader(bounded_lines(file, path), strict=True)
         try:
             header = next(reader, None)
             if header is None:
                 return []
-            keys = _table_keys(header, chosen, origin=f"{path}:1")
+            keys = _table_keys(header, chosen, unread, origin=f"{path}:1")
             start = reader.line_num + 1  # a quoted value may hold newlines: name the line where the row begins
             for values in reader:
                 origin, start = f"{path}:{start}", reader.line_num + 1
@@ -186,47 +148,62 @@ def _read_csv(path: Path, chosen: Mapping[str, str] | None, problems: Problems) 
                     continue
                 try:
                     records.append(build_record(dict(zip(header, values, strict=True)), keys, origin=origin))
-                except MalformedError as reason:
-                    problems.add(origin, reason)
+                except MalformedError as wrong:
+                    problems.add(origin, wrong)
         except csv.Error as error:
             problems.add(f"{path}:{reader.line_num}", f"bad CSV ({error})")
         except UnicodeDecodeError:
             # The reader decodes ahead of the line it is at; the bytes are read again to name the right one.
-            for _ in _lines(path, problems):
+            for _ in text_lines(path, problems):
                 pass
     return records
 
 
-def _read_parquet(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:
-    import pyarrow
+def _read_parquet(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            keys = _table_keys(file.schema_arrow.names, chosen, origin=f"{path}")
+            keys = _table_keys(file.schema_arrow.names, chosen, unread, origin=f"{path}")
             rows = file.read(columns=sorted(set(keys.values()))).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}", f"is not a Parquet file that can be read ({error})") from error
+    except UserError:
+        raise
+    except Exception as error:  # a stranger's bytes, read by a library: anything may come
+        raise UserError(f"{path}", f"is not a Parquet file that can be read ({reason(error)})") from error
     return _build_rows(rows, keys, f"{path}", problems)
 
 
-def _read_folder(path: Path, chosen: Mapping[str, str] | None, problems: Problems) -> list[Record]:
+def _read_folder(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
+    return _read_dataset(load_folder(path), f"{path}", chosen, problems, unread)
+
+
+def load_folder(path: Path) -> datasets.Dataset:
+    """What `Dataset.save_to_disk` wrote.
+
+    Raises:
+        UserError: something else did, or it names files outside of its folder.
+    """
     import datasets
 
     if (path / "dataset_dict.json").exists():
         splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
         raise UserError(
-            f"{path}", "holds several splits", "name one: " + ", ".join(str(path / name) for name in splits)
+            f"{path}", "holds several splits", "name one: " + ", ".join(str(path / name) for name in splits[:20])
         )
     if not (path / "state.json").exists():
         raise UserError(
             f"{path}", "is a folder that Dataset.save_to_disk did not write", "name the files in it instead"
         )
     try:
-        dataset = datasets.Dataset.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}", f"cannot be read as a saved dataset ({error})") from error
-    return _read_dataset(dataset, f"{path}", chosen, problems)
+        state = parse_object((path / "state.json").read_text(encoding="utf-8"))
+        for entry in state["_data_files"]:
+            if Path(entry["filename"]).name != entry["filename"]:
+                raise UserError(f"{path / 'state.json'}", f"names {quoted(entry['filename'])}, outside of its folder")
+        return datasets.Dataset.load_from_disk(str(path))
+    except UserError:
+        raise
+    except Exception as error:  # a stranger's files, read by a library: anything may come
+        raise UserError(f"{path}", f"cannot be read as a saved dataset ({reason(error)})") from error
 
 
 def _checked_dataset(source: object) -> datasets.Dataset:
@@ -242,29 +219,45 @@ def _checked_dataset(source: object) -> datasets.Dataset:
 
 
 def _read_dataset(
-    dataset: datasets.Dataset, name: str, chosen: Mapping[str, str] | None, problems: Problems
+    dataset: datasets.Dataset, name: str, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread
 ) -> list[Record]:
-    keys = _table_keys(dataset.column_names, chosen, origin=name)
-    # `to_list` reads past a format that would give tensors, and follows a selection of rows.
-    rows = dataset.select_columns(sorted(set(keys.values()))).to_list()
+    keys = _table_keys(dataset.column_names, chosen, unread, origin=name)
+    rows = table_rows(dataset.select_columns(sorted(set(keys.values()))), name)
     if not rows:
         raise UserError(name, "holds no record", "give one with at least one row")
     return _build_rows(rows, keys, name, problems)
 
 
-def _table_keys(names: AbstractSequence[str], chosen: Mapping[str, str] | None, *, origin: str) -> dict[str, str]:
-    """`select_fields` for a whole table: one header is one mistake, not one a row."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(origin, f"has more than one column {twice[0]!r}", "rename one")
+def table_rows(dataset: datasets.Dataset, name: str) -> list[dict[str, Any]]:
+    """All rows, past a format that would give tensors, along a selection of rows.
+
+    Raises:
+        UserError: they hold what cannot be read.
+    """
     try:
-        return select_fields(names, chosen)
-    except MalformedError as reason:
+        rows: list[dict[str, Any]] = dataset.to_list()
+    except Exception as error:  # a stranger's tables, read by a library: anything may come
+        raise UserError(name, f"cannot be read as a dataset ({reason(error)})") from error
+    return rows
+
+
+def _table_keys(
+    names: AbstractSequence[str], chosen: Mapping[str, str] | None, unread: Unread, *, origin: str
+) -> dict[str, str]:
+    """`select_fields` for a whole table: one header is one mistake, not one a row."""
+    twice = sorted(name for name, number in Counter(names).items() if number > 1)
+    if twice:
+        raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
+    try:
+        keys = select_fields(names, chosen)
+    except MalformedError as wrong:
         raise UserError(
-            f"{origin}: columns {', '.join(names) or '(none)'}",
-            str(reason),
+            f"{origin}: columns {listed(names) or '(none)'}",
+            str(wrong),
             "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}",
         ) from None
+    unread.note(names, keys.values())
+    return keys
 
 
 def _build_rows(
@@ -275,6 +268,6 @@ def _build_rows(
         origin = f"{name} row {index}"  # counted from 0, as `dataset[index]` is
         try:
             records.append(build_record(row, keys, origin=origin))
-        except MalformedError as reason:
-            problems.add(origin, reason)
+        except MalformedError as wrong:
+            problems.add(origin, wrong)
     return records

@@ -1,7 +1,8 @@
 """Records become token ids, with the tokens that are trained marked.
 
 Owns: what is concatenated with what, where bos and eos stand, truncation, and the flat arrays of a dataset. Does not
-own: where the assistant speaks in a conversation (`chat.py`), the file that keeps the arrays (`cache.py`), or batches.
+own: where the assistant speaks in a conversation (`chat.py`), how much of a long text is tokenised (`leading.py`), the
+file that keeps the arrays (`cache.py`), or batches.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from meshlora.data.cache import Arrays, cache_key, load_or_make
-from meshlora.data.chat import tokenize_conversations
+from meshlora.data.chat import tell_unnamed_keys, tokenize_conversations
+from meshlora.data.leading import leading_tokens
 from meshlora.data.records import MAX_SHOWN, Record
-from meshlora.errors import UserError, did_you_mean
+from meshlora.errors import UserError, did_you_mean, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["completion", "all"]
-Row = tuple[list[int], np.ndarray]  # token ids, is_trained: whole, before truncation
+Row = tuple[list[int], np.ndarray]  # token ids, is_trained: whole, or the first max_length at least
 
 # Records a call to the tokenizer: enough to keep its threads busy, few enough to bound the Python lists it returns.
 _BLOCK = 4096
@@ -110,6 +112,8 @@ def tokenize(
     max_length: int,
     loss_on: LossOn = "completion",
     cache_dir: Path | None = None,
+    vocab_size: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """One sequence for each record, in order.
 
@@ -118,7 +122,7 @@ def tokenize(
       are completion and eos; with `loss_on="all"` the prompt too.
     - text: `bos? + ids(text) + eos`, all trained.
     - messages: as the chat template renders them, nothing added. Trained are the assistant's turns; with
-      `loss_on="all"` everything.
+      `loss_on="all"` everything. A turn with `weight: 0` is trained in neither case.
 
     `bos?` is whatever this tokenizer puts before a text by default, found by asking it (Llama: bos; GPT-2: nothing).
     eos is always added, and must exist: without it the adapter would never learn to stop. Neither is written twice
@@ -129,10 +133,13 @@ def tokenize(
         loss_on: "completion", or "all" for prompts too (`clm` and `jlm` in the LoRA paper's code).
         cache_dir: where the arrays are kept; None keeps none. Safe for several processes: one makes them, the others
             wait and read.
+        vocab_size: of the model that will see the tokens, if there is one. say: is told of keys of messages that the
+            chat template does not name.
 
     Raises:
         UserError: no records; a tokenizer without eos; records of which nothing would be trained (named, up to five);
-            what `tokenize_conversations` refuses; a `cache_dir` that cannot be written, or that others can write.
+            a token beyond the vocabulary; what `tokenize_conversations` refuses; a `cache_dir` that cannot be written,
+            or that others can write.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}", "must be at least 2: one token to see and one to predict")
@@ -140,6 +147,8 @@ def tokenize(
         raise UserError(f"loss_on={loss_on!r}", "is not known", did_you_mean(loss_on, get_args(LossOn)))
     if not records:
         raise UserError("records=[]", "there is nothing to tokenise")
+    if say is not None:
+        tell_unnamed_keys(records, tokenizer, say)
 
     def make() -> Arrays:
         return _flat_arrays(records, tokenizer, max_length=max_length, loss_on=loss_on)
@@ -153,7 +162,27 @@ def tokenize(
         arrays = load_or_make(cache_dir, key, make, num_sequences=len(records), max_length=max_length)
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    return TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"])
+    tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"])
+    if vocab_size is not None:
+        _check_vocabulary(tokens, records, vocab_size)
+    return tokens
+
+
+def _check_vocabulary(tokens: TokenizedDataset, records: AbstractSequence[Record], vocab_size: int) -> None:
+    """Also of arrays from a cache: a tokenizer may have few tokens with large numbers."""
+    if int(tokens.input_ids.min()) >= 0 and int(tokens.input_ids.max()) < vocab_size:
+        return
+    record, sequence = next(
+        (record, sequence)
+        for record, sequence in zip(records, tokens, strict=True)
+        if sequence.input_ids.min() < 0 or sequence.input_ids.max() >= vocab_size
+    )
+    wrong = sequence.input_ids[(sequence.input_ids < 0) | (sequence.input_ids >= vocab_size)]
+    raise _outside(record, int(wrong[0]), f"the model has embeddings for {vocab_size}")
+
+
+def _outside(record: Record, token: int, rule: str) -> UserError:
+    return UserError(f"{record.origin}: token {token}", rule, "is it the tokenizer of another model?")
 
 
 def _flat_arrays(
@@ -164,11 +193,14 @@ def _flat_arrays(
     untrained: list[str] = []
     for start in range(0, len(records), _BLOCK):
         block = records[start : start + _BLOCK]
-        for record, (ids, mask) in zip(block, _rows(block, tokenizer, loss_on=loss_on), strict=True):
+        rows = _rows(block, tokenizer, max_length=max_length, loss_on=loss_on)
+        for record, (ids, mask) in zip(block, rows, strict=True):
+            if ids and max(ids) > np.iinfo(np.int32).max:
+                raise _outside(record, max(ids), "no model has embeddings for so many")
             input_ids.append(np.array(ids[:max_length], dtype=np.int32))
             is_trained.append(mask[:max_length])
             if not mask[1:max_length].any():  # the first token is predicted by nothing
-                untrained.append(f"{record.origin} ({len(ids)} tokens)")
+                untrained.append(f"{record.origin} ({_why_untrained(record, len(ids), max_length)})")
     if untrained:
         more = ", …" if len(untrained) > MAX_SHOWN else ""
         raise UserError(
@@ -181,9 +213,18 @@ def _flat_arrays(
     return {"input_ids": np.concatenate(input_ids), "is_trained": np.concatenate(is_trained), "offsets": offsets}
 
 
-def _rows(block: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, loss_on: LossOn) -> list[Row]:
+def _why_untrained(record: Record, num_tokens: int, max_length: int) -> str:
+    turns = [message for message in record.messages or () if message["role"] == "assistant"]
+    if turns and all(turn.get("weight") == 0 for turn in turns):
+        return "every turn of the assistant has weight 0"
+    return f"{num_tokens} tokens{' or more' if num_tokens >= max_length else ''}"
+
+
+def _rows(
+    block: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, loss_on: LossOn
+) -> list[Row]:
     """The rows of a block, in its order: each kind is tokenised in one call."""
-    by_kind: dict[str, Callable[[list[Record], PreTrainedTokenizerBase], list[Row]]] = {
+    by_kind: dict[str, Callable[..., list[Row]]] = {
         "text": _rows_of_text,
         "completion": _rows_of_completions,
         "messages": tokenize_conversations,
@@ -192,40 +233,41 @@ def _rows(block: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *
     for kind, make_rows in by_kind.items():
         positions = [position for position, record in enumerate(block) if record.kind == kind]
         if positions:
-            rows.update(zip(positions, make_rows([block[position] for position in positions], tokenizer), strict=True))
-    if loss_on == "all":
-        return [(ids, np.ones(len(ids), dtype=bool)) for ids, _ in (rows[position] for position in range(len(block)))]
+            records = [block[position] for position in positions]
+            made = make_rows(records, tokenizer, max_length=max_length, trains_all=loss_on == "all")
+            rows.update(zip(positions, made, strict=True))
     return [rows[position] for position in range(len(block))]
 
 
-def _rows_of_text(records: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def _rows_of_text(
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
+) -> list[Row]:
+    del trains_all  # they always are
     bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
     rows: list[Row] = []
-    for ids in _plain_ids([record.text or "" for record in records], tokenizer):
+    for ids in _plain_ids([record.text or "" for record in records], tokenizer, max_length=max_length):
         whole = _with_start(_with_end(ids, eos), bos)
         rows.append((whole, np.ones(len(whole), dtype=bool)))
     return rows
 
 
-def _rows_of_completions(records: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def _rows_of_completions(
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
+) -> list[Row]:
     bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
-    prompts = _plain_ids([record.prompt or "" for record in records], tokenizer)
-    completions = _plain_ids([record.completion or "" for record in records], tokenizer)
+    prompts = _plain_ids([record.prompt or "" for record in records], tokenizer, max_length=max_length)
+    completions = _plain_ids([record.completion or "" for record in records], tokenizer, max_length=max_length)
     rows: list[Row] = []
     for prompt, completion in zip(prompts, completions, strict=True):
         before, after = _with_start(prompt, bos), _with_end(completion, eos)
-        mask = np.zeros(len(before) + len(after), dtype=bool)
+        mask = np.full(len(before) + len(after), trains_all)
         mask[len(before) :] = True
         rows.append((before + after, mask))
     return rows
 
 
-def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Ids of each text with nothing added. Not verbose: a text longer than the model is our truncation's business."""
-    ids: list[list[int]] = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-    ).input_ids
-    return ids
+def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[list[int]]:
+    return [tokens.ids for tokens in leading_tokens(texts, tokenizer, max_length=max_length)]
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -235,8 +277,13 @@ def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     `add_bos_token` says what its post-processor does. What it puts after a text (eos, sep) is not asked for: the end
     of a sequence is always eos.
     """
-    with_special = list(tokenizer("x").input_ids)
-    plain = list(tokenizer("x", add_special_tokens=False).input_ids)
+    try:
+        with_special = list(tokenizer("x").input_ids)
+        plain = list(tokenizer("x", add_special_tokens=False).input_ids)
+    except Exception as error:  # a stranger's tokenizer may raise anything
+        raise UserError(
+            f"tokenizer {type(tokenizer).__name__}", f"fails on one letter ({reason(error)})", "is it whole?"
+        ) from error
     for start in range(len(with_special) - len(plain) + 1):
         if with_special[start : start + len(plain)] == plain:
             return with_special[:start]
