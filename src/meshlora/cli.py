@@ -339,6 +339,8 @@ def _check(options: argparse.Namespace) -> None:
         if name:
             console.say(f"adapter {name}", style="bold")
         console.print(_table_of(run))
+        for note in run.notes:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
     run = next(iter(runs.values()))
     if options.plot:
         plot_schedule_of(run, options.plot)

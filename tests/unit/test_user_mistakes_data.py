@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 
 import pytest
 
+from meshlora.cli import main
 from tests.unit.mistakes import Case, Setup, case, check_mistake, setting, several, text
 
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
@@ -14,6 +17,34 @@ pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
 def earlier_run(s: Setup) -> None:
     (s.folder / "output").mkdir()
     (s.folder / "output" / "metrics.jsonl").write_text("{}\n")
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def renumbered(number: int) -> Callable[[Setup], None]:
+    """As many tokens as before, the one of `q` at a far place."""
+
+    def make(s: Setup) -> None:
+        file = s.model / "tokenizer.json"
+        tree = json.loads(file.read_text())
+        tree["model"]["vocab"]["q"] = number
+        file.write_text(json.dumps(tree))
+
+    return make
+
+
+def padded_with(number: int) -> Callable[[Setup], None]:
+    def make(s: Setup) -> None:
+        file = s.model / "tokenizer.json"
+        tree = json.loads(file.read_text())
+        del tree["model"]["vocab"]["!"]
+        tree["model"]["vocab"]["[PAD]"] = number
+        file.write_text(json.dumps(tree))
+        config = s.model / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token": "[PAD]"}))
+
+    return make
 
 
 MISTAKES: dict[str, Case] = {
@@ -35,6 +66,35 @@ MISTAKES: dict[str, Case] = {
         "train.jsonl:1",
         "no trained token",
         "max_length",
+    ),
+    "data_is_a_device": case(setting("data.train", "/dev/zero"), "/dev/zero", "is a device", "regular files"),
+    "eval_is_a_device": case(setting("data.eval", "/dev/zero"), "/dev/zero", "is a device", "regular files"),
+    "data_line_with_a_key_twice": case(
+        lambda s: s.data('{"text": "a", "text": "b"}'), "train.jsonl:1", "'text' is given twice"
+    ),
+    "data_line_that_is_too_deep": case(
+        lambda s: s.data({"text": "a"}, "[" * 10**5 + "]" * 10**5), "train.jsonl:2", "nested too deeply"
+    ),
+    "weight_of_a_user_turn": case(
+        lambda s: s.data({"messages": [{"role": "user", "content": "a", "weight": 0}]}), "train.jsonl:1", "weight"
+    ),
+    "template_that_never_ends": case(
+        several(
+            lambda s: s.data(CHAT),
+            text("model/chat_template.jinja", "{% for a in range(10**12) %}{% endfor %}"),
+        ),
+        "train.jsonl:1: 2 messages (user, assistant)",
+        "the chat template refuses them",
+        "Range too big",
+    ),
+    "tokenizer_with_numbers_beyond_the_vocabulary": case(
+        several(renumbered(10**6), lambda s: s.data({"text": "a"}, {"text": "qqq"})),
+        "train.jsonl:2: token 1000000",
+        "the model has embeddings for 2048",
+        "another model",
+    ),
+    "padding_beyond_the_vocabulary": case(
+        padded_with(10**6), "whose padding is token 1000000", "has embeddings for 2048", "pad_token"
     ),
     "data_list_is_empty": case(setting("data.train", []), "data.train", "[]"),
     "cache_that_cannot_be_written": case(
@@ -65,3 +125,17 @@ MISTAKES: dict[str, Case] = {
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
     check_mistake(mistake, setup, capfd)
+
+
+def test_check_says_what_is_not_read_of_alpacas_records(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+    row = {"instruction": "a", "input": "b", "output": " c"}
+    for name in ("train", "eval"):
+        (setup.folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    setup.set("data.columns", {"prompt": "instruction", "completion": "output"})
+    setup.write()
+    for _ in range(2):  # the second time tokens come from the cache
+        assert main(["check", str(setup.folder / "run.yaml")]) == 0
+        out, _ = capfd.readouterr()
+        for name in ("train", "eval"):
+            assert out.count(f"note: {setup.folder}/{name}.jsonl: not read: input (") == 1
+        assert "join it to the prompt" in out

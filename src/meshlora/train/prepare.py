@@ -7,7 +7,7 @@ Owns: whether model, adapter, data and topology of a run fit together. `meshlora
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,12 @@ def prepare(
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     check_fits(tokenizer, hf_config, config, topology)
     vocab_size = hf_config.get_text_config().vocab_size
-    train_data = read_data(config, config.data.train, tokenizer, vocab_size=vocab_size)
+    notes: list[str] = []
+    options: dict[str, Any] = {"vocab_size": vocab_size, "say": notes.append}
+    train_data = read_data(config, config.data.train, tokenizer, **options)
     eval_data = None
     if config.data.eval is not None:
-        eval_data = read_data(config, config.data.eval, tokenizer, vocab_size=vocab_size).first(config.data.eval_limit)
+        eval_data = read_data(config, config.data.eval, tokenizer, **options).first(config.data.eval_limit)
     steps = _num_steps(config, train_data.num_examples)
     if config.train.warmup_steps >= steps:
         raise UserError(
@@ -161,7 +163,6 @@ def prepare(
             plan=plan,
             may_overwrite=config.train.overwrite or resumes,
         )
-    notes: list[str] = []
     arrays = {name: getattr(train_data, name) for name in ("input_ids", "is_trained", "offsets")}
     arrays |= train_data.columns
     own = identity(config, steps=steps, tokens=arrays)
@@ -233,6 +234,13 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunCo
             f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
             "is it the tokenizer of another model?",
         )
+    pad = padding_token_id(tokenizer)  # looked up like any other, though what comes of it is masked
+    if not 0 <= pad < text_config.vocab_size:
+        raise UserError(
+            f"tokenizer whose padding is token {pad}",
+            f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
+            "name another pad_token, or eos_token, in tokenizer_config.json",
+        )
     fixed = longest_fixed_rope(hf_config)
     if fixed is not None and config.data.max_length > fixed:
         raise UnsupportedError(
@@ -252,20 +260,27 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunCo
 
 
 def read_data(
-    config: RunConfig, paths: str | list[str], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
+    config: RunConfig,
+    paths: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
-    """The tokens of the files `paths`, read as the run's objective and `data` say."""
+    """The tokens of the files `paths`, read as the run's objective and `data` say. say: is told what is not read."""
     data, objective = config.data, config.train.objective
     options: dict[str, Any] = {
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "cache_dir": Path(data.cache_dir).expanduser(),
+        "vocab_size": vocab_size,
+        "say": say,
     }
     if objective == "dpo":
         return read_preferences(paths, tokenizer, columns=data.columns, **options)
     if objective == "policy":
-        return read_rollouts(paths, tokenizer, columns=data.columns, vocab_size=vocab_size, **options)
-    return tokenize(read_records(paths, columns=data.columns), tokenizer, **options)
+        return read_rollouts(paths, tokenizer, columns=data.columns, **options)
+    return tokenize(read_records(paths, columns=data.columns, say=say), tokenizer, **options)
 
 
 def _num_steps(config: RunConfig, num_sequences: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from meshlora.data.files import is_folder
 from meshlora.errors import UserError, reason
 
 
@@ -18,6 +19,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     Raises:
         UserError: there is none, or it cannot be read.
     """
+    if Path(path).is_dir():
+        is_folder(Path(path))  # a named pipe among the files would be waited for
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:

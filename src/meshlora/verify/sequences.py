@@ -60,5 +60,6 @@ def _tokens(
         raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     limit = getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH
-    found = tokenize(read_records([data]), tokenizer, max_length=min(limit, _MAX_LENGTH))
+    records = read_records([data])
+    found = tokenize(records, tokenizer, max_length=min(limit, _MAX_LENGTH), vocab_size=text_config.vocab_size)
     return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
