@@ -14,6 +14,27 @@ from typing import Any, Literal
 from meshlora.errors import UserError
 from meshlora.plan.topology import Topology
 
+# The most of each: far above any use, and below where arithmetic or a library fails.
+_STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
+_MOST: dict[str, float] = {
+    **{f"data.{name}": most for name, most in {"max_length": 10**8, "eval_limit": 10**12}.items()},
+    **dict.fromkeys(("train.steps", "train.log_every", "train.replica_check_every", "train.keep_last"), _STEPS),
+    **dict.fromkeys(("train.eval_every", "train.save_every", "train.sample_every"), _STEPS),
+    **dict.fromkeys(("train.warmup_steps", "train.decay_steps"), _STEPS),
+    **dict.fromkeys(("train.epochs", "train.batch_size", "train.micro_batch_size", "train.recompute"), 10**6),
+    **dict.fromkeys(("train.lr", "train.lora_plus_embedding_lr", "train.weight_decay", "train.eps"), _RATE),
+    **dict.fromkeys(("train.kl_coef", "train.clip_high", "train.dpo_beta", "train.lora_plus_ratio"), _FACTOR),
+    "train.router_aux_loss_coef": _FACTOR,
+    "train.max_grad_norm": 1e30,
+    "train.timeout_s": 10**7,
+    "generate.max_new_tokens": 10**8,
+    "generate.no_repeat_ngram_size": 10**8,
+    "generate.num_beams": 10**4,
+    "generate.batch_size": 10**6,
+    "generate.temperature": _FACTOR,
+    "generate.length_penalty": _RATE,
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -52,6 +73,7 @@ class DataConfig:
     sample_prompts: list[str] | None = None
 
     def __post_init__(self) -> None:
+        _check_most("data", self)
         if self.eval_limit is not None:
             _require(self.eval_limit >= 1, "data.eval_limit", self.eval_limit, "at least 1")
             if self.eval is None:
@@ -81,6 +103,7 @@ class GenerateConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _check_most("generate", self)
         for name in ("max_new_tokens", "num_beams", "batch_size"):
             _require(getattr(self, name) >= 1, f"generate.{name}", getattr(self, name), "at least 1")
         for name in ("no_repeat_ngram_size", "seed"):
@@ -181,6 +204,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
+        _check_most("train", self)
         _require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         for name in ("batch_size", "micro_batch_size", "log_every"):
@@ -279,9 +303,13 @@ class TrainConfig:
             _require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
             _require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
             _require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
+            _require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
+            _require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
             _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 
+# What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
+RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
 # What the adapters of one run may each have for themselves: all else is said once, for all of them.
 PER_ADAPTER = {
     "data": {"train", "eval", "columns", "max_length", "loss_on", "eval_limit"},
@@ -336,6 +364,13 @@ class RunConfig:
         if self.data.packing and self.train.objective == "dpo":
             raise UserError("data.packing with train.objective=dpo", "a pair is two rows", "set data.packing: false")
         Topology.parse(self.topology)
+
+
+def _check_most(group: str, values: Any) -> None:
+    for item in dataclasses.fields(values):
+        value, most = getattr(values, item.name), _MOST.get(f"{group}.{item.name}")
+        if most is not None and isinstance(value, int | float):
+            _require(value <= most, f"{group}.{item.name}", value, f"at most {most:,.0f}")
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from meshlora.config import PER_ADAPTER, DataConfig, RunConfig, TrainConfig
+from meshlora.config import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
 from meshlora.errors import UserError, did_you_mean
 from meshlora.presets import with_preset
 
@@ -74,14 +74,19 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
         )
     runs = {}
     for name, own in adapters.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN:
-            raise UserError(f"adapters.{name}", "a name is made of letters, digits, - and _, and names a folder")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            rule = f"a name is made of letters, digits, - and _, at most {_LONGEST_NAME}, and names a folder"
+            raise UserError(f"adapters.{name}", rule)
+        if name.lower() in _TAKEN:
+            raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
         runs[name] = _named(f"adapters.{name}", _tree_of(tree, name, own))
     return runs
 
 
-# Names of adapters are names of folders in the output, beside that of the ranks' logs.
-_NAME, _TAKEN = re.compile(r"[A-Za-z0-9_-]+"), ("logs",)
+# Names of adapters are names of folders in the output, beside that of the ranks' logs; a run of one adapter may have
+# been there, or be there next.
+_LONGEST_NAME = 100
+_NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
 # Where an adapter gives one of these, the other is not taken from what is for all.
 _EITHER = (("train", "steps", "epochs"), ("train", "epochs", "steps"))
 

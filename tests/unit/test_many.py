@@ -280,7 +280,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no adapters": ({"adapters": {}}, "maps names to what each adapter has"),
     "a list": ({"adapters": ["one"]}, "maps names to what each adapter has"),
     "a name with a slash": ({"adapters__a/b": {}}, "letters, digits"),
-    "the folder of logs": ({"adapters__logs": {}}, "letters, digits"),
+    "the folder of logs": ({"adapters__logs": {}}, "keeps something else under this name"),
     "a group that is for all": ({"adapters__one__model": {"path": "x"}}, "adapters.one.model"),
     "a key that is for all": ({"adapters__one__train": {"micro_batch_size": 2}}, "outside of adapters:, for all"),
     "an unknown key": ({"adapters__one__train": {"batchsize": 2}}, "did you mean 'batch_size'"),

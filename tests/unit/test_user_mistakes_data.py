@@ -115,8 +115,8 @@ MISTAKES: dict[str, Case] = {
             setting("train.overwrite", True),
         ),
         "adapter=",
-        "would be overwritten",
-        "choose another output",
+        "could be overwritten",
+        "choose another folder",
     ),
     "output_is_nameless": case(setting("train.output", ""), "train.output=''", "name of a folder"),
 }

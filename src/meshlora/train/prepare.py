@@ -7,6 +7,7 @@ Owns: whether model, adapter, data and topology of a run fit together. `meshlora
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
-from meshlora.config import RunConfig
+from meshlora.config import RUN_CONTENT, RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_preferences, read_records, read_rollouts, tokenize
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import longest_fixed_rope
@@ -37,9 +38,6 @@ from meshlora.train.routing import check_routing
 from meshlora.train.samples import Samples, prepare_samples
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.tracking import check_trackers
-
-# What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
-RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
 
 
 @dataclass(frozen=True)
@@ -203,15 +201,38 @@ def _check_output(config: RunConfig, *, resumes: bool) -> None:
             "it holds a run already",
             "choose another, --resume auto to go on with it, or --set train.overwrite=true",
         )
-    start = Path(config.adapter or "").resolve()
-    if any((output / name).resolve() in (start, *start.parents) for name in RUN_CONTENT):
+    place = _resolved(output)
+    for option, given in _inputs(config):
+        if place in (_resolved(given), *_resolved(given).parents):
+            raise UserError(
+                f"train.output={output}",
+                f"{option}={given} is there, and could be overwritten",
+                "choose another folder",
+            )
+    if _resolved(config.model.path) in place.parents:
         raise UserError(
-            f"adapter={config.adapter}",
-            f"it is part of the run in train.output={output}, and would be overwritten",
-            "choose another output",
+            f"train.output={output}", f"it is in the folder of model.path={config.model.path}", "choose another folder"
         )
     if not is_writable(parent):
         raise UserError(f"train.output={output}", f"{parent} is not writable", "choose another")
+
+
+def _inputs(config: RunConfig) -> list[tuple[str, str]]:
+    """(option, path) of all that a run reads."""
+    given = {
+        "model.path": config.model.path,
+        "adapter": config.adapter,
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        "train.routing_replay": config.train.routing_replay,
+    }
+    return [
+        (name, path) for name, paths in given.items() for path in ([paths] if isinstance(paths, str) else paths or ())
+    ]
+
+
+def _resolved(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve raises where links go in circles
 
 
 def _holds_run(output: Path) -> bool:
