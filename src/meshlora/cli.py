@@ -31,10 +31,19 @@ from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.cli_plan import add_plan
 from meshlora.errors import MeshloraError, UserError, report
 from meshlora.lifetime import end_with
+from meshlora.reading import path_argument
+
+# Metavars of arguments that name a file or a folder.
+_PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in our form and exit code 2."""
+    """argparse, with its errors in our form and exit code 2; what no file can be named is one of them."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if options.get("metavar") in _PATHS:
+            options["type"] = path_argument
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         said = MeshloraError(f"{message}; see {self.prog} --help")  # it repeats the arguments
@@ -311,17 +320,14 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _fields(overrides: Sequence[str]) -> dict[str, Any]:
     """`KEY=VALUE` -> values, read as YAML."""
-    import yaml
+    from meshlora.run_file import yaml_value
 
     fields = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
             raise UserError(f"--set {override}", "it must read KEY=VALUE, as in --set num_key_value_heads=2")
-        try:
-            fields[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UserError(f"--set {override}", f"{text!r} is not a YAML value", "put it in quotes") from None
+        fields[name] = yaml_value(f"--set {override}", text)
     return fields
 
 

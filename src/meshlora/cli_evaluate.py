@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.errors import UserError
+from meshlora.reading import path_argument
 
 
 def add_evaluate(commands: Any) -> None:
@@ -24,7 +25,10 @@ def add_evaluate(commands: Any) -> None:
     )
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument(
-        "--adapter", metavar="FOLDER", help="default: the finished one in train.output, else adapter of the run file"
+        "--adapter",
+        type=path_argument,  # by itself: a group is no parser of ours
+        metavar="FOLDER",
+        help="default: the finished one in train.output, else adapter of the run file",
     )
     which.add_argument("--base", action="store_true", help="the base model alone")
     evaluate.add_argument("--data", metavar="FILE", help="instead of data.eval, all of it")

@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from meshlora.errors import UserError
 from meshlora.plan.topology import Topology
+from meshlora.reading import check_path
 
 # The most of each: far above any use, and below where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
 _MOST: dict[str, float] = {
-    **{f"data.{name}": most for name, most in {"max_length": 10**8, "eval_limit": 10**12}.items()},
+    "data.max_length": 10**8,
+    "data.eval_limit": 10**12,
     **dict.fromkeys(("train.steps", "train.log_every", "train.replica_check_every", "train.keep_last"), _STEPS),
     **dict.fromkeys(("train.eval_every", "train.save_every", "train.sample_every"), _STEPS),
     **dict.fromkeys(("train.warmup_steps", "train.decay_steps"), _STEPS),
@@ -48,6 +50,9 @@ class ModelConfig:
     allow_unused_weights: bool = False
     quantization: Literal["nf4", "int8"] | None = None
 
+    def __post_init__(self) -> None:
+        check_path("model.path", self.path)
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -73,6 +78,10 @@ class DataConfig:
     sample_prompts: list[str] | None = None
 
     def __post_init__(self) -> None:
+        for name, given in {"data.train": self.train, "data.eval": self.eval}.items():
+            for path in [given] if isinstance(given, str) else given or ():
+                check_path(name, path)
+        check_path("data.cache_dir", self.cache_dir, knows_home=True)
         _check_most("data", self)
         if self.eval_limit is not None:
             _require(self.eval_limit >= 1, "data.eval_limit", self.eval_limit, "at least 1")
@@ -204,6 +213,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
+        for name in ("output", "routing_record", "routing_replay"):
+            check_path(f"train.{name}", getattr(self, name) or "")
         _check_most("train", self)
         _require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
@@ -344,6 +355,7 @@ class RunConfig:
     preset: str | None = None
 
     def __post_init__(self) -> None:
+        check_path("adapter", self.adapter or "")
         if (self.lora is None) == (self.adapter is None):
             given = "neither" if self.lora is None else "both"
             raise UserError(

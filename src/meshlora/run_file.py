@@ -15,25 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from meshlora.config import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
 from meshlora.errors import UserError, did_you_mean
 from meshlora.presets import with_preset
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML, but a key that is given twice is an error rather than won by the second."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if key.value in lines:
-                raise yaml.YAMLError(
-                    f"{key.value} is given twice, in lines {lines[key.value]} and {key.start_mark.line + 1}"
-                )
-            lines[str(key.value)] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+from meshlora.reading import parse_yaml, read_text
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -87,6 +72,7 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
 # been there, or be there next.
 _LONGEST_NAME = 100
 _NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
+_DEEPEST_KEY = 10
 # Where an adapter gives one of these, the other is not taken from what is for all.
 _EITHER = (("train", "steps", "epochs"), ("train", "epochs", "steps"))
 
@@ -106,12 +92,13 @@ def _run(tree: dict[str, Any]) -> RunConfig:
 
 def _read_tree(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        tree = parse_yaml(read_text(file))
     except FileNotFoundError:
         near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
         raise UserError(f"{file}", "there is no such run file", near.removesuffix("known: ")) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file}", f"it is not readable YAML ({' '.join(str(error).split())})") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{file}", f"it is not readable YAML ({why})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
     return tree
@@ -161,14 +148,25 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise UserError(f"--set {override}", "it must read key.path=value, as in --set train.lr=1e-4")
     *parents, last = path.split(".")
+    if len(parents) > _DEEPEST_KEY:
+        raise UserError(f"--set {override}", f"a key has at most {_DEEPEST_KEY} groups around it")
     for key in parents:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise UserError(f"--set {override}", f"{key} is a value, not a group of keys")
+    tree[last] = yaml_value(f"--set {override}", text)
+
+
+def yaml_value(given: str, text: str) -> Any:
+    """The value of `--set KEY=text`.
+
+    Raises:
+        UserError: it is no YAML.
+    """
     try:
-        tree[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {override}", f"{text!r} is not a YAML value", "put it in quotes") from None
+        return parse_yaml(text)
+    except ValueError as error:
+        raise UserError(given, f"{text[:60]!r} is not a YAML value ({error})", "put it in quotes") from None
 
 
 def _build(cls: type, tree: Any, path: str) -> Any:

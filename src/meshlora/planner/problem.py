@@ -28,6 +28,8 @@ from meshlora.planner.trace import model_vocab
 
 Recompute = str | int
 
+_MOST, _MOST_GPUS = 10**8, 10**5
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -102,9 +104,11 @@ def pose(
         UserError: a size below 1; sequences that are longer than the model's positions; a model that cannot be built,
             or not be quantised.
     """
+    if gpus > _MOST_GPUS:
+        raise UserError(f"--gpus {gpus}", f"plans are for at most {_MOST_GPUS:,}")
     for name, value in {"--gpus": gpus, "--seq": seq, "--global-batch": global_batch}.items():
-        if value < 1:
-            raise UserError(f"{name} {value}", "it must be at least 1")
+        if not 1 <= value <= _MOST:
+            raise UserError(f"{name} {value}", f"it must be at least 1 and at most {_MOST:,}")
     if micro_batch is not None and micro_batch < 1:
         raise UserError(f"--micro-batch {micro_batch}", "it must be at least 1")
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -18,9 +18,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from meshlora.errors import UserError
+from meshlora.reading import parse_json, read_text
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path beside `path`, fsync what it wrote, then rename it to `path`."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
@@ -84,6 +85,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     Raises:
         UserError: missing, cut short, or not a safetensors file.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}", "it is a folder, a pipe or a device, no file")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -113,18 +116,19 @@ def is_writable(folder: Path) -> bool:
     return True
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file.
+def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
+    """Parse a JSON file of at most so many bytes.
 
     Raises:
-        UserError: missing, unreadable, or not JSON.
+        UserError: missing, unreadable, too large, or not JSON as `reading.parse_json` takes it.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_text(path, most_bytes=most_bytes))
     except FileNotFoundError:
         raise UserError(f"{path}", "the file is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}", f"it is not a readable JSON file ({error})") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}", f"it is not a readable JSON file ({why})") from None
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ stack the matrices of experts. Others are refused by name.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import Any, NamedTuple
 
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.state.files import open_safetensors, read_json
+
+# The largest checkpoints have some 100,000 tensors.
+_INDEX_BYTES = 32 * 2**20
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -153,14 +158,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        content = read_json(index)
+        content = read_json(index, most_bytes=_INDEX_BYTES)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise UserError(f"{index}", "it has no weight_map from names to files", "download it again")
         files = [folder / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if file.parent != folder or not file.is_file():
-                raise UserError(f"{index}", f"it names {file.name}, which is not in the folder", "download it again")
+        there = set(os.listdir(folder))
+        for name, file in zip(sorted(set(weight_map.values())), files, strict=True):
+            if name not in there or not file.is_file():
+                raise UserError(
+                    f"{index}", f"it names {name[-_LONGEST_NAME:]!r}, which is not in the folder", "download it again"
+                )
         return files
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -171,6 +179,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
             "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
         )
     raise UserError(f"{folder}", "it holds no model.safetensors and no model.safetensors.index.json")
+
+
+def num_stored(folder: Path) -> int:
+    """How many tensors a checkpoint holds; 0 where there is none that can be read."""
+    try:
+        return sum(1 for _ in _stored_tensors(folder))
+    except UserError:
+        return 0
 
 
 def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.expert_targets import with_whole_projections
 from meshlora.adapter.targets import resolve_targets
 from meshlora.api import build_meta
-from meshlora.errors import UserError, reason
+from meshlora.errors import UserError
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
+from meshlora.reading import parse_yaml, read_text
 from meshlora.train.recompute import check_recompute
 
 # Linears of families with experts that the default adapter is not on: one process gives them no gradient, as what they
@@ -130,11 +130,12 @@ def read_lora(path: str | Path) -> dict[str, Any]:
         UserError: not readable, not a mapping.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = parse_yaml(read_text(Path(path)))
     except FileNotFoundError:
         raise UserError(f"--lora {path}", "there is no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--lora {path}", f"it is not readable YAML ({reason(error)})") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({why})") from None
     if isinstance(values, dict) and isinstance(values.get("lora"), dict):
         values = values["lora"]
     if not isinstance(values, dict):
