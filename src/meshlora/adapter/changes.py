@@ -24,6 +24,7 @@ from peft.utils import transformers_weight_conversion
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from meshlora.adapter.patterns import check_patterns
 from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
 from meshlora.adapter.per_expert import refuse_per_expert
 from meshlora.adapter.targets import DESCRIPTIVE
@@ -127,6 +128,7 @@ def read_changes(model: Any, folder: Path) -> Changes:
     check_mergeable(config, where)
     with open_safetensors(folder / WEIGHTS_FILE) as file:
         refuse_per_expert(folder, file.keys())
+    check_patterns(config, [*(name for name, _ in model.named_modules()), *model.state_dict()])
     base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrapped = _attach(model, config, where)
     expected = {

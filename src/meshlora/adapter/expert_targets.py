@@ -21,8 +21,8 @@ from typing import Any
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import transformers_weight_conversion
-from peft.utils.other import get_pattern_key
 
+from meshlora.adapter.patterns import pattern_key
 from meshlora.adapter.pieces import with_pieces
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.rules import ModelPlan
@@ -89,10 +89,10 @@ def _of_whole(
     for name, pieces in fused.items():
         ends = [f"{piece}_proj" for piece in pieces]
         parts = [name.removesuffix("gate_up_proj") + end for end in ends]
-        keys = [get_pattern_key(pattern.keys(), part) for part in parts]
+        keys = [pattern_key(pattern, part) for part in parts]
         for projection in _matches([name], plan.projections):
             for end, part, key in zip(ends, parts, keys, strict=True):
-                own = get_pattern_key(pattern.keys(), projection.removesuffix("gate_up_proj") + end)
+                own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
                 if own in pattern and own != key:  # one entry cannot say both
                     raise UserError(
                         f"{option}={pattern}",
@@ -112,7 +112,7 @@ def _of_whole(
             changed = dict([*entries[:at], (name, values.pop()), *entries[at:]])
         replaced |= {*keys}
     for key in replaced:
-        if not any(get_pattern_key([key], other) == key for other in others):  # else it is theirs too
+        if not any(pattern_key([key], other) == key for other in others):  # else it is theirs too
             changed.pop(key, None)
     return changed
 
@@ -229,7 +229,7 @@ def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) ->
         key = re.escape(f"{name}.weight")
         for option, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
             pattern = getattr(config, option)
-            value = pattern.get(get_pattern_key(pattern.keys(), name), default)
+            value = pattern.get(pattern_key(pattern, name), default)
             if value != default:
                 setattr(found, option, getattr(found, option) | {key: value})
     return found

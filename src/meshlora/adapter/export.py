@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ from meshlora.adapter.loralib import (
     parse_metadata,
     without_wrappers,
 )
+from meshlora.adapter.patterns import check_patterns, pattern_key
 from meshlora.adapter.peft_format import (
     CONFIG_FILE,
     PIECES_FILE,
@@ -209,13 +209,14 @@ def _factors(
             biases[name.replace(".base_layer.", ".")] = tensor
         elif strict and ".base_layer." not in name:  # PEFT stores the embeddings beside LoRA on them
             raise UnsupportedError(f"{where}: {key}", "loralib has no place for it", "merge it instead: meshlora merge")
+    check_patterns(config, found)
     factors = {}
     for module, sides in sorted(found.items()):
         if sides.keys() != {"A", "B"}:
             raise UserError(f"{where}: {module}", f"it has lora_{next(iter(sides))} only")
         a, b = sides["A"], sides["B"]
-        r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
+        r = config.rank_pattern.get(pattern_key(config.rank_pattern, module), config.r)
+        alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, module), config.lora_alpha)
         # LoRA on experts, which only a plain copy can hold, has r for each expert.
         needed = r if strict or pieces else a.shape[0]
         if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (needed, needed):

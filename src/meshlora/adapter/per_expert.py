@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from meshlora.adapter.expert_format import (
@@ -29,6 +28,7 @@ from meshlora.adapter.expert_format import (
     to_shared,
 )
 from meshlora.adapter.file_tensors import PREFIX, factors_of_file, file_shapes
+from meshlora.adapter.patterns import check_patterns, pattern_key
 from meshlora.adapter.pieces import PieceLoraConfig, with_pieces
 from meshlora.adapter.targets import Target, embedding_size
 from meshlora.errors import UnsupportedError, UserError
@@ -270,10 +270,11 @@ def _check_patterns(
         for expert in range(rule.num_experts)
         for leaf in names.projections.values()
     ]
+    check_patterns(config, [*single, *targets])
     for option in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, option)
         for name in (*single, *targets) if pattern else ():
-            if get_pattern_key(pattern.keys(), name) in pattern:
+            if pattern_key(pattern, name) in pattern:
                 raise UnsupportedError(
                     f"{file}: {option}={pattern}", f"it is about {name}, and adapters on single experts have one rank"
                 )

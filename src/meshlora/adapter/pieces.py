@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 
+from meshlora.adapter.patterns import pattern_key
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Piece
@@ -93,7 +93,7 @@ def _check_patterns(config: LoraConfig, key: str, name: str) -> None:
     """What is said of the pieces counts: an entry before it would be read as the rank of all of them together."""
     for option in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, option) or {}
-        found = get_pattern_key(pattern.keys(), name)
+        found = pattern_key(pattern, name)
         if key in pattern and found != key:
             raise UserError(
                 f"{option}: {found!r}",

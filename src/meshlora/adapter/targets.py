@@ -16,7 +16,6 @@ from typing import Any
 from peft import LoraConfig
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from peft.utils.other import get_pattern_key
 
 from meshlora.adapter.dropout import check_dropout
 from meshlora.adapter.expert_targets import (
@@ -26,6 +25,7 @@ from meshlora.adapter.expert_targets import (
     stored_parameters,
     with_whole_projections,
 )
+from meshlora.adapter.patterns import check_each_pattern, check_patterns, pattern_key, shown, suffixes
 from meshlora.adapter.pieces import check_pieces, piece_of, pieces_of
 from meshlora.adapter.values import check_values
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
@@ -65,6 +65,8 @@ DESCRIPTIVE = {
     "inference_mode",
     "runtime_config",
 }
+# Elements that an adapter may always have: a gigabyte with its optimizer.
+_SMALL = 2**26
 _INITS = (True, False, "gaussian", "pissa", "olora")
 
 
@@ -149,6 +151,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         UnsupportedError: a match that is not a linear, or the output head.
     """
     check_supported(config)
+    check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
     config = with_whole_projections(config, plan)
     head = _head_name(model)
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config, head))
@@ -179,11 +182,11 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     check_experts(config, matched, plan)
     check_pieces(config, matched, plan)
     if strict:
-        _check_each_pattern(plan, config, matched)
+        check_each_pattern(plan, config, matched)
         _check_fan_in_fan_out(plan, config)
     if not matched:
         raise UserError(
-            f"target_modules={_shown(config.target_modules)}",
+            f"target_modules={shown(config.target_modules)}",
             "it matches no linear layer of the model"
             + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
             + (" that exclude_modules leaves" if config.exclude_modules else "")
@@ -195,6 +198,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     ]
     by_weight = set(parameters) - plan.projections.keys()
     found = {name: _target(name, config, plan, by_weight=name in by_weight) for name in chosen}
+    _check_size(found, plan, embedding_size(model, plan))
     if config.lora_dropout:
         check_dropout(final_config(config, found, plan), found, plan)
     return found
@@ -287,8 +291,8 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
 
 def _target(name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
     key = f"{name}.weight" if by_weight else name  # what PEFT calls it in patterns
-    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), key), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), key), config.lora_alpha)
+    r = config.rank_pattern.get(pattern_key(config.rank_pattern, key), config.r)
+    alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, key), config.lora_alpha)
     pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
@@ -299,6 +303,23 @@ def _target(name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) 
         return target
     shared = bool(getattr(config, "share_experts", False))
     return dataclasses.replace(target, num_experts=rule.num_experts, is_shared=shared, is_swapped=rule.is_swapped)
+
+
+def _check_size(targets: Mapping[str, Target], plan: ModelPlan, embedding: tuple[int, int]) -> None:
+    """Factors of a rank beyond the width of their matrix are larger than it is: of large ones that is a mistake."""
+    own = sum(math.prod(shape) for n, t in targets.items() for shape in t.shapes(plan.rule_of(n), embedding).values())
+    base = 0
+    for name, target in targets.items():
+        rule = plan.rule_of(name)
+        shape = embedding if target.is_embedding or rule is None else (rule.in_features, rule.out_features)
+        base += math.prod(shape) * max(1, target.num_experts)
+    if own > max(4 * base, _SMALL):
+        largest = max(targets.values(), key=lambda target: target.r)
+        raise UserError(
+            f"rank {largest.r} of {largest.name}",
+            f"the adapter has {own:,} elements, and the matrices that it is on have {base:,}",
+            "use a lower r",
+        )
 
 
 def _head_name(model: Any) -> str | None:
@@ -325,52 +346,6 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig, head: str
     return given if isinstance(given, str) else set(given)
 
 
-def _check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) -> None:
-    """Every suffix, rank pattern and alpha pattern has an effect on at least one linear; every layer index exists."""
-    indices = config.layers_to_transform
-    for index in [indices] if isinstance(indices, int) else indices or []:
-        if not 0 <= index < plan.num_layers:
-            raise UserError(
-                f"layers_to_transform={indices}", f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
-            )
-    every = {"target_modules": [*plan.linears, plan.embedding]}
-    every["exclude_modules"] = [*every["target_modules"], *plan.projections, *plan.matrices]
-    for option in every:
-        given = getattr(config, option) or ()
-        for suffix in [] if isinstance(given, str) else sorted(given):
-            about = [n for n in every[option] if n == suffix or n.endswith(f".{suffix}")]
-            if not about:
-                raise UserError(
-                    f"{option}={_shown(given)}",
-                    f"{suffix!r} matches no linear layer",
-                    did_you_mean(suffix, _suffixes(plan.linears)),
-                )
-            if option == "target_modules" and all(_is_saved(name, config) for name in about):
-                raise UserError(
-                    f"modules_to_save={list(config.modules_to_save or ())}",
-                    f"so {suffix!r} of target_modules has no effect",
-                    "a module is trained in full or by LoRA: take it out of one of the two",
-                )
-    excluded = config.exclude_modules
-    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in every["exclude_modules"]):
-        raise UserError(
-            f"exclude_modules={excluded!r}", "it matches no linear layer", "a text is a pattern for whole names"
-        )
-    for option in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, option) or {}:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in matched):
-                raise UserError(
-                    f"{option}={getattr(config, option)}",
-                    f"{pattern!r} matches none of the targets",
-                    did_you_mean(pattern, _suffixes(matched)),
-                )
-
-
-def _is_saved(name: str, config: LoraConfig) -> bool:
-    """Whether PEFT leaves `name` out of the targets, as it is trained in full."""
-    return any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
-
-
 def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
     """How a weight is stored is known from the model: to say it of one that is stored the other way has no effect."""
     if config.fan_in_fan_out and not any(rule.is_transposed for rule in plan.linears.values()):
@@ -381,10 +356,6 @@ def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
         )
 
 
-def _suffixes(names: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[2] for name in names}
-
-
 def _way_to_a_match(config: LoraConfig, plan: ModelPlan) -> str:
     given = config.target_modules
     if config.exclude_modules:
@@ -393,8 +364,4 @@ def _way_to_a_match(config: LoraConfig, plan: ModelPlan) -> str:
         return "a module is trained in full or by LoRA: take it out of one of the two"
     if isinstance(given, str):
         return f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
-    return did_you_mean(next(iter(sorted(given or {""}))), _suffixes(plan.linears))
-
-
-def _shown(targets: Any) -> str:
-    return repr(targets) if isinstance(targets, str) or targets is None else str(sorted(targets))
+    return did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))

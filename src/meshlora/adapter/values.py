@@ -1,20 +1,21 @@
 """The values of an adapter's options: types and ranges, whatever the adapter is for.
 
-Owns: refusing what PEFT takes unseen, fails on far away, or reads as something else. Does not own: which options are
-followed (`adapter.targets` for training, `adapter.changes` for merging).
+Owns: refusing what PEFT takes unseen, fails on far away, or reads as something else. Does not own: patterns
+(`adapter.patterns`), which options are followed (`adapter.targets` for training, `adapter.changes` for merging).
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Collection
 
 from peft import LoraConfig, LoraRuntimeConfig
 
+from meshlora.adapter.patterns import check_patterns
 from meshlora.errors import UserError
 
 _BIASES = ("none", "all", "lora_only")
+# Far beyond the width of any matrix; and what float32 can still multiply with.
+_LARGEST_RANK, _LARGEST_ALPHA = 2**16, 1e9
 
 
 def check_values(config: LoraConfig) -> None:
@@ -26,17 +27,24 @@ def check_values(config: LoraConfig) -> None:
     if config.bias not in _BIASES:
         raise UserError(f"LoraConfig(bias={config.bias!r})", f"one of {', '.join(_BIASES)}")
     _check_types(config)
+    check_patterns(config)
     for what, rank in [("r", config.r), *((f"rank_pattern[{k!r}]", v) for k, v in (config.rank_pattern or {}).items())]:
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise UserError(f"LoraConfig({what}={rank!r})", "a rank is a whole number of at least 1")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= _LARGEST_RANK:
+            raise UserError(
+                f"LoraConfig({what}={rank!r})", f"a rank is a whole number of at least 1, at most {_LARGEST_RANK}"
+            )
     dropout = config.lora_dropout
     if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
         raise UserError(f"LoraConfig(lora_dropout={dropout!r})", "it is a share in [0, 1)", "0.05 to 0.1 is usual")
     alphas = [("lora_alpha", config.lora_alpha)]
     alphas += [(f"alpha_pattern[{k!r}]", v) for k, v in (config.alpha_pattern or {}).items()]
     for what, alpha in alphas:
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0 or math.isinf(alpha):
-            raise UserError(f"LoraConfig({what}={alpha!r})", "lora_alpha is a number above 0", "2 * r is usual")
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= _LARGEST_ALPHA:
+            raise UserError(
+                f"LoraConfig({what}={alpha!r})",
+                f"lora_alpha is a number above 0, at most {_LARGEST_ALPHA:g}",
+                "2 * r is usual",
+            )
 
 
 def _check_types(config: LoraConfig) -> None:
@@ -58,23 +66,10 @@ def _check_types(config: LoraConfig) -> None:
         value = getattr(config, option) or {}
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise UserError(f"LoraConfig({option}={value!r})", "it maps patterns to numbers, as in {q_proj: 8}")
-        for pattern in value:
-            _check_regular_expression(option, pattern)
     saved = config.modules_to_save or ()
     if isinstance(saved, str) or not isinstance(saved, Collection) or not all(isinstance(name, str) for name in saved):
         raise UserError(f"LoraConfig(modules_to_save={saved!r})", "it is a list of names")
-    for name in saved:
-        _check_regular_expression("modules_to_save", name)
     for option in ("target_modules", "exclude_modules"):
         value = getattr(config, option) or ()
-        if isinstance(value, str):
-            _check_regular_expression(option, value)
-        elif not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+        if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
             raise UserError(f"LoraConfig({option}={value!r})", "it is a list of names or one regular expression")
-
-
-def _check_regular_expression(option: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"LoraConfig({option}={pattern!r})", f"it is not a regular expression ({error})") from error
