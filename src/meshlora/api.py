@@ -27,10 +27,13 @@ from meshlora.parallel.same_tokens import compare_first_tokens
 from meshlora.parallel.sharding import check_units, finish_sharding
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families import check_proved
+from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import with_quantization
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
+from meshlora.state.building import build_on_meta
 from meshlora.state.files import read_json
+from meshlora.state.stored import num_stored
 from meshlora.state.weights import CheckpointSource, StateDictSource, checkpoint_files, fill, kept_wide
 
 DTYPES = {
@@ -39,6 +42,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# transformers copies all of it a dozen times.
+_CONFIG_BYTES = 2**19
 
 
 def load(
@@ -169,7 +174,8 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     """The configuration of a local checkpoint; never asks a hub.
 
     Raises:
-        UserError: no such folder, no config.json, or a model type that transformers does not know.
+        UserError: no such folder, no config.json, an adapter beside it, numbers that no model has, or a model type that
+            transformers does not know.
     """
     if isinstance(model, PretrainedConfig):
         return model
@@ -178,20 +184,32 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         raise UserError(
             f"model {str(model)!r}", "there is no such folder", "download it first: hf download NAME --local-dir FOLDER"
         )
+    if (folder / peft_format.CONFIG_FILE).exists():
+        raise UserError(
+            f"model {folder}",
+            f"it holds {peft_format.CONFIG_FILE}, by which transformers would load another base, with that adapter",
+            "give the base model's own folder, and the adapter one of its own",
+        )
     if not (folder / "config.json").is_file():
         raise UserError(f"model {folder}", "it holds no config.json", "it should be the folder of one checkpoint")
-    stored = read_json(folder / "config.json")
-    model_type = stored.get("model_type") if isinstance(stored, dict) else None
+    file = folder / "config.json"
+    stored = read_json(file, most_bytes=_CONFIG_BYTES)
+    if not isinstance(stored, dict):
+        raise UserError(f"{file}", "it must be a JSON object, as transformers writes it")
+    model_type = stored.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise UserError(f"{file}: model_type {model_type!r}", "it must be text")
     if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in stored:
         raise UserError(
-            f"{folder / 'config.json'}: model_type {model_type!r}",
+            f"{file}: model_type {model_type!r}",
             f"transformers {transformers.__version__} has no such family",
-            did_you_mean(str(model_type), CONFIG_MAPPING),
+            did_you_mean(model_type, CONFIG_MAPPING),
         )
+    check_numbers(stored, f"{file}", num_tensors=lambda: num_stored(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family checks its own fields, with exceptions of every kind
-        raise UserError(f"{folder / 'config.json'}", f"transformers refuses it ({reason(error)})") from error
+        raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"model {folder}", "quantised checkpoints are not supported yet")
     return config
@@ -209,15 +227,9 @@ def build_meta(
 ) -> tuple[Any, ModelPlan]:
     """The model on the meta device and its plan: all that can be known, and refused, before any weight is read."""
     handle_dropout(config, disable=disable_dropout)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # ImportError for an attention that is not installed, ZeroDivisionError for 0 heads
-        raise UserError(
-            f"model_type {config.model_type!r}", f"transformers cannot build it ({reason(error)})"
-        ) from error
+    model = build_on_meta(
+        config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+    )
     if dtype == torch.float64:
         for parameter in model.parameters():  # the routers of some families are float32 whatever is asked for
             parameter.data = parameter.data.to(dtype)
@@ -236,14 +248,15 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> 
     """The dtype of the base.
 
     Raises:
-        UserError: a name that is not one of `DTYPES`.
+        UserError: one that is not in `DTYPES`, here or in `config`.
     """
+    way_out = ""
     if dtype is None or dtype == "auto":
-        return config.dtype or torch.float32
+        dtype, way_out = config.dtype or torch.float32, "config.json says so: give a dtype"
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}", f"it must be one of auto, {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r}", f"it must be one of auto, {', '.join(DTYPES)}", way_out)
     return DTYPES[dtype]
 
 

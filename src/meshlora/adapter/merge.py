@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from meshlora.adapter.changes import Change, Changes, read_changes
 from meshlora.adapter.merge_arithmetic import merged_expert, merged_weight, wide_dtype
 from meshlora.adapter.merge_check import compare_logits
 from meshlora.errors import MeshloraError, UnsupportedError, UserError, reason
+from meshlora.state.building import build_on_meta
 from meshlora.state.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.state.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
 from meshlora.state.weights import CheckpointSource, check_checkpoint, kept_wide
@@ -138,7 +139,7 @@ def _planned(
     *,
     trust_remote_code: bool,
 ) -> _Planned:
-    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
     source = CheckpointSource(model_folder, model)
     aliases = check_checkpoint(model, source, allow_unused=True)
     _check_stored_twice(source, aliases)
@@ -150,16 +151,6 @@ def _planned(
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
     return _Planned(source, changes, aliases, untied, outputs)
-
-
-def _meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each family has its own: ImportError, ZeroDivisionError, KeyError
-        raise UserError(
-            f"model_type {config.model_type!r}", f"transformers cannot build it ({reason(error)})"
-        ) from error
 
 
 def _check_stored_twice(source: CheckpointSource, aliases: Mapping[str, list[str]]) -> None:
@@ -257,7 +248,7 @@ def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str],
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -343,6 +334,11 @@ def _value(
         value = value if place is None else value[place]
     value = _cast(value, output)
     if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
+        for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
+            with open_safetensors(tensor.file) as file:
+                if not torch.isfinite(file.get_tensor(tensor.key)).all():
+                    rule = "it holds values that are not finite"
+                    raise UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
         raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
     return value
 
@@ -378,7 +374,7 @@ def _read_back(
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    model = _meta_model(config, trust_remote_code=trust_remote_code)
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
     tied = check_checkpoint(model, CheckpointSource(folder, model), allow_unused=True)
     stored = {o.name for o in outputs}
     if shared := [

@@ -28,6 +28,7 @@ from meshlora.oracle.case import Case, batch_size_for, case_hash, file_fingerpri
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
@@ -360,6 +361,7 @@ def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> Pre
     Raises:
         UserError: no such family, or an override that is no field of its configuration.
     """
+    check_numbers(overrides, "--set")
     try:
         config = twin_config(family, tp=tp, block=block)
         for name in overrides:
