@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 
 from meshlora.console import Console
 from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.samples import forget_after
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -25,3 +27,35 @@ def test_line_of_a_step_has_what_its_objective_reports(is_terminal: bool, tmp_pa
     first, second = text.splitlines()
     assert first == "step 1/2  loss 0.5000  accuracy 0.75  margin 0.01235  lr 1.00e-03  grad_norm 2.000  200 tokens/s"
     assert second == "step 2/2  loss 0.4000  lr 1.00e-03  grad_norm inf  200 tokens/s  left out"
+
+
+DAMAGED = (
+    b"\xff\xfe\n",
+    b'{"step": 1, "los\n',
+    b"null\n",
+    b"[1]\n",
+    b'{"loss": 1}\n',
+    b'{"step": Infinity}\n',
+    b"[" * 9999 + b"\n",
+)
+
+
+def test_a_damaged_line_is_left_out_where_a_run_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    good = [b'{"step": %d, "loss": 0.5}\n' % step for step in (1, 2, 3, 4)]
+    file.write_bytes(b"".join([*good[:2], *DAMAGED, *good[2:], b'{"step": 5']))
+    said = io.StringIO()
+    console = Console(file=said, width=1000)
+    with Reporter(file, steps=9, log_every=1, is_main=True, console=console, done=3):
+        pass
+    assert file.read_bytes() == b"".join(good[:3])
+    assert f"{len(DAMAGED)} damaged lines are left out" in said.getvalue()
+
+
+def test_a_sample_is_kept_whatever_it_holds_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    texts = ["a\u2028b", "\x85", "c\x0bd"]  # lines end there to str.splitlines
+    lines = [json.dumps({"step": 2, "text": text}, ensure_ascii=False) + "\n" for text in texts]
+    file.write_bytes("".join(lines).encode() + b"".join(DAMAGED) + b'{"step": 3}\n')
+    forget_after(file, 2)
+    assert file.read_text(encoding="utf-8") == "".join(lines)

@@ -94,10 +94,12 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self.is_main:
-            kept = _lines_until(self._path, self._done)
-            write_atomically(self._path, lambda path: _write_lines(path, kept))
+            kept, num_damaged = lines_until(self._path, self._done)
+            write_atomically(self._path, lambda path: path.write_bytes(b"".join(kept)))
             self._file = self._path.open("ab", buffering=0)  # a line is on disk as soon as it is said
             self._progress.start()
+            if num_damaged:
+                self.say(f"{self._path}: {num_damaged} damaged lines are left out")
         return self
 
     def __exit__(
@@ -183,13 +185,18 @@ def _is_value(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _lines_until(file: Path, done: int) -> list[str]:
-    """Whole lines of `file` about the first `done` steps; none where there is no such file."""
+def lines_until(file: Path, done: int) -> tuple[list[bytes], int]:
+    """Whole lines of `file` about the first `done` steps, and how many others cannot be read: a crash of the machine
+    may leave such. Nothing where there is no such file."""
     if not done or not file.is_file():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-
-
-def _write_lines(file: Path, lines: list[str]) -> None:
-    file.write_text("".join(lines), encoding="utf-8")
+        return [], 0
+    kept, num_damaged = [], 0
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            num_damaged += line.endswith(b"\n")  # the last one may have been cut short by how the run ended
+            continue
+        if step <= done and line.endswith(b"\n"):
+            kept.append(line)
+    return kept, num_damaged

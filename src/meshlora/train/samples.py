@@ -21,8 +21,9 @@ from meshlora.data import read_records
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.lift import lift
 from meshlora.plan.topology import Topology
-from meshlora.state.files import write_text_atomically
+from meshlora.state.files import write_atomically
 from meshlora.train.decoding import continuations, encode_prompts
+from meshlora.train.metrics import lines_until
 
 FILE = "samples.jsonl"
 NUM_PROMPTS = 4  # of the held-out data, where the run file names none
@@ -90,6 +91,5 @@ def forget_after(file: Path, done: int) -> None:
     """Keep the samples of the first `done` steps: the run goes on from there."""
     if not file.is_file():
         return
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-    write_text_atomically(file, "".join(kept))
+    kept, _ = lines_until(file, done)
+    write_atomically(file, lambda path: path.write_bytes(b"".join(kept)))
