@@ -11,6 +11,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +24,7 @@ from meshlora.adapter.manage import active_factors
 from meshlora.adapter.peft_format import save_adapter
 from meshlora.plan.twin import twin_config
 from meshlora.train.checkpoint import state_writer
+from meshlora.train.manifest import Manifest, write_manifest
 from meshlora.verify.pool import Pool
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 512, "moe_intermediate_size": 512, "vocab_size": 1024}
@@ -40,13 +44,23 @@ def measure(folder: str, rank: int, experts: int) -> dict[str, float]:
     for name in ("adapter", "checkpoint"):
         before = _begin()
         started = time.perf_counter()
-        state = state_writer(model, optimizer, step=1, updates=1, identity={}) if name == "checkpoint" else None
+        state = state_writer(model, optimizer) if name == "checkpoint" else None
+        manifest = Manifest(kind="initial", step=0, steps=1, updates=0, identity={}, versions={})
+        if state is not None:
+            manifest = replace(manifest, kind="checkpoint", step=1, topology="dp=2,ep=2")
         found[f"{name}_gather_moments_s"] = time.perf_counter() - started
-        save_adapter(model, Path(folder) / name, also=state)
+        save_adapter(model, Path(folder) / name, also=partial(_add, state, manifest))
         found[f"{name}_s"] = time.perf_counter() - started
         found[f"{name}_peak_mb"] = _status("VmHWM") - before
         del state
     return found
+
+
+def _add(state: Callable[[Path], None] | None, manifest: Manifest, folder: Path) -> None:
+    """What a run writes beside the adapter."""
+    if state is not None:
+        state(folder)
+    write_manifest(folder, manifest)
 
 
 def _begin() -> float:

@@ -1,14 +1,14 @@
-"""The command line: `meshlora train | verify | check | plan | evaluate | generate | merge | export |
-plot`.
+"""The command line: `meshlora train | verify | check | inspect | plan | evaluate | generate | merge | export | plot`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
 wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`), plan (`cli_plan`), evaluate and
-generate (`cli_evaluate`), pictures (`cli_pictures`).
+generate (`cli_evaluate`), inspect (`cli_inspect`), pictures (`cli_pictures`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from meshlora.cli_adapter import add_merge_and_export
 from meshlora.cli_evaluate import add_evaluate
+from meshlora.cli_inspect import add_inspect
 from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.cli_plan import add_plan
 from meshlora.errors import MeshloraError, UserError, report
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.set_defaults(run=_check)
 
+    add_inspect(commands)
     add_plan(commands)
     add_evaluate(commands)
     add_merge_and_export(commands)
@@ -209,7 +211,7 @@ def _train(options: argparse.Namespace) -> None:
     from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file, rank_edge
     from meshlora.train.launch import launch
     from meshlora.train.many import train_together
-    from meshlora.train.many_prepare import logs_of, prepare_runs, words_of
+    from meshlora.train.many_prepare import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.train.run import train
     from meshlora.verify.many import preflight_runs
     from meshlora.verify.pool import stop_forking
@@ -226,21 +228,26 @@ def _train(options: argparse.Namespace) -> None:
         configs = read_runs(options.file, options.overrides)
         on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
         runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
-        if _are_finished(runs):
-            return
-        preflight_runs(runs, skip=options.no_preflight)
-        stop_forking()
-        words = [word for override in options.overrides for word in ("--set", override)]
-        words += ["--resume", resume] if resume is not None else []
-        words += [word for name in despite for word in ("--resume-despite", name)]
-        launch(["train", options.file, *words], nproc=options.nproc, command=options.words)
+        with holding_outputs(runs, resume=resume, despite=despite) as runs:
+            if _are_finished(runs):
+                return
+            preflight_runs(runs, skip=options.no_preflight)
+            stop_forking()
+            words = [word for override in options.overrides for word in ("--set", override)]
+            words += ["--resume", resume] if resume is not None else []
+            words += [word for name in despite for word in ("--resume-despite", name)]
+            launch(["train", options.file, *words], nproc=options.nproc, command=options.words)
         return
-    with rank_edge():
+    is_main = place is None or place.rank == 0
+    with rank_edge(), contextlib.ExitStack() as held:
         world = place.world if place else 1
 
         def look() -> dict[str, Any]:
             configs = read_runs(options.file, options.overrides)
-            return prepare_runs(configs, world=world, resume=resume, despite=despite)
+            runs = prepare_runs(configs, world=world, resume=resume, despite=despite)
+            if launched_by_us() or not is_main:
+                return runs
+            return held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
 
         runs = agreed(look, words_of)
         if _are_finished(runs, is_main=place is None or place.rank == 0):
@@ -264,14 +271,14 @@ def _train(options: argparse.Namespace) -> None:
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
     """Whether nothing is left to do; the first rank says so of each, and makes a merged model that is missing."""
     from meshlora.console import Console
-    from meshlora.train.run import MERGED, merge_at_end
+    from meshlora.train.run import merge_at_end
 
     if not all(run.is_finished for run in runs.values()):
         return False
     for run in runs.values() if is_main else ():
         output = Path(run.config.train.output)
         Console().say(f"all {run.steps:,} steps are done: {output}/adapter")
-        if run.config.train.merge_at_end and not (output / MERGED).is_dir():
+        if run.config.train.merge_at_end:
             merge_at_end(run)
     return True
 

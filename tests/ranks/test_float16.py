@@ -23,8 +23,8 @@ from meshlora.adapter.peft_format import WEIGHTS_FILE
 from meshlora.errors import MeshloraError
 from meshlora.oracle.compare import compare_adapters
 from meshlora.run_file import read_run
-from meshlora.train.checkpoint import read_checkpoint
 from meshlora.train.loss_scale import LossScale
+from meshlora.train.manifest import read_whole
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from meshlora.train.trainer import Trainer
@@ -88,7 +88,7 @@ def test_resumed_run_has_the_same_bits_and_scale(folder: Path, whole: Path, pool
     shutil.copytree(whole, output)
     shutil.rmtree(output / "adapter")
     shutil.rmtree(output / "checkpoints" / "step-000004")
-    stored = read_checkpoint(output / "checkpoints" / f"step-{STOPPED:06d}").loss_scale
+    stored = read_whole(output / "checkpoints" / f"step-{STOPPED:06d}").loss_scale
     assert stored == {"scale": 2.0**14, "good_steps": 0, "skipped": 2}
     pools(2).run(run_and_keep_groups, _file(folder, output.name, "tp=2,sp"), 2, "auto", timeout_s=120)
     assert (output / "adapter" / WEIGHTS_FILE).read_bytes() == (whole / "adapter" / WEIGHTS_FILE).read_bytes()

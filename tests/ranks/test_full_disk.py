@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshlora.train.checkpoint import read_checkpoint
+from meshlora.train.manifest import read_whole
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool
 from tests.processes import own_mounts
@@ -37,11 +37,11 @@ FULL_DISK = """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then raises
     save = Trainer._save
 
-    def save_on_full_disk(self, name, **options):
+    def save_on_full_disk(self, name, *given, **options):
         if rank == 0 and name.endswith("step-000003"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         try:
-            save(self, name, **options)
+            save(self, name, *given, **options)
         finally:
             if rank == 0:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -61,16 +61,16 @@ def test_full_disk_ends_all_ranks_and_leaves_the_last_checkpoint(job: Job) -> No
     assert [folder.name for folder in job.checkpoints()] == ["step-000001", "step-000002"]
     names = {file.name for file in (job.output / "checkpoints").iterdir()}
     assert names == {"step-000001", "step-000002", "latest"}, "nothing half is left"
-    assert read_checkpoint(job.output / "checkpoints" / "latest").step == 2
+    assert read_whole(job.output / "checkpoints" / "latest").step == 2
 
 
 def _train_on_a_disk_that_is_full_for_a_while(folder: Path) -> str:
     """Body of a rank of a pool; returns what it says."""
     save, rank, said = Trainer._save, dist.get_rank(), io.StringIO()
 
-    def save_on_full_disk(self: Trainer, name: str, **options: Any) -> None:
+    def save_on_full_disk(self: Trainer, name: str, *given: Any, **options: Any) -> None:
         with _no_file_above(100) if rank == 0 and name.endswith("step-000003") else contextlib.nullcontext():
-            save(self, name, **options)
+            save(self, name, *given, **options)
 
     with contextlib.chdir(folder), contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_save", save_on_full_disk)
@@ -116,7 +116,7 @@ BALLAST = """
     from meshlora.train.trainer import Trainer
     save, ballast = Trainer._save, Path("output/ballast")
 
-    def save_on_full_disk(self, name, **options):
+    def save_on_full_disk(self, name, *given, **options):
         if rank == 0 and name.endswith("step-000003"):
             with ballast.open("wb", buffering=0) as file:
                 try:
@@ -125,7 +125,7 @@ BALLAST = """
                 except OSError as error:
                     (here / "said").write_text(error.strerror)
         try:
-            save(self, name, **options)
+            save(self, name, *given, **options)
         finally:
             if rank == 0:
                 ballast.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def test_checkpoints_that_fill_a_file_system_end_the_run_with_the_last_one_whole
     assert len(err.splitlines()) == 1
     left = {file.name for file in (job.folder / "saved" / "checkpoints").iterdir()}
     assert left == {f"step-{step:06d}" for step in steps} | {"latest"}, "nothing half is left"
-    assert read_checkpoint(job.folder / "saved" / "checkpoints" / "latest").step == len(steps)
+    assert read_whole(job.folder / "saved" / "checkpoints" / "latest").step == len(steps)
 
 
 @pytest.mark.mounts

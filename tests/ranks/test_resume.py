@@ -26,9 +26,10 @@ from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
 from meshlora.train import checkpoint, trainer
-from meshlora.train.checkpoint import MANIFEST, STATE_FILE, read_checkpoint
 from meshlora.train.keeping import LATEST, point
+from meshlora.train.manifest import FILE, STATE_FILE, read_whole
 from meshlora.train.prepare import Prepared, prepare
+from tests.manifests import manifest_of, sign
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_file
 
@@ -77,10 +78,6 @@ def _difference(one: Path, other: Path) -> float:
     a, b = (load_file(path / "adapter" / WEIGHTS_FILE) for path in (one, other))
     assert a.keys() == b.keys()
     return max(float((a[key] - b[key]).norm() / b[key].norm()) for key in a)
-
-
-def _manifest_of(checkpoint: Path) -> dict[str, Any]:
-    return dict(json.loads((checkpoint / MANIFEST).read_text()))
 
 
 def _metrics(output: Path) -> list[dict[str, Any]]:
@@ -150,7 +147,9 @@ def _stopped_after(step: int | None, file: Path, world: int, resume: str | None,
 
 def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
     batch, masks, cut = GlobalBatches.batch, trainer.Trainer.masks, checkpoint.local_part
-    if fault == "every loss is NaN":
+    if fault.endswith("four are too many"):
+        patch.setattr(trainer, "_MOST_SKIPPED", 4)
+    if fault.startswith("every loss is NaN"):
         loss_sum = trainer.Trainer._loss_sum
 
         def broken(self: Any, *given: Any) -> Any:
@@ -223,7 +222,7 @@ def test_run_that_is_stopped_twice_goes_on_over_three_topologies(
         if step is not None:
             assert not (output / "adapter").exists()
     assert [f.name for f in sorted((output / "checkpoints").glob("step-*"))] == ["step-000002", "step-000005"]
-    assert [c["topology"] for c in map(_manifest_of, sorted((output / "checkpoints").glob("step-*")))] == [
+    assert [c["topology"] for c in map(manifest_of, sorted((output / "checkpoints").glob("step-*")))] == [
         str(Topology.parse(topology, world=WORLD[topology])) for topology, _ in CHAIN[:2]
     ]
     assert [line["step"] for line in _metrics(output) if "loss" in line] == list(range(1, 8))
@@ -294,11 +293,10 @@ def test_steps_that_were_left_out_in_a_row_are_counted_over_a_resume(
     file = _file(folder, output.name, "", train__on_nonfinite="skip", train__save_every=1)
     pools(1).run(_stopped_after, 5, file, 1, "auto", "every loss is NaN", timeout_s=120)
     last = output / "checkpoints" / "step-000005"
-    assert read_checkpoint(last).skipped_in_row == 3
-    assert read_checkpoint(output / "checkpoints" / "step-000002").skipped_in_row == 0
-    (last / MANIFEST).write_text(json.dumps(_manifest_of(last) | {"skipped_in_row": 9}))
-    with pytest.raises(RankError, match="10 steps in a row were left out"):
-        pools(1).run(_stopped_after, None, file, 1, "auto", "every loss is NaN", timeout_s=120)
+    assert read_whole(last).skipped_in_row == 3
+    assert read_whole(output / "checkpoints" / "step-000002").skipped_in_row == 0
+    with pytest.raises(RankError, match="4 steps in a row were left out"):
+        pools(1).run(_stopped_after, None, file, 1, "auto", "every loss is NaN, and four are too many", timeout_s=120)
 
 
 def test_moments_matter(
@@ -309,20 +307,9 @@ def test_moments_matter(
     checkpoint = output / "checkpoints" / f"step-{STOPPED:06d}"
     state = load_file(checkpoint / STATE_FILE)
     save_file({name: torch.zeros_like(tensor) for name, tensor in state.items()}, checkpoint / STATE_FILE)
-    _sign(checkpoint)
+    sign(checkpoint)
     pools(2).run(run_and_keep_groups, _file(folder, output.name, "dp=2"), 2, "auto", timeout_s=120)
     assert _difference(output, whole("dp=2")) > 1e-3
-
-
-def _sign(checkpoint: Path) -> None:
-    """Make the manifest that of the files as they are."""
-    import hashlib
-
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    for name, entry in manifest["files"].items():
-        content = (checkpoint / name).read_bytes()
-        entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
 def _resumed(
@@ -346,15 +333,15 @@ def test_damaged_checkpoint_is_passed_over_with_a_word(
     output = stopped("dp=2")
     new = output / "checkpoints" / "step-000004"
     shutil.copytree(whole("dp=2") / "checkpoints" / new.name, new)
-    file = new / (MANIFEST if "manifest" in damage else STATE_FILE)
+    file = new / (FILE if "manifest" in damage else STATE_FILE)
     content = bytearray(file.read_bytes())
     if damage == "a byte":
         content[-3] ^= 1
     if damage == "other":
-        file, content = new / MANIFEST, bytearray(b'{"format": 1, "files": []}')
+        file, content = new / FILE, bytearray(b"[2, {}]")
     if damage in ("other format", "wrong type"):
-        file = new / MANIFEST
-        changes = {"format": 2} if damage == "other format" else {"updates": "four"}
+        file = new / FILE
+        changes = {"format": 3} if damage == "other format" else {"updates": "four"}
         content = bytearray(json.dumps(json.loads(file.read_text()) | changes).encode())
     file.write_bytes(content[: len(content) // 2] if "cut" in damage else content)
     if "missing" in damage:

@@ -2,7 +2,7 @@
 
 Owns: `checkpoints/latest` and `checkpoints/best`, what `train.keep_last` and `train.keep_best` remove, what a killed
 save left behind, and what is set aside where a run goes on from an earlier step than its last. Does not own: what is in
-a checkpoint, and whether it is whole (`train.checkpoint`).
+a checkpoint (`train.checkpoint`), and whether it is whole (`train.manifest`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from meshlora.errors import UserError
 from meshlora.state.files import fsync_folder
-from meshlora.train.checkpoint import FOLDER, Checkpoint, read_checkpoint, step_folders
+from meshlora.train.manifest import NotWholeError, Saved, read_whole
+from meshlora.train.resuming import FINISHED, FOLDER, step_folders
 
 LATEST, BEST = "latest", "best"
 # What a run that goes on from an earlier step had made of later ones, `set-aside-1`; what a finished run has.
 ASIDE, MERGED = "set-aside", "merged"
-ENDS = ("adapter", MERGED)
+ENDS = (FINISHED, MERGED)
 
 
 class Keeping:
     """What stays of the checkpoints of the run in `output`. keep_last: how many of the newest, 0: all."""
 
-    def __init__(self, output: Path, *, keep_last: int, keep_best: bool, resume: Checkpoint | None) -> None:
+    def __init__(self, output: Path, *, keep_last: int, keep_best: bool, resume: Saved | None) -> None:
         self.folder, self.keep_last, self.keep_best = output / FOLDER, keep_last, keep_best
         self.best_loss = math.inf
         if keep_best and resume is not None:
@@ -92,15 +93,16 @@ def clear_leftovers(output: Path) -> None:
                 left.unlink(missing_ok=True)
 
 
-def set_aside(output: Path, resume: Checkpoint) -> str | None:
-    """Move what the run in `output` made of later steps than `resume` out of the way of the steps that follow now.
+def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | None:
+    """Move what the run in `output` made of later steps than `done` out of the way of the steps that follow now.
 
-    It is of another future of the run: `--resume auto` would go on with it, and a finished adapter say that all is
-    done. Nothing is removed. Returns what to say of it, None where there is nothing.
+    It is of another future of the run, or not whole: `--resume auto` would go on with it, and a finished adapter say
+    that all is done. Nothing is removed. ends: names of what only a finished run has. Returns what to say of it, None
+    where there is nothing.
     """
-    later = [folder for step, folder in step_folders(output / FOLDER) if step > resume.step]
-    ends = [output / name for name in ENDS if (output / name).exists()]
-    if not later and not ends:
+    later = [folder for step, folder in step_folders(output / FOLDER) if step > done]
+    ended = [path for name in ends if (path := output / name).exists() or path.is_symlink()]
+    if not later and not ended:
         return None
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     taken = [int(f.name.rpartition("-")[2]) for f in (output / FOLDER).glob(f"{ASIDE}-*") if f.name[-1].isdecimal()]
@@ -112,17 +114,17 @@ def set_aside(output: Path, resume: Checkpoint) -> str | None:
     for name in (LATEST, BEST):
         link = output / FOLDER / name
         if link.is_symlink() and link.resolve() in [folder.resolve() for folder in later]:
-            kept = [folder for step, folder in step_folders(output / FOLDER) if step <= resume.step]
+            kept = [folder for step, folder in step_folders(output / FOLDER) if step <= done]
             if name == LATEST and kept:
                 point(link, kept[0].name)
             else:
                 link.unlink()
-    for each in (*ends, *later):
+    for each in (*ended, *later):
         os.replace(each, away / each.name)
     fsync_folder(away)
     fsync_folder(output / FOLDER)
-    names = ", ".join(sorted(each.name for each in (*ends, *later)))
-    return f"set aside in {away}, as this run goes on from an earlier step: {names}"
+    names = ", ".join(sorted(each.name for each in (*ended, *later)))
+    return f"set aside in {away}, as this run goes on after step {done}: {names}"
 
 
 def _remove(folder: Path) -> None:
@@ -136,7 +138,7 @@ def _remove(folder: Path) -> None:
 def _loss_of_best(best: Path, *, until: int) -> float:
     """Its evaluation loss; infinite where there is none, or it comes later than the run goes on from."""
     try:
-        found = read_checkpoint(best)
-    except UserError:
+        found = read_whole(best)
+    except NotWholeError:
         return math.inf
     return found.eval_loss if found.step <= until and found.eval_loss is not None else math.inf

@@ -39,7 +39,7 @@ from meshlora.train.losses import language_model_losses
 from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
-from meshlora.train.run import introduce, prepare_output
+from meshlora.train.run import hashing_contents, introduce, prepare_output, with_contents
 from meshlora.train.step_sums import read_step
 from meshlora.train.stopping import StopRequest, noticing_signals
 from meshlora.train.trainer import Trainer
@@ -192,24 +192,26 @@ def train_together(
     first = next(iter(runs.values()))
     shared = first.config
     join(shared.device)
-    model = load_without_proof(
-        shared.model.path,
-        topology=first.topology,
-        dtype=shared.model.dtype,
-        device=shared.device,
-        attn_implementation=shared.model.attn_implementation,
-        trust_remote_code=shared.model.trust_remote_code,
-        disable_dropout=shared.model.disable_dropout,
-        allow_unused_weights=shared.model.allow_unused_weights,
-        quantization=shared.model.quantization,
-    )
+    with hashing_contents(runs.values()) as hashes:
+        model = load_without_proof(
+            shared.model.path,
+            topology=first.topology,
+            dtype=shared.model.dtype,
+            device=shared.device,
+            attn_implementation=shared.model.attn_implementation,
+            trust_remote_code=shared.model.trust_remote_code,
+            disable_dropout=shared.model.disable_dropout,
+            allow_unused_weights=shared.model.allow_unused_weights,
+            quantization=shared.model.quantization,
+        )
+        mesh = runtime(model).mesh
+        runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
     for name, run in runs.items():
         start = run.config.adapter if run.resume is None else str(run.resume.folder)
         if start is None:
             add_adapter(model, name, run.lora, seed=run.config.train.seed)
         else:
             load_adapter(model, start, adapter=name)
-    mesh = runtime(model).mesh
     with ExitStack() as opened:
         reporters = {}
         for name, run in runs.items():

@@ -1,13 +1,14 @@
 """Preparing a run of several adapters: each as its single run is, and what several cannot have is refused.
 
-Owns: which options of a run several adapters can have, and the checks between them. Does not own: the checks of each
-(`train.prepare`), which adapters can be among several (`adapter.many`).
+Owns: which options of a run several adapters can have, the checks between them, and holding their outputs. Does not
+own: the checks of each (`train.prepare`), which adapters these can be (`adapter.many`), the lock (`train.lock`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from meshlora.api import read_model_config, resolve_dtype
 from meshlora.config import RunConfig
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import dropout_fields, handle_dropout
-from meshlora.train.prepare import Prepared, prepare
+from meshlora.train.lock import hold
+from meshlora.train.prepare import Prepared, prepare, read_output
 
 # What is longer is told apart by its hash.
 _LONGEST_SHOWN = 64
@@ -47,10 +49,8 @@ def prepare_runs(
     _check_options(next(iter(configs.values())))
     runs = {}
     for name, config in configs.items():
-        try:
+        with _named(name):
             runs[name] = prepare(config, world=world, resume=resume, despite=despite)
-        except UserError as error:
-            raise type(error)(f"adapter {name}: {error.given}", error.rule, error.way_out) from error
     for name, run in runs.items():
         check_many(name, run.lora, run.targets, run.plan)
     return runs
@@ -69,6 +69,38 @@ def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
 
 def _shown(value: str) -> str:
     return value if len(value) <= _LONGEST_SHOWN else hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def holding_outputs(
+    runs: Mapping[str, Prepared], *, resume: str | None = None, despite: Collection[str] = ()
+) -> Iterator[dict[str, Prepared]]:
+    """Keep all other runs out of the outputs of `runs` inside the block; yields `runs` with what these hold now.
+
+    By the one process of a job that outlives the others. It comes after all other checks, and before the output is
+    touched. Arguments as of `prepare`, which has read the outputs before they were held.
+
+    Raises:
+        UserError: another run trains in one of them, or has used it in between.
+    """
+    with contextlib.ExitStack() as held:
+        found = {}
+        for name, run in runs.items():
+            with _named(name):
+                held.enter_context(hold(Path(run.config.train.output)))
+                found[name] = read_output(run, resume=resume, despite=despite)
+        yield found
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A mistake inside the block is said with the name of the adapter, where there are several."""
+    try:
+        yield
+    except UserError as error:
+        if not name:
+            raise
+        raise type(error)(f"adapter {name}: {error.given}", error.rule, error.way_out) from error
 
 
 def logs_of(runs: Mapping[str, Prepared]) -> Path:

@@ -6,9 +6,10 @@ Owns: whether model, adapter, data and topology of a run fit together. `meshlora
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from typing import Any
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
-from meshlora.adapter.peft_format import WEIGHTS_FILE, check_adapter, lora_config, read_config
+from meshlora.adapter.peft_format import (
+    CONFIG_FILE,
+    PIECES_FILE,
+    WEIGHTS_FILE,
+    check_adapter,
+    lora_config,
+    read_config,
+)
 from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
@@ -28,16 +36,20 @@ from meshlora.guards import longest_fixed_rope
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.files import is_writable
-from meshlora.state.weights import CheckpointSource, check_checkpoint
+from meshlora.state.weights import CheckpointSource, check_checkpoint, checkpoint_files
 from meshlora.train.balance import check_load_balancing
-from meshlora.train.checkpoint import Checkpoint, check_same_run, find_checkpoint, identity
+from meshlora.train.identity import Contents, contents, identity
+from meshlora.train.manifest import Saved
 from meshlora.train.objectives import objective_of
 from meshlora.train.packing import check_packing
 from meshlora.train.recompute import check_recompute
-from meshlora.train.routing import check_routing
+from meshlora.train.resuming import going_on
+from meshlora.train.routing import check_routing, step_file
 from meshlora.train.samples import Samples, prepare_samples
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.tracking import check_trackers
+
+_TOKENS = ("input_ids", "is_trained", "offsets")
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,9 @@ class Prepared:
 
     Attributes:
         num_trainable: trainable elements, each counted once.
-        identity: what its steps depend on, by name. resume: the checkpoint that it goes on from.
+        identity: what its steps depend on, by name; without the content of the `files` that it reads, where that did
+            not have to be known yet.
+        resumes: it was asked to go on. resume: the checkpoint that it goes on from, if there is any.
         is_finished: it has all its steps already. samples: what is continued at intervals.
         notes: what the user should know.
     """
@@ -61,8 +75,10 @@ class Prepared:
     train_data: TokenizedDataset
     eval_data: TokenizedDataset | None
     steps: int
-    identity: dict[str, str] = field(default_factory=dict)
-    resume: Checkpoint | None = None
+    identity: Mapping[str, str] = field(default_factory=dict)
+    files: Contents = field(default_factory=dict)
+    resumes: bool = False
+    resume: Saved | None = None
     is_finished: bool = False
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
@@ -161,17 +177,8 @@ def prepare(
             plan=plan,
             may_overwrite=config.train.overwrite or resumes,
         )
-    arrays = {name: getattr(train_data, name) for name in ("input_ids", "is_trained", "offsets")}
-    arrays |= train_data.columns
-    own = identity(config, steps=steps, tokens=arrays)
-    checkpoint = None
-    if resume is not None:
-        checkpoint = find_checkpoint(Path(config.train.output), resume, notes.append)
-        if checkpoint is not None:
-            check_same_run(checkpoint, own, despite=despite)
-        else:
-            notes.append(f"no checkpoint in {config.train.output} to go on from: the run begins at its first step")
-    return Prepared(
+    replays = config.train.routing_replay
+    run = Prepared(
         config,
         topology,
         plan,
@@ -182,11 +189,43 @@ def prepare(
         train_data,
         eval_data,
         steps,
-        identity=own,
-        resume=checkpoint,
-        is_finished=resume == "auto" and (Path(config.train.output) / "adapter").is_dir(),
+        identity=identity(
+            config,
+            steps=steps,
+            tokens={**{name: getattr(train_data, name) for name in _TOKENS}, **train_data.columns},
+            attention=getattr(model.config, "_attn_implementation", None),
+        ),
+        files=contents(
+            config,
+            weights=checkpoint_files(Path(config.model.path)),
+            adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
+            replay=[step_file(Path(replays), step) for step in range(steps)] if replays is not None else (),
+        ),
         samples=prepare_samples(config, topology, tokenizer, hf_config),
-        notes=tuple(notes),
+    )
+    return read_output(run, resume=resume, despite=despite)
+
+
+def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] = ()) -> Prepared:
+    """`run` with what its output holds now. Once more by who holds the output, for others may have used it until then.
+
+    Raises:
+        UserError: the output holds a run, or one that this cannot go on with.
+    """
+    _check_output(run.config, resumes=resume is not None)
+    if resume is None:
+        return run
+    own = {name: value for name, value in run.identity.items() if name not in run.files}
+    found = going_on(
+        Path(run.config.train.output), resume, steps=run.steps, identity=own, files=run.files, despite=despite
+    )
+    return dataclasses.replace(
+        run,
+        identity=found.identity,
+        resumes=True,
+        resume=found.resume,
+        is_finished=found.is_finished,
+        notes=tuple(dict.fromkeys((*run.notes, *found.notes))),
     )
 
 

@@ -8,6 +8,7 @@ depends on the topology beyond which share of a batch is ours.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -29,11 +30,13 @@ from meshlora.parallel.allocator import keep_freed_memory
 from meshlora.parallel.collectives import broadcast_in_place
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching
-from meshlora.train.checkpoint import FOLDER, restore_optimizer, state_writer
+from meshlora.train.checkpoint import restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
+from meshlora.train.identity import versions
 from meshlora.train.keeping import Keeping, folder_name
 from meshlora.train.loss_scale import LossScale
+from meshlora.train.manifest import Kind, Manifest, write_manifest
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.nonfinite import find_not_finite
 from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, objective_of
@@ -41,6 +44,7 @@ from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.replicas import check_replicas
+from meshlora.train.resuming import FINISHED, FOLDER
 from meshlora.train.routing import RunRouting
 from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
@@ -133,7 +137,7 @@ class Trainer:
     def begin(self) -> None:
         """What comes before the first step."""
         if not self.start:
-            self._save("initial", done=0)
+            self._save("initial", self._manifest("initial", done=0))
         if self.check is not None:
             assert self.last_saved is not None
             self.check(self.last_saved)
@@ -160,7 +164,7 @@ class Trainer:
             loss = self._report_evaluation(self.run.steps)
             if self._is_best(loss):
                 self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
-        self._save("adapter", done=self.run.steps)
+        self._save(FINISHED, self._manifest("adapter", done=self.run.steps))
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step over the global batch."""
@@ -278,28 +282,39 @@ class Trainer:
             batches = _each_then(advance, self._micro_batches(data, np.arange(data.num_examples)))
             return mean_loss(self.model, batches, self.objective)
 
-    def _save(self, name: str, *, done: int, also: Callable[[Path], None] | None = None) -> None:
-        """Write the adapter to folder `name` of the output, and what `also` adds; a drift saves nothing."""
+    def _manifest(self, kind: Kind, *, done: int) -> Manifest:
+        """What is said of a folder that is saved after `done` steps."""
+        own = self.run.identity
+        return Manifest(
+            kind=kind, step=done, steps=self.run.steps, updates=self.updates, identity=own, versions=versions()
+        )
+
+    def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:
+        """Write the adapter to folder `name` of the output, with what `state` adds; a drift saves nothing."""
         if self.run.config.train.replica_check_every:
-            check_replicas(self.model, step=done, last_saved=self.last_saved)
+            check_replicas(self.model, step=manifest.step, last_saved=self.last_saved)
+
+        def add(folder: Path) -> None:
+            if state is not None:
+                state(folder)
+            write_manifest(folder, manifest)
+
         with self.reporter.doing("save"):
-            save_adapter(self.model, self.output / name, also=also)
+            save_adapter(self.model, self.output / name, also=add)
         self.last_saved = self.output / name
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
         """Write what a run needs to go on after `done` steps, and forget older checkpoints."""
-        state = state_writer(
-            self.model,
-            self.optimizer,
-            step=done,
-            updates=self.updates,
-            identity=self.run.identity,
-            eval_loss=loss,
-            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
+        state = state_writer(self.model, self.optimizer)
+        manifest = dataclasses.replace(
+            self._manifest("checkpoint", done=done),
+            topology=str(self.mesh.topology),
+            eval_loss=loss if loss is not None and math.isfinite(loss) else None,
+            loss_scale=self.loss_scale.state() if self.loss_scale is not None else {},
             skipped_in_row=self.skipped_in_row,
         )
         try:
-            self._save(f"{FOLDER}/{folder_name(done)}", done=done, also=state)
+            self._save(f"{FOLDER}/{folder_name(done)}", manifest, state=state)
         except SaveError as error:
             if self.run.config.train.on_save_error == "stop" or self.is_to_stop:
                 raise
