@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import meshlora
-from meshlora.errors import UserError, did_you_mean, reason
+from meshlora.errors import UserError, did_you_mean
 from meshlora.state.file_hash import FileHashes
 
 # Files of names -> files, by the name that they have in an identity.
@@ -32,6 +32,7 @@ _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*"),
 )
+_LONGEST_SHOWN = 200
 _PACKAGES = ("torch", "transformers", "peft")
 
 
@@ -133,4 +134,5 @@ def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 def shown(text: str) -> str:
     """A text out of a file, for a message: printable and short."""
-    return reason(ValueError("".join(each if each.isprintable() else "?" for each in text)))
+    cut = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+    return "".join(each if each.isprintable() else "?" for each in cut)

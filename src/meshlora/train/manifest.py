@@ -26,6 +26,7 @@ from meshlora.errors import MeshloraError, UserError, reason
 from meshlora.plan.topology import Topology
 from meshlora.state.file_hash import sha256_of
 from meshlora.state.files import write_json_atomically
+from meshlora.train.identity import shown
 
 FILE, FORMAT = "manifest.json", 2
 STATE_FILE = "training_state.safetensors"
@@ -144,7 +145,7 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
     if missing := sorted(content["files"].keys() - found):
         raise NotWholeError(f"{what} {folder}", f"{missing[0]} is missing", way_out)
     if extra := sorted(found - content["files"].keys()):
-        rule = f"{reason(ValueError(ascii(extra[0])))} is there besides the files that were saved"
+        rule = f"{shown(ascii(extra[0]))} is there besides the files that were saved"
         raise NotWholeError(f"{what} {folder}", rule, "move it elsewhere")
     values = {each.name: content[each.name] for each in dataclasses.fields(Manifest)}
     files = {n: Entry(num_bytes=entry["bytes"], sha256=entry["sha256"]) for n, entry in content["files"].items()}
@@ -216,10 +217,10 @@ def _mistake(content: Any) -> str | None:
     if not isinstance(content, dict):
         return "it is no JSON object"
     if content.get("format") != FORMAT or type(content["format"]) is not int:
-        return f"its format is {reason(ValueError(ascii(content.get('format'))))}, this meshlora reads {FORMAT}"
+        return f"its format is {shown(ascii(content.get('format')))}, this meshlora reads {FORMAT}"
     names = {each.name for each in dataclasses.fields(Manifest)} | {"format", "files", "sha256"}
     if wrong := sorted(names ^ content.keys()):
-        return f"{reason(ValueError(ascii(wrong[0])))} is {'missing' if wrong[0] in names else 'no key of it'}"
+        return f"{shown(ascii(wrong[0]))} is {'missing' if wrong[0] in names else 'no key of it'}"
     checks: dict[str, Callable[[Any], bool]] = {
         "kind": lambda value: isinstance(value, str) and value in _NEEDED,
         "steps": lambda value: _is_count(value, 1, _MOST_STEPS),
@@ -235,7 +236,7 @@ def _mistake(content: Any) -> str | None:
     }
     for name, is_right in checks.items():
         if not is_right(content[name]):
-            return f"{name} cannot be {reason(ValueError(ascii(content[name])))}"
+            return f"{name} cannot be {shown(ascii(content[name]))}"
     return None if content["sha256"] == _own_hash(content) else "it does not have the hash that it carries"
 
 
