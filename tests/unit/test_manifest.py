@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -109,6 +110,11 @@ BROKEN: dict[str, Break] = {
         (folder / FILE).read_text().replace('"step": 4', '"step": 4, "step": 4')
     ),
     "weights left out of files": weights_left_out,
+    "weights neither there nor named": lambda folder: (weights_left_out(folder), (folder / WEIGHTS).unlink()),
+    "a file more, there and named": lambda folder: (
+        (folder / "more.py").write_text(""),
+        file_entry("more.py", {"bytes": 0, "sha256": hashlib.sha256().hexdigest()})(folder),
+    ),
     "a file that is a number": file_entry(WEIGHTS, 5),
     "a file without sha256": file_entry(WEIGHTS, {"bytes": 200}),
     "a file of negative size": file_entry(WEIGHTS, {"bytes": -1, "sha256": "0" * 64}),
