@@ -86,12 +86,14 @@ def test_the_first_tokens_of_long_texts_are_those_of_the_whole(kind: str, monkey
     ]
     texts = [text[start : start + 1500] for text in (prose(), code()) for start in range(0, 60_000, 997)]
     texts += made_up
-    found = leading_tokens(texts, tokenizer, max_length=MAX_LENGTH)
-    assert sum(not tokens.is_whole for tokens in found) > len(texts) - len(made_up)
     whole = tokenizer(texts, add_special_tokens=False).input_ids
-    for tokens, ids in zip(found, whole, strict=True):
-        assert tokens.ids[:MAX_LENGTH] == ids[:MAX_LENGTH]
-        assert len(tokens.ids) >= min(MAX_LENGTH, len(ids))
+    for characters in (1, 2, 3):  # for some texts just enough for the tokens that are kept, and hence not enough
+        monkeypatch.setattr(meshlora.data.leading, "_CHARACTERS", characters)
+        found = leading_tokens(texts, tokenizer, max_length=MAX_LENGTH)
+        assert sum(not tokens.is_whole for tokens in found) > len(texts) - len(made_up)
+        for tokens, ids in zip(found, whole, strict=True):
+            assert tokens.ids[:MAX_LENGTH] == ids[:MAX_LENGTH]
+            assert len(tokens.ids) >= min(MAX_LENGTH, len(ids))
 
 
 def test_a_text_of_millions_of_characters_is_not_tokenised_beyond_its_beginning() -> None:
