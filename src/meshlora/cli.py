@@ -353,7 +353,7 @@ def _check(options: argparse.Namespace) -> None:
             console.say(f"adapter {name}", style="bold")
         console.print(_table_of(run))
         for note in run.notes:
-            console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+            console.say(f"note: {note}")
     run = next(iter(runs.values()))
     if options.plot:
         plot_schedule_of(run, options.plot)

@@ -104,14 +104,15 @@ def _export_experts(options: argparse.Namespace) -> Any:
 
 def _import_loralib(options: argparse.Namespace) -> int:
     from meshlora.adapter.export import import_loralib
+    from meshlora.console import Console
 
     enabled = _enabled(options.enable_lora)
     model = read_meta(options, "")[0] if options.model else None
     done = import_loralib(options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model)
     if done.prefix:
-        print(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")
+        Console().say(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")
     if model is None:
-        print("names and shapes were compared with no model: --model FOLDER does")
+        Console().say("names and shapes were compared with no model: --model FOLDER does")
     return done.num_tensors
 
 

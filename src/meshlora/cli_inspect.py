@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshlora.errors import MeshloraError, UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from meshlora.console import Console
     from meshlora.train.manifest import Saved
 
 _OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
@@ -33,8 +32,7 @@ def add_inspect(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
+    from meshlora.console import Console
     from meshlora.train.manifest import is_saved
 
     folder, console = Path(options.folder), Console()
@@ -129,9 +127,8 @@ def _kind_of(folder: Path) -> Any:
 
 def _print(rows: list[tuple[str, str]], console: Console) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(show_header=False, box=None)
     for row in rows:
-        table.add_row(*(Text(each) for each in row))
+        table.add_row(*row)
     console.print(table)

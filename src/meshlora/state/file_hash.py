@@ -95,7 +95,7 @@ def _hash(file: Path, cache: Path, stop: threading.Event) -> str:
                 digest.update(chunk[:size])
             if stop.is_set():
                 raise MeshloraError(f"{file}: no longer needed")  # nobody waits for it any more
-            if False:
+            if not _entry(before) == _entry(os.fstat(stream.fileno())) == _entry(os.stat(file)):
                 raise UserError(f"{file}", "it was changed while it was read", "start again once it is whole")
     except OSError as error:
         raise UserError(f"{file}", f"it cannot be read ({error.strerror or error})") from None

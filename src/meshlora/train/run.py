@@ -135,7 +135,7 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
     if _is_merged(output / MERGED):
         return
     if said := set_aside(output, run.steps, ends=(MERGED,)):
-        print(f"{MERGED} was not whole: {said}")
+        (console or Console()).say(f"{MERGED} was not whole: {said}")
     trust = model.trust_remote_code
     hf_config = read_model_config(model.path, trust_remote_code=trust)
     done = merge(model.path, output / "adapter", output / MERGED, config=hf_config, trust_remote_code=trust)
