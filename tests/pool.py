@@ -2,5 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
+from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.groups import open_mesh
+from meshlora.plan.topology import Topology
 from meshlora.verify.pool import Pool as Pool
 from meshlora.verify.pool import RankError as RankError
+
+
+def wait_for_all(world: int) -> None:
+    """On a rank of a pool: go on when all `world` ranks have come here."""
+    all_reduce_sum(torch.ones(1), open_mesh(Topology(dp=world)).world)

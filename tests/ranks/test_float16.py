@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import meshlora.train.run as run_module
@@ -28,7 +27,7 @@ from meshlora.train.manifest import read_whole
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from meshlora.train.trainer import Trainer
-from tests.pool import Pool
+from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 
 __all__ = ["folder"]  # a fixture
@@ -124,7 +123,7 @@ def _one_overflow(file: Path) -> dict[str, Any]:
         _begins_with(16.0),
     ):
         run = prepare(read_run(file), world=2)
-        dist.barrier()  # the ranks of a pool have met already: one could make the output before the other looks
+        wait_for_all(2)  # the ranks of a pool have met already: one could make the output before the other looks
         train(run)
     return {"states": states}
 

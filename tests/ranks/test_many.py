@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 
 from meshlora.adapter.peft_format import WEIGHTS_FILE
@@ -25,7 +24,7 @@ from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.many_prepare import prepare_runs
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
-from tests.pool import Pool
+from tests.pool import Pool, wait_for_all
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 1e-11  # of a relative difference; the issue asks for 1e-6, rounding gives 1e-14
@@ -101,7 +100,7 @@ def _train(file: Path, world: int, resume: str | None = None) -> None:
     module.leave = lambda: None  # the pool needs its groups for the next test
     runs = prepare_runs(read_runs(file), world=world, resume=resume)
     if world > 1:
-        dist.barrier()
+        wait_for_all(world)
     train_together(runs)
 
 

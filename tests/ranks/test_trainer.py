@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -24,7 +23,7 @@ from meshlora.oracle.reference import train_run
 from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
-from tests.pool import Pool
+from tests.pool import Pool, wait_for_all
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4
@@ -87,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _train(file: Path, world: int, resume: str | None = None) -> None:
     run = prepare(read_run(file), world=world, resume=resume)
     if world > 1:  # elsewhere ranks meet in `join`, before the output folder is made; in a pool they have met already
-        dist.barrier()
+        wait_for_all(world)
     train(run)
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshlora.errors import MeshloraError, UserError
+from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.parallel.groups import open_mesh
+from meshlora.plan.topology import Topology
 from meshlora.verify import pool as module
 from meshlora.verify import scratch
 from meshlora.verify.pool import Pool, RankEndedError, RankError
@@ -113,21 +115,22 @@ def test_users_mistake_on_a_rank_keeps_its_kind(answered: Callable[..., Pool]) -
 
 def _die_on(rank: int) -> None:
     """Body of a rank: `rank` is killed in the middle of a collective, as by a machine without memory."""
-    if dist.get_rank() == rank:
+    world = open_mesh(Topology(dp=2)).world
+    all_reduce_sum(torch.ones(1), world)
+    if world.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
+    all_reduce_sum(torch.ones(1), world)
 
 
 def _hang_on(rank: int) -> None:
-    if dist.get_rank() == rank:
+    world = open_mesh(Topology(dp=2)).world
+    if world.rank == rank:
         time.sleep(1000)
-    dist.all_reduce(torch.ones(1))
+    all_reduce_sum(torch.ones(1), world)
 
 
 def _sum() -> float:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
+    return all_reduce_sum(torch.ones(1), open_mesh(Topology(dp=2)).world).item()
 
 
 def test_ranks_that_are_killed_or_hang_end_the_pool_and_the_next_call_starts_it_again() -> None:
