@@ -47,6 +47,12 @@ def padded_with(number: int) -> Callable[[Setup], None]:
     return make
 
 
+def shared_cache(s: Setup) -> None:
+    (s.folder / "shared").mkdir()
+    (s.folder / "shared").chmod(0o770)
+    s.set("data.cache_dir", str(s.folder / "shared"))
+
+
 MISTAKES: dict[str, Case] = {
     # The data.
     "data_file_missing": case(
@@ -99,6 +105,9 @@ MISTAKES: dict[str, Case] = {
     "data_list_is_empty": case(setting("data.train", []), "data.train", "[]"),
     "cache_that_cannot_be_written": case(
         lambda s: s.set("data.cache_dir", str(s.folder / "train.jsonl")), "train.jsonl"
+    ),
+    "cache_that_others_can_write": case(
+        shared_cache, "cache_dir=", "others can write it (mode 0770)", "chmod go-w ", "choose another folder"
     ),
     # The output.
     "output_holds_a_run": case(earlier_run, "output", "holds a run already", "train.overwrite=true"),

@@ -20,7 +20,7 @@ from meshlora.private import NotOwnError, PrivateFolder, open_own, write_own
 
 # What a proof of a twin writes, roughly: a full disk is found before.
 _ENOUGH_BYTES = 8_000_000
-_MOST_BYTES = 2**20  # of a record; they have some ten thousand
+_MOST_BYTES = 2**20  # of a record that is read; they have some ten thousand
 _DATE = "%Y-%m-%d %H:%M"
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def proved_on(cache_dir: Path, asked: Mapping[str, Any]) -> str:
     try:
         record = record_of(cache_dir, asked["key"])
         with open_own(record) as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MOST_BYTES)
     except NotOwnError as error:
         logger.warning("%s, so it is no proof", error)
         return ""
@@ -95,7 +95,7 @@ def proved_on(cache_dir: Path, asked: Mapping[str, Any]) -> str:
 def _date(text: bytes, asked: Mapping[str, Any]) -> str:
     """When a record says that `asked` was proved; in our words, as those of the file may be anybody's."""
     try:
-        record = json.loads(text) if len(text) <= _MOST_BYTES else None
+        record = json.loads(text)  # one that is longer is cut, which is no JSON
         if not isinstance(record, dict) or record.get("passed") is not True:
             return ""
         # As text, in which 1, 1.0 and true differ.
