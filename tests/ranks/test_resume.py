@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +34,6 @@ from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_
 __all__ = ["folder"]  # a fixture
 
 WORLD = {"": 1, "tp=2,sp": 2, "dp=2": 2, "dp=2,tp=2,sp": 4}
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_and_resume.py"
 STEPS, STOPPED = 6, 2  # the second epoch begins with step 4
 
 
@@ -393,25 +390,3 @@ def test_without_a_checkpoint_the_run_begins_and_says_so(folder: Path) -> None:
 def test_run_that_has_all_its_steps_is_finished(folder: Path, whole: Callable[[str], Path]) -> None:
     whole("dp=2")
     assert _resumed(folder, whole("dp=2")).is_finished
-
-
-def _kill(kills: int) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--kills", str(kills)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_three_kills_and_the_same_bytes() -> None:
-    out = _kill(3)
-    assert out.splitlines()[-1] == "byte-identical"
-    assert out.count("all ended in") == 3
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_twenty_kills_and_the_same_bytes() -> None:
-    out = _kill(20)
-    assert out.splitlines()[-1] == "byte-identical"
-    assert out.count("inside a save") >= 3

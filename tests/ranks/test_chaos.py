@@ -1,0 +1,36 @@
+"""A run that is disturbed ends in the bytes of the run that is not, or in one clear line, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
+# Each process, each kind of fault and each moment but the start once.
+REPRESENTATIVE = (
+    "save:SIGKILL launcher",
+    "rename:SIGKILL rank 0",
+    "step:SIGSTOP rank 1 for good",
+    "end:ENOSPC",
+)
+
+
+def _chaos(*arguments: str) -> list[str]:
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_disturbed_runs_end_in_the_same_bytes_or_one_clear_line() -> None:
+    lines = _chaos("--rounds", str(len(REPRESENTATIVE)), "--only", *REPRESENTATIVE)
+    assert lines[-1] == "4 of 4: same bytes or one clear line; no process, no file left"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_every_fault_at_every_moment() -> None:
+    lines = _chaos()
+    assert "FAILED" not in "\n".join(lines)
