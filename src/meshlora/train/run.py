@@ -115,7 +115,7 @@ def with_contents(run: Prepared, hashes: FileHashes, mesh: Mesh, *, console: Con
             break
         if turn == 0 and mesh.rank == 0:
             text = "reading the base for its hash, once: later runs know it while its files do not change"
-            (console or Console()).print(text, highlight=False, soft_wrap=True)
+            (console or Console()).say(text)
     if mesh.rank > 0:
         return run
     return dataclasses.replace(run, identity={**run.identity, **identity_of_contents(_unknown(run), hashes)})
