@@ -255,7 +255,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> 
         dtype, way_out = config.dtype or torch.float32, "config.json says so: give a dtype"
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}", f"it must be one of auto, {', '.join(DTYPES)}", way_out)
     return DTYPES[dtype]
 

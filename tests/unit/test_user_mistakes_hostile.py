@@ -213,6 +213,7 @@ MODEL: dict[str, Case] = {
     "rope_theta_is_negative": case(rope(-5.0), "rope_theta=-5.0", "above 0"),
     "rope_theta_is_nan": case(rope(float("nan")), "rope_theta", "finite"),
     "dtype_of_integers": case(config(dtype="int8"), "'int8'", "one of auto, float64", "config.json"),
+    "dtype_is_a_mapping": case(config(dtype={"a": 1}), "dtype {'a': 1}", "one of auto, float64"),
     "index_100_000_deep": case(
         text("model/model.safetensors.index.json", "[" * 100_000), "index.json", "nested more than 50 deep"
     ),
@@ -253,6 +254,18 @@ ADAPTER: dict[str, Case] = {
     "rank_pattern_with_flags": case(
         adapter_config(rank_pattern={"(?i)q_proj": 4}), "rank_pattern='(?i)q_proj'", "regular expression"
     ),
+    **{
+        f"{option}_is_{value}": case(adapter_config(**{option: value}), f"{option}={value!r}", "it ")
+        for option, value in (
+            ("target_modules", 0),
+            ("exclude_modules", False),
+            ("modules_to_save", 0),
+            ("target_parameters", 5),
+            ("rank_pattern", None),
+            ("alpha_pattern", []),
+            ("layers_pattern", 0),
+        )
+    },
     "repetition_too_large": case(adapter_config(target_modules="a{99999999999999999999}"), "regular expression"),
     "pattern_3000_deep": case(adapter_config(target_modules="(" * 3000 + ")" * 3000), "regular expression"),
     "adapter_config_100_000_deep": case(

@@ -6,8 +6,6 @@ Owns: refusing what PEFT takes unseen, fails on far away, or reads as something 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from peft import LoraConfig, LoraRuntimeConfig
 
 from meshlora.adapter.patterns import check_patterns
@@ -54,8 +52,8 @@ def _check_types(config: LoraConfig) -> None:
         type(i) is int for i in (layers if isinstance(layers, list | tuple) else [layers])
     ):
         raise UserError(f"LoraConfig(layers_to_transform={layers!r})", "it is a whole number or a list of them")
-    patterns = config.layers_pattern or ()
-    if not isinstance(patterns, str | list | tuple) or not all(isinstance(name, str) for name in patterns):
+    patterns = config.layers_pattern
+    if patterns is not None and not isinstance(patterns, str) and not _are_names(patterns):
         raise UserError(f"LoraConfig(layers_pattern={patterns!r})", "it is a name or a list of names")
     for option in ("use_rslora", "use_dora", "fan_in_fan_out"):
         if not isinstance(getattr(config, option), bool):
@@ -63,13 +61,18 @@ def _check_types(config: LoraConfig) -> None:
     if not isinstance(config.runtime_config, LoraRuntimeConfig | dict):
         raise UserError(f"LoraConfig(runtime_config={config.runtime_config!r})", "it is a group of keys")
     for option in ("rank_pattern", "alpha_pattern"):
-        value = getattr(config, option) or {}
+        value = getattr(config, option)
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise UserError(f"LoraConfig({option}={value!r})", "it maps patterns to numbers, as in {q_proj: 8}")
-    saved = config.modules_to_save or ()
-    if isinstance(saved, str) or not isinstance(saved, Collection) or not all(isinstance(name, str) for name in saved):
-        raise UserError(f"LoraConfig(modules_to_save={saved!r})", "it is a list of names")
+    for option in ("modules_to_save", "target_parameters"):
+        value = getattr(config, option)
+        if value is not None and not _are_names(value):
+            raise UserError(f"LoraConfig({option}={value!r})", "it is a list of names")
     for option in ("target_modules", "exclude_modules"):
-        value = getattr(config, option) or ()
-        if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+        value = getattr(config, option)
+        if value is not None and not isinstance(value, str) and not _are_names(value):
             raise UserError(f"LoraConfig({option}={value!r})", "it is a list of names or one regular expression")
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
