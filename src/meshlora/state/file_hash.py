@@ -16,7 +16,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from meshlora.errors import MeshloraError, UserError
+from meshlora.private import PrivateFolder, open_own, write_own
 
 CACHE = Path("~/.cache/meshlora/hashes")
 # Smaller files take milliseconds, and are read each time.
@@ -115,10 +115,7 @@ def _name(found: os.stat_result) -> str:
 def _known(cache: Path, found: os.stat_result) -> str | None:
     """What the cache says of a file; None where it says nothing, or someone else may have written it."""
     with contextlib.suppress(OSError, ValueError, RuntimeError, RecursionError):
-        file = cache.expanduser() / _name(found)
-        if not (_is_ours(file.parent, stat.S_ISDIR) and _is_ours(file, stat.S_ISREG)):
-            return None
-        with file.open("rb") as stream:
+        with open_own(cache.expanduser() / _name(found)) as stream:
             content = json.loads(stream.read(_LARGEST_ENTRY))
         if isinstance(content, dict) and content.get("file") == _entry(found):
             known = content.get("sha256")
@@ -127,19 +124,7 @@ def _known(cache: Path, found: os.stat_result) -> str | None:
 
 
 def _remember(cache: Path, found: os.stat_result, sha256: str) -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # without it the file is read again, and nothing else
+    with contextlib.suppress(OSError, RuntimeError, UserError):  # without it the file is read again, and nothing else
         folder = cache.expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_ours(folder, stat.S_ISDIR):
-            return
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with open(handle, "w", encoding="utf-8") as stream:
-            json.dump({"file": _entry(found), "sha256": sha256}, stream)
-        os.replace(temporary, folder / _name(found))
-
-
-def _is_ours(path: Path, is_kind: object) -> bool:
-    """Whether `path` is no link, this user's, and nobody else's to write."""
-    found = os.lstat(path)
-    assert callable(is_kind)
-    return bool(is_kind(found.st_mode)) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        PrivateFolder(folder, f"{folder}", "").make()
+        write_own(folder / _name(found), json.dumps({"file": _entry(found), "sha256": sha256}).encode())
