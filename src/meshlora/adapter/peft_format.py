@@ -189,8 +189,10 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
         with warnings.catch_warnings():
             # Of starts that take data, which are refused: one line says so, not two.
             warnings.filterwarnings("ignore", "`init_lora_weights` is")
+            # An option without effect is an error.
+            warnings.filterwarnings("error", ".*will be ignored")
             config = LoraConfig(**{k: v for k, v in values.items() if k in known})
-    except (TypeError, ValueError, ImportError) as error:  # ImportError: an option that needs another package
+    except (TypeError, ValueError, ImportError, UserWarning) as error:  # ImportError: an option needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
     if not pieces and not shared:
         return config
