@@ -51,10 +51,10 @@ STAY = """
 
 
 @pytest.fixture
-def training(job: Job) -> Iterator[tuple[Job, Started]]:
+def training(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Job, Started]]:
     """A run whose ranks are in the midst of a step."""
     job.write(STAY + WATCH_PICKLES)
-    os.chdir(job.folder)
+    monkeypatch.chdir(job.folder)
     with Started(
         job.folder,
         *("-m", "meshlora", "train", "run.yaml", "--nproc", "2", "--no-preflight"),

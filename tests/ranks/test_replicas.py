@@ -27,7 +27,7 @@ from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
 from meshlora.train.trainer import Trainer
-from tests.pool import Pool
+from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -290,7 +290,7 @@ def _train_with_a_fault(file: Path, world: int, at_step: int, on_rank: int) -> s
         mock.patch.object(meshlora.train.run, "leave"),  # it would close the group that the pool needs
     ):
         run = prepare(read_run(file), world=world)
-        torch.distributed.barrier()  # rank 0 makes the output folder, which a rank that still prepares would refuse
+        wait_for_all(world)  # rank 0 makes the output folder, which a rank that still prepares would refuse
         try:
             meshlora.train.run.train(run)
         except meshlora.MeshloraError as error:

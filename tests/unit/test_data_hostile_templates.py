@@ -55,7 +55,7 @@ HOSTILE = {
     "division": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "undefined": ("{{ nothing.at.all }}", "UndefinedError"),
     "syntax": ("{% for %}", "TemplateSyntaxError"),
-    "own_words": ("{{ raise_exception('x' * 10**6) }}", "TemplateError: …"),
+    "own_words": ("{{ raise_exception('x' * 10**6) }}", "TemplateError: xxx"),
     "lone_surrogate": ("{{ '\\ud800' }}", "surrogates not allowed"),
 }
 
@@ -76,8 +76,13 @@ def test_hostile_template_is_one_message_that_names_the_record(
     assert len(message) < 1000
 
 
+def _children() -> set[str]:
+    """Of this process: other tests may have some."""
+    return {number for task in Path("/proc/self/task").iterdir() for number in (task / "children").read_text().split()}
+
+
 def test_no_child_is_left_and_an_alarm_of_the_callers_is_kept() -> None:
-    rang = []
+    rang, children = [], _children()
     before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
     signal.setitimer(signal.ITIMER_REAL, 30)
     try:
@@ -88,8 +93,7 @@ def test_no_child_is_left_and_an_alarm_of_the_callers_is_kept() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert _children() == children
     assert not rang
 
 
@@ -154,8 +158,8 @@ def test_results_are_not_pickles_and_text_comes_back_as_it_was() -> None:
 
 
 def test_a_consumer_that_stops_early_ends_the_copy() -> None:
+    children = _children()
     results = each_apart(lambda item: item, range(10**6), seconds=5, memory_bytes=2**28)
     assert next(results) == 0
     results.close()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert _children() == children

@@ -253,6 +253,8 @@ def _first_cause(failed: Sequence[_Rank]) -> RankFailedError:
 
     rank = min(failed, key=order)
     code, words = rank.process.returncode, rank.said.get("failed")
+    # What all say at once is said by the first of them.
+    rank = next((each for each in failed if words is not None and each.said.get("failed") == words), rank)
     if code == UserError.exit_code and words is not None:
         cause = RankFailedError(words)
         cause.exit_code = code

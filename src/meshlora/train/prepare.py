@@ -202,6 +202,7 @@ def prepare(
             replay=[step_file(Path(replays), step) for step in range(steps)] if replays is not None else (),
         ),
         samples=prepare_samples(config, topology, tokenizer, hf_config),
+        notes=tuple(notes),
     )
     return read_output(run, resume=resume, despite=despite)
 
