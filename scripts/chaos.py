@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -256,7 +257,10 @@ def _disturbed(run: Started, folder: Path, moment: str, fault: str) -> Ended:
         shutil.rmtree(folder / "output", ignore_errors=True)
         limit_s = WHOLE_S
     (faults / "go").touch()
-    code, _, error = run.end(limit_s)
+    try:
+        code, _, error = run.end(limit_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the launcher had not ended {limit_s:g} s after the fault") from None
     return Ended(code, error, time.monotonic() - begun)
 
 
