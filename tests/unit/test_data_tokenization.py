@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from meshlora.data import Record, read_preferences, read_rollouts, tokenize
 from meshlora.errors import UserError
+from meshlora.train.tokenizer import load_tokenizer
 from tests.unit.records import BOS, EOS, MARKED, TWO_TURNS, UNMARKED, make_tokenizer, pair
 
 
@@ -142,11 +144,11 @@ def test_conversations_need_no_eos_token_for_their_template_ends_the_turns() -> 
     assert len(tokenize([TWO_TURNS], make_tokenizer(chat_template=UNMARKED, eos=None), max_length=256)) == 1
 
 
-def _far(ids: dict[str, int]) -> Any:
+def _far(ids: dict[str, int], kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast) -> Any:
     """A tokenizer of a few words with any numbers."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({EOS: 1, "<unk>": 2} | ids, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+    return kind(tokenizer_object=backend, eos_token=EOS)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
@@ -162,8 +164,34 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_record(is_cached: bool,
 
 
 def test_a_token_that_no_int32_holds_is_named_with_its_record() -> None:
+    class Far(PreTrainedTokenizerFast):  # the library itself would walk up to such a number: a minute
+        def __call__(self, texts: Any, **options: Any) -> Any:
+            encoded = super().__call__(texts, **options)
+            if isinstance(texts, list):
+                encoded["input_ids"] = [[2**31 if id_ == 4 else id_ for id_ in ids] for ids in encoded["input_ids"]]
+            return encoded
+
     with pytest.raises(UserError, match=r"a.txt:1: token 2147483648: no model has embeddings for so many"):
-        tokenize([pair("near", "far")], _far({"near": 3, "far": 2**31}), max_length=8)
+        tokenize([pair("near", "far")], _far({"near": 3, "far": 4}, Far), max_length=8)
+
+
+@pytest.mark.parametrize("place", ["vocabulary", "added", "vocab.json"])
+def test_a_vocabulary_that_would_be_walked_for_a_minute_is_refused_at_once(place: str, tmp_path: Path) -> None:
+    tokenizer = _far({"near": 3})
+    tokenizer.save_pretrained(tmp_path)
+    load_tokenizer(tmp_path)
+    file = tmp_path / ("vocab.json" if place == "vocab.json" else "tokenizer.json")
+    tree: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"near": 3}
+    if place == "added":
+        tree["added_tokens"][0]["id"] = 4 * 10**9
+        token = tree["added_tokens"][0]["content"]
+    else:
+        (tree["model"]["vocab"] if place == "vocabulary" else tree)[token := "far"] = 4 * 10**9
+    file.write_text(json.dumps(tree))
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=f"token {token!r}: its number 4000000000 is beyond 100,000,000"):
+        load_tokenizer(tmp_path)
+    assert time.monotonic() - begun < 2
 
 
 @pytest.mark.parametrize("objective", ["dpo", "policy"])
