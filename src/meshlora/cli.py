@@ -236,7 +236,8 @@ def _train(options: argparse.Namespace) -> None:
             words = [word for override in options.overrides for word in ("--set", override)]
             words += ["--resume", resume] if resume is not None else []
             words += [word for name in despite for word in ("--resume-despite", name)]
-            launch(["train", options.file, *words], nproc=options.nproc, command=options.words)
+            timeout_s = max(config.train.timeout_s for config in configs.values())
+            launch(["train", options.file, *words], nproc=options.nproc, command=options.words, timeout_s=timeout_s)
         return
     is_main = place is None or place.rank == 0
     with rank_edge(), contextlib.ExitStack() as held:

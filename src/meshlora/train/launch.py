@@ -62,12 +62,13 @@ class _Rank:
     was_killed: bool = False
 
 
-def launch(arguments: Sequence[str], *, nproc: int, command: str = "") -> Any:
+def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s: float = 600.0) -> Any:
     """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have ended well, with the result that
     rank 0 left (`edge.leave_result`), if any.
 
     When one rank fails the others are ended. While all of them train a first SIGINT or SIGTERM is handed on to them,
-    and they save and end well. command: by which the user started this, for ranks to say how to go on.
+    and they save and end well. command: by which the user started this, for ranks to say how to go on. timeout_s: how
+    long the others may take to end after rank 0, which has the last word.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
@@ -86,7 +87,7 @@ def launch(arguments: Sequence[str], *, nproc: int, command: str = "") -> Any:
                     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
                     ranks.append(_Rank(number, _start(arguments, environment, theirs), {}))
                 theirs.close()
-                _watch(ranks, ours, janitor)
+                _watch(ranks, ours, janitor, timeout_s)
         finally:
             for rank in ranks:
                 rank.process.kill()
@@ -144,8 +145,12 @@ def _words() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: subprocess.Popen[bytes]) -> None:
-    """Until all ranks have ended: by themselves, or killed some seconds after the first that failed."""
+def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Until all ranks have ended: by themselves, or killed some seconds after the first that failed.
+
+    Raises:
+        RankFailedError: some still run `timeout_s` after rank 0 has ended well.
+    """
     while any(rank.process.poll() is None for rank in ranks):
         select.select([words], [], [], _LOOK_S)
         _read(ranks, words)
@@ -159,6 +164,10 @@ def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: subprocess.Pop
                 if rank.process.poll() is None:
                     rank.was_killed = True
                     rank.process.kill()
+        late = [rank.number for rank in ranks if rank.process.poll() is None]
+        if late and ranks[0].process.returncode == 0 and now > (ranks[0].ended_at or now) + timeout_s:
+            how_long = f"rank {late[0]} had not ended {timeout_s:g} s after rank 0, which ended well (train.timeout_s)"
+            raise RankFailedError(f"{how_long}; what the run has saved is whole")
         if janitor.poll() is not None:
             raise RankFailedError("the process that removes the folder of this run was ended, so the run was too")
     _read(ranks, words)
