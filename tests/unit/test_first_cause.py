@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 
 import pytest
 
+from meshlora.errors import RankFailedError
+from meshlora.train import launch as module
 from meshlora.train.edge import LOST_CONTACT
-from meshlora.train.launch import _first_cause, _Rank
+from meshlora.train.launch import _first_cause, _Rank, launch
 
 
 def _ended(number: int, *, code: int, at: float, failed: str | None = None) -> _Rank:
@@ -42,3 +46,15 @@ def test_killed_rank_is_the_cause_for_those_that_lost_it() -> None:
 def test_mistake_of_a_user_keeps_its_exit_code() -> None:
     cause = _first_cause([_ended(0, code=2, at=1.0, failed="given: rule")])
     assert (str(cause), cause.exit_code) == ("given: rule", 2)
+
+
+def test_rank_that_does_not_end_after_rank_0_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: object, environment: Mapping[str, str], __: object) -> subprocess.Popen[bytes]:
+        sleeping = "import os, time; time.sleep(60 * int(os.environ['RANK']))"
+        return subprocess.Popen([sys.executable, "-c", sleeping], env=environment)
+
+    monkeypatch.setattr(module, "_start", start)
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 had not ended 0.5 s after rank 0, which ended well"):
+        launch([], nproc=2, timeout_s=0.5)
+    assert time.monotonic() - begun < 10
