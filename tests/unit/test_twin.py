@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from meshlora.errors import UserError
 from meshlora.plan.families import PROVED
-from meshlora.plan.twin import causal_lm_types, shrink_config, twin_config
+from meshlora.plan.twin import causal_lm_types, layers_of_twin, shrink_config, twin_config
 
 SIZES = {
     "hidden_size": 64,
@@ -254,11 +254,56 @@ def test_shrinking_keeps_how_heads_are_shared(name: str, num_kv_heads: int) -> N
     assert shrink_config(_released("falcon")).num_kv_heads == 4
 
 
-def test_shrinking_keeps_one_layer_of_each_kind() -> None:
-    assert shrink_config(_released("qwen2-window")).layer_types == ["full_attention", "sliding_attention"]
-    assert shrink_config(_released("jamba")).layers_block_type == ["mamba"] * 3 + ["attention"]
+def test_shrinking_keeps_each_kind_of_layer_beside_its_neighbours() -> None:
+    window = ["full_attention"] * 2 + ["sliding_attention"] * 2
+    assert shrink_config(_released("qwen2-window")).layer_types == window
+    assert shrink_config(_released("jamba")).layers_block_type == ["mamba"] * 3 + ["attention", "mamba"]
     moe = shrink_config(_released("qwen2_moe"))
-    assert (moe.num_hidden_layers, moe.mlp_only_layers) == (2, [1])
+    assert (moe.num_hidden_layers, moe.mlp_only_layers) == (4, [1])
+
+
+def test_layers_that_differ_by_their_adapter_stay_apart() -> None:
+    config = _released("llama")
+    assert layers_of_twin(config) == [0, 1]
+    assert layers_of_twin(config, layers={5: "r=8"}) == [0, 1, 5, 6]
+    assert shrink_config(config, layers={5: "r=8"}).num_hidden_layers == 4
+    all_other = {layer: f"r={layer}" for layer in range(config.num_hidden_layers)}
+    assert len(layers_of_twin(config, layers=all_other)) == 2  # not a layer for each
+
+
+@pytest.mark.parametrize(
+    ("tp", "real", "tiny"),
+    [
+        (4, (32, 8), (8, 4)),
+        (2, (32, 32), (8, 8)),
+        (4, (12, 2), (12, 2)),  # fewer key/value heads than ranks, heads no power of two
+        (4, (28, 4), (12, 4)),
+        (2, (14, 2), (10, 2)),
+        (4, (16, 2), (8, 2)),
+        (2, (12, 12), (10, 10)),
+        (4, (12, 12), (12, 12)),
+        (1, (9, 3), (9, 3)),
+        (2, (71, 1), (9, 1)),
+    ],
+)
+def test_ranks_share_the_heads_of_a_twin_as_those_of_the_model(
+    tp: int, real: tuple[int, int], tiny: tuple[int, int]
+) -> None:
+    config = CONFIG_MAPPING["llama"](num_attention_heads=real[0], num_key_value_heads=real[1], hidden_size=64 * real[0])
+    twin = shrink_config(config, tp=tp)
+    assert (twin.num_attention_heads, twin.num_key_value_heads) == tiny
+    assert twin.hidden_size % tp == twin.intermediate_size % tp == 0
+    _model(twin, "meta")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tp", "tiny"), [(2049, 4, 257), (49155, 2, 257), (32000, 8, 256), (32001, 3, 258)]
+)
+def test_vocabulary_of_a_twin_leaves_the_rest_of_the_models(vocabulary: int, tp: int, tiny: int) -> None:
+    twin = shrink_config(
+        CONFIG_MAPPING["llama"](vocab_size=vocabulary, num_attention_heads=24, hidden_size=1536), tp=tp
+    )
+    assert twin.vocab_size == tiny
 
 
 def test_rope_fits_the_tiny_head() -> None:

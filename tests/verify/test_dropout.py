@@ -11,7 +11,7 @@ from meshlora.errors import UnsupportedError
 from meshlora.plan.dropout import EXACT_DROPOUTS
 from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
-from meshlora.verify import preflight
+from meshlora.verify import preflight, stand_in
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
@@ -77,9 +77,9 @@ def test_the_preflight_proves_the_dropouts_of_the_run(folder: Path, monkeypatch:
     assert proof.case.lora["lora_dropout"] == 0.2
     given = prepare_proof(Request(topologies=("dp=2",), **GPT2 | {"overrides": {"resid_pdrop": 0.3}})).config  # type: ignore[arg-type]
     given.attn_pdrop = 0.4
-    monkeypatch.setattr(preflight, "_config", lambda run: given)
+    monkeypatch.setattr(stand_in, "read_model_config", lambda *_, **__: given)
     for disable, rates in (("unsupported", (0.3, 0.0)), (True, (0.0, 0.0))):
         model = dataclasses.replace(run.config.model, disable_dropout=disable)  # type: ignore[arg-type]
         changed = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
-        config = preflight.twin_of(changed)
+        config = stand_in.StandIn(changed).config
         assert (config.resid_pdrop, config.attn_pdrop) == rates

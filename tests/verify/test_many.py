@@ -83,7 +83,9 @@ def test_together_on_the_twin_is_as_alone(
 @pytest.mark.parametrize("kind", [None, "nf4"])
 def test_base_of_the_comparison_is_quantised_as_that_of_the_run(kind: str | None, tmp_path: Path) -> None:
     write_twin(twin_config("llama", block=64), tmp_path / "twin", dtype=torch.float64, seed=0)
-    model = module._load(module.Base(tmp_path, trust_remote_code=False, quantization=kind), Topology())
+    model = module._load(
+        module.Base(tmp_path, trust_remote_code=False, quantization=kind, attn_implementation=None), Topology()
+    )
     assert {leaf.quantized for leaf in model.modules() if isinstance(leaf, ParallelLinear)} == {kind, None}
 
 

@@ -23,9 +23,11 @@ from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
+from meshlora.verify import stand_in
 from meshlora.verify.cache import record_of, remember
-from meshlora.verify.preflight import preflight, preflight_state, provable
+from meshlora.verify.preflight import preflight, preflight_state
 from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.stand_in import provable
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny_base"
@@ -107,16 +109,17 @@ def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> Non
     assert key() == module.proof_of(run, tmp_path / "cache")[1]
     assert key(hidden_act="gelu") != key()
     assert key(vocab_size=4096, max_position_embeddings=4096) == key()  # sizes are the twin's own
+    assert key(vocab_size=4097) != key()  # but for what a rank has less of than others
 
 
 def test_module_that_is_trained_in_full_in_one_layer_is_so_in_one_of_the_twin(tmp_path: Path) -> None:
     """PEFT leaves what is trained in full out of the targets: by its last name alone no adapter of it was proved."""
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["1.self_attn.q_proj", "model.norm"]}
     proof, _ = module.proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
-    assert proof.case.lora["modules_to_save"] == ["model.layers.0.self_attn.q_proj", "norm"]
+    assert proof.case.lora["modules_to_save"] == ["model.layers.1.self_attn.q_proj", "norm"]
     targets = set(proof.case.lora["target_modules"])
-    assert "model.layers.0.self_attn.q_proj" not in targets
-    assert {"model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"} <= targets
+    assert "model.layers.1.self_attn.q_proj" not in targets
+    assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"} <= targets
 
 
 def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
@@ -200,23 +203,90 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
     [
         ("dp=2,tp=4,sp", "dp=2,tp=4,sp"),
         ("dp=64,tp=4,sp", "dp=2,tp=4,sp"),
-        ("dp=64,tp=8", "tp=8"),
+        ("dp=64,tp=8", "dp=2,tp=8"),  # sixteen ranks: with one on dp nothing is summed over it
         ("dp=64", "dp=2"),
         ("dp=64,dp_shard", "dp=2,dp_shard"),
-        ("dp=64,tp=8,dp_shard", "dp=2,tp=8,dp_shard"),  # sixteen ranks: with one on dp there is nothing to shard
-        ("dp=64,tp=2,ep=16", "dp=2,tp=2,ep=2"),
+        ("dp=64,tp=8,dp_shard", "dp=2,tp=8,dp_shard"),
+        ("dp=64,tp=2,ep=16", "dp=4,tp=2,ep=4"),  # with ep=2 experts would be summed over the same ranks as the rest
         ("dp=32,ep=8,etp=2", "dp=8,ep=2,etp=2"),
-        ("dp=4,tp=4,sp,ep=4,etp=4,two-stage", "dp=2,tp=4,sp,ep=2,etp=2,two-stage"),
+        ("dp=4,tp=4,sp,ep=4,etp=4,two-stage", "dp=2,tp=4,sp,ep=2,etp=4,two-stage"),
+        ("dp=8,tp=8,ep=8,etp=8", "dp=2,tp=8,ep=2,etp=2"),
     ],
 )
 def test_large_topologies_are_proved_with_fewer_dp_ranks(given: str, expected: str) -> None:
     assert str(provable(Topology.parse(given))) == expected
 
 
-def test_adapter_on_chosen_layers_is_proved_on_the_same_kinds_of_linears(tmp_path: Path) -> None:
+def test_adapter_on_chosen_layers_is_proved_on_a_layer_of_its_own(tmp_path: Path) -> None:
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "layers_to_transform": [4]}
     proof, _ = module.proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
-    assert proof.case.lora["target_modules"] == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    assert proof.case.lora["target_modules"] == ["model.layers.2.mlp.up_proj"]
+    assert proof.config.num_hidden_layers == 3  # two without, and the last
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_proof"), [(None, None), ("eager", "eager"), ("sdpa", "sdpa"), ("flash_attention_2", None)]
+)
+def test_attention_of_the_run_is_that_of_the_proof(of_run: str | None, of_proof: str | None, tmp_path: Path) -> None:
+    """None: the choice of transformers, which for a run is not eager."""
+    run = _prepared(tmp_path)
+    model = dataclasses.replace(run.config.model, attn_implementation=of_run)
+    changed = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
+    assert module.proof_of(changed, tmp_path / "cache")[0].case.attn_implementation == of_proof
+
+
+def test_patterns_of_ranks_and_scales_are_proved(tmp_path: Path) -> None:
+    lora = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["up_proj", "q_proj"],
+        "rank_pattern": {"layers.3.mlp.up_proj": 6},
+        "alpha_pattern": {"q_proj": 20},
+    }
+    proof, _ = module.proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
+    layers = range(proof.config.num_hidden_layers)
+    assert proof.case.lora["rank_pattern"] == {"model.layers.2.mlp.up_proj": 6}
+    assert proof.case.lora["alpha_pattern"] == {f"model.layers.{layer}.self_attn.q_proj": 20 for layer in layers}
+
+
+def test_twin_that_lacks_what_the_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _prepared(tmp_path, topology="tp=2")
+    has = stand_in.features_of_model
+    monkeypatch.setattr(stand_in, "features_of_model", lambda *args, **kw: has(*args, **kw) | {"padded_vocabulary"})
+    with pytest.raises(UnsupportedError, match=r"llama on tp=2: padded_vocabulary: its twin on tp=2 has none of it"):
+        preflight_state(run, cache_dir=tmp_path / "cache")
+
+
+def _odd_model(folder: Path) -> None:
+    """A vocabulary of 2,049, 12 heads and 2 key/value heads: on tp=4 no number is what a rank has of another."""
+    config = twin_config(
+        "llama", vocab_size=2049, num_attention_heads=12, num_key_value_heads=2, hidden_size=96, num_hidden_layers=2
+    )
+    write_twin(config, folder, dtype=torch.float32, seed=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+
+
+def test_numbers_that_ranks_cannot_share_evenly_are_those_of_the_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And padding in the softmax, which a vocabulary of 256 does not have, is a refusal rather than a wrong loss."""
+    _odd_model(tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "dtype": "float32"}
+    run = _prepared(tmp_path, model=model, topology="tp=4", lora={"r": 4, "target_modules": "all-linear"})
+    proof, _ = module.proof_of(run, tmp_path / "cache")
+    twin = proof.config
+    assert (twin.vocab_size % 4, twin.num_attention_heads, twin.num_key_value_heads) == (1, 12, 2)
+    preflight(run, cache_dir=tmp_path / "cache")
+
+    def faulty(proof: Any, processes: Processes, **_: Any) -> Iterator[Outcome]:
+        request = dataclasses.replace(proof.request, mutations=("padding_in_softmax",))
+        _, mutated = run_proof(dataclasses.replace(proof, request=request), processes)
+        yield dataclasses.replace(mutated, mutation=None)
+
+    monkeypatch.setattr(module, "run_proof", faulty)
+    with pytest.raises(UnsupportedError, match="does not train as one process would"):
+        preflight(run, cache_dir=tmp_path / "other")
 
 
 def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> None:
@@ -239,13 +309,14 @@ def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> No
         },
     )
     proof, _ = module.proof_of(run, tmp_path / "cache")
-    assert str(proof.topologies[0]) == "dp=2,tp=2,sp,ep=2"
+    assert str(proof.topologies[0]) == "dp=4,tp=2,sp,ep=4"
     assert proof.case.share_experts
     assert set(proof.case.lora["target_parameters"]) == {
-        f"model.layers.{layer}.mlp.experts.{leaf}" for layer in (0, 1) for leaf in ("gate_up_proj", "down_proj")
+        "model.layers.2.mlp.experts.gate_up_proj",
+        *(f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(3)),
     }
-    assert proof.case.pieces == {f"model.layers.{layer}.mlp.experts.gate_up_proj": ["up"] for layer in (0, 1)}
-    assert proof.case.lora["target_modules"] == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    assert proof.case.pieces == {"model.layers.2.mlp.experts.gate_up_proj": ["up"]}
+    assert proof.case.lora["target_modules"] == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)]
 
 
 def test_train_proves_before_it_trains_and_only_the_first_time(tmp_path: Path) -> None:

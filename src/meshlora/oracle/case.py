@@ -60,6 +60,7 @@ class Case:
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
         objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file.
         columns, rows_per_example: of the sequences.
+        attn_implementation: of both sides, as in transformers.
         quantization: how the frozen base is quantised, nf4 or int8; None: not at all.
         packing: our side puts several sequences into a row; recompute: it computes its layers' activations twice. The
             reference never does.
@@ -98,6 +99,7 @@ class Case:
     rows_per_example: int = 1
     packing: bool = False
     recompute: bool = False
+    attn_implementation: str | None = "eager"
     quantization: str | None = None
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None

@@ -191,7 +191,7 @@ def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bo
         case.model,
         adapter,
         dtype=getattr(torch, case.dtype),
-        attn_implementation="eager",
+        attn_implementation=case.attn_implementation,
         trust_remote_code=case.trust_remote_code,
         is_stock=is_stock,
         dropouts=case.dropout,

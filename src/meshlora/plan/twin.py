@@ -8,14 +8,17 @@ Does not own: weights.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshlora.errors import UserError, did_you_mean
+from meshlora.plan.twin_sizes import shared_heads, sizes_like, sizes_of
 
 # What the fields of configurations measure. Families spell the same size differently.
 _FIELDS = {
@@ -57,6 +60,9 @@ _FIELDS = {
 _KIND_OF = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _RANDOM = re.compile(r"drop|jitter")
+
+# With which a twin is still quick.
+_MOST_LAYERS = 12
 
 # Heads that may be shared: as many as the second field says, one, or something between. That character stays.
 _SHARED_HEADS = {
@@ -138,8 +144,8 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
     # Flags decide of what kinds the layers are, so they come before the choice of layers; sizes come after it.
     flags = {k: v for k, v in overrides.items() if v is None or isinstance(v, bool | str)}
     config = cls(**{**_BY_FAMILY.get(model_type, {}), **flags})
-    sizes = _sizes(tp, block)
-    data = _shrunk(config, sizes, num_layers=overrides.get("num_hidden_layers"))
+    sizes = sizes_of(tp, block)
+    data = _shrunk(config, sizes, num_layers=overrides.get("num_hidden_layers"), differ=None)
     chosen: dict[str, Any] = {**_TOKENS, "is_decoder": True}
     if not data.get("qk_rope_head_dim"):  # multi-head latent attention has no key/value heads to share
         chosen |= {"num_key_value_heads": sizes["kv_heads"], "head_dim": sizes["head_dim"]}
@@ -148,52 +154,49 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
     return cls(**data)
 
 
-def shrink_config(config: PretrainedConfig, *, tp: int = 1, block: int = 1) -> PretrainedConfig:
-    """A tiny copy of `config` whose heads and widths divide by `tp`, and a rank's widths by `block`.
+def shrink_config(
+    config: PretrainedConfig, *, tp: int = 1, block: int = 1, layers: Mapping[int, Hashable] | None = None
+) -> PretrainedConfig:
+    """A tiny copy of `config` whose heads and vocabulary lie on `tp` ranks as those of `config` do, whose widths divide
+    by `tp`, and a rank's widths by `block`. The argument is not changed.
 
-    The argument is not changed.
+    layers: what else tells its layers apart, by number.
     """
-    return type(config)(**_shrunk(config, _sizes(tp, block), num_layers=None))
+    return type(config)(**_shrunk(config, _sizes_like(config, tp, block), num_layers=None, differ=layers or {}))
 
 
-def _sizes(tp: int, block: int) -> dict[str, int]:
-    """Kind of field -> tiny size: 8 heads and 4 key/value heads where tp divides them, else 2 tp and tp. Heads are of 8
-    features, or as much wider as `block` asks for.
-    """
-    kv_heads = 4 if 4 % tp == 0 else tp
-    head_dim = 8
-    while 2 * kv_heads * head_dim % (tp * block):
-        head_dim *= 2
-    hidden = 2 * kv_heads * head_dim
-    return {
-        "hidden": hidden,
-        "inner": 2 * hidden,
-        "expert_inner": hidden // 2,
-        "heads": 2 * kv_heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "two_head_dims": 2 * head_dim,
-        "rank": hidden // 4,
-        "layers": 2,
-        "vocabulary": 256,
-        "positions": 128,
-        "window": 8,  # half of 16 tokens: a window over all tokens would hide a wrong mask
-        "image": 16,
-    }
+def layers_of_twin(config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None) -> list[int]:
+    """Which layers of `config` those of its twin stand for."""
+    text = config.get_text_config()
+    return _kept_layers({_common_name(k, text): v for k, v in text.to_dict().items()}, None, layers or {})
 
 
-def _shrunk(config: PretrainedConfig, sizes: dict[str, int], *, num_layers: int | None) -> dict[str, Any]:
-    """The fields of the tiny copy, under the names of its class. `num_layers`: instead of one of each kind."""
+def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]:
+    """Kind of field -> tiny size that tp ranks share as they share the configuration's own."""
+    text = config.get_text_config()
+    whole = {_common_name(k, text): v for k, v in text.to_dict().items()}
+    pairs = [(whole.get(by), whole.get(shared)) for shared, by in _SHARED_HEADS.items()]
+    pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no word of sharing: each its own
+    for heads, kv_heads in pairs:
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            return sizes_like(tp, block, heads=heads, kv_heads=kv_heads, vocabulary=whole.get("vocab_size") or 0)
+    return sizes_of(tp, block)
+
+
+def _shrunk(
+    config: PretrainedConfig, sizes: dict[str, int], *, num_layers: int | None, differ: Mapping[int, Hashable] | None
+) -> dict[str, Any]:
+    """The fields of the tiny copy, under the names of its class. `num_layers`, `differ`: as in `_kept_layers`."""
     data: dict[str, Any] = config.to_dict()
     data.pop("quantization_config", None)  # the twin's weights are random, not quantized
     whole = {_common_name(k, config): v for k, v in data.items()}  # as it was
-    layers = _kept_layers(whole, num_layers)
+    layers = _kept_layers(whole, num_layers, differ)
     next_token = sizes["vocabulary"]
     for field, value in data.items():
         name = _common_name(field, config)
         part = config.__dict__.get(field)
         if isinstance(part, PretrainedConfig):
-            data[field] = _shrunk(part, sizes, num_layers=None)
+            data[field] = _shrunk(part, sizes, num_layers=None, differ=differ)
         elif value is None or isinstance(value, bool):
             continue
         elif _RANDOM.search(name) and isinstance(value, int | float):
@@ -233,8 +236,7 @@ def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return value
     if name in _SHARED_HEADS:
-        heads = whole.get(_SHARED_HEADS[name])
-        return 1 if value == 1 else sizes["heads"] if value == heads else sizes["kv_heads"]
+        return shared_heads(int(value), whole.get(_SHARED_HEADS[name]), sizes)
     # State-space mixers: heads * head_dim = expand * hidden.
     expand = whole.get("mamba_expand", whole.get("expand", 2))
     is_mamba2 = (name, True) in (("num_heads", "state_size" in whole), ("n_mamba_heads", "mamba_headdim" in whole))
@@ -260,14 +262,32 @@ def _own(own: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> d
     return tiny
 
 
-def _kept_layers(whole: dict[str, Any], num_layers: int | None) -> list[int]:
-    """The first layer of each kind, at least two; or `num_layers`, of all kinds in turn."""
+def _kept_layers(whole: dict[str, Any], num_layers: int | None, differ: Mapping[int, Hashable] | None) -> list[int]:
+    """The first layer of each kind, at least two; or `num_layers`, of all kinds in turn.
+
+    differ: what else tells layers apart. Where it is given, each kind is kept beside each of its neighbours; both as
+    long as that does not take too many.
+    """
     total = whole.get("num_hidden_layers") or 0
-    kinds = [_kind(layer, whole, total) for layer in range(total)]
+    kinds: list[Any] = [_kind(layer, whole, total) for layer in range(total)]
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
+    if differ is not None:
+        marked = [(kind, differ.get(layer)) for layer, kind in enumerate(kinds)]
+        beside = (_beside_neighbours(kinds) for kinds in (marked, kinds))
+        layers = next((kept for kept in beside if len(kept) <= _MOST_LAYERS), layers)
     if any(_is_period(field, value, whole) for field, value in whole.items()):
         layers = list(range(max(layers) + 1))  # a period counts layers: without gaps it keeps its sense
     return sorted(layers[i % len(layers)] for i in range(num_layers or max(2, len(layers)))) if layers else []
+
+
+def _beside_neighbours(kinds: list[Any]) -> list[int]:
+    """Layers such that every two kinds which follow each other somewhere do so among them."""
+    layers = [0][: len(kinds)]
+    for layer in range(1, len(kinds)):
+        pairs = list(itertools.pairwise(kinds[kept] for kept in layers))
+        if (kinds[layer - 1], kinds[layer]) not in pairs:
+            layers += [layer] if kinds[layers[-1]] == kinds[layer - 1] else [layer - 1, layer]
+    return layers
 
 
 def _kind(layer: int, whole: dict[str, Any], total: int) -> list[Any]:

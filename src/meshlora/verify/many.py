@@ -35,9 +35,10 @@ from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
 from meshlora.verify.cache import proved_on, remember, usable_cache
-from meshlora.verify.preflight import lora_on_twin, preflight, preflight_state, proof_of, provable, twin_of
+from meshlora.verify.preflight import preflight, preflight_state, proof_of
 from meshlora.verify.proof import Processes
 from meshlora.verify.request import CACHE
+from meshlora.verify.stand_in import StandIn, provable
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6
@@ -59,6 +60,7 @@ class Base:
     folder: Path
     trust_remote_code: bool
     quantization: str | None
+    attn_implementation: str | None
 
 
 def preflight_runs(
@@ -118,18 +120,16 @@ def _asked(runs: Mapping[str, Prepared], cache_dir: Path) -> dict[str, Any]:
 def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
     """Adapter -> its factor that differs most between training together on `topology` and alone on one process."""
     first = next(iter(runs.values()))
-    config = twin_of(first)
-    adapters = {
-        name: _on_twin(run, number, lora_on_twin(run, config, topology))
-        for number, (name, run) in enumerate(runs.items())
-    }
+    stand_in = StandIn(*runs.values())
+    adapters = {name: _on_twin(run, number, stand_in.lora(run)) for number, (name, run) in enumerate(runs.items())}
     alone, ranks = processes.reference("cpu"), processes.ranks(topology.world, "cpu")
     alone.start()
     ranks.start()
     with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
         folder = Path(temporary)
-        base = Base(folder, first.config.model.trust_remote_code, first.config.model.quantization)
-        expected = alone.run(train_alone, base, config, adapters)[0]
+        options = first.config.model
+        base = Base(folder, options.trust_remote_code, options.quantization, stand_in.attn_implementation)
+        expected = alone.run(train_alone, base, stand_in.config, adapters)[0]
         found = ranks.run(train_at_once, base, adapters, str(topology))[0]
         worst = {}
         for name in adapters:
@@ -219,7 +219,7 @@ def _load(base: Base, topology: Topology) -> Any:
         topology=topology,
         dtype="float64",
         device="cpu",
-        attn_implementation="eager",
+        attn_implementation=base.attn_implementation,
         trust_remote_code=base.trust_remote_code,
         disable_dropout=True,
         quantization=base.quantization,

@@ -34,6 +34,7 @@ class Mutation:
             "expert_axes" (ep or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights are applied to
             what comes out), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss",
             "other_tokens" (routers of some ranks see others); of the adapter and the run "pieces", "embedding_target",
+            "uneven_heads" (no power of two), "ranks_by_pattern", "scales_by_pattern",
             "trained" (what is no LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it
             needs the frozen base); "lora_dropout", "model_dropout", "dropout" (either), "packing"; of the frozen base
             "dp_shard", "quantized".

@@ -57,7 +57,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         adapter=case.adapter,
         dtype=case.dtype,
         device=case.device,
-        attn_implementation="eager",
+        attn_implementation=case.attn_implementation,
         trust_remote_code=case.trust_remote_code,
         disable_dropout="unsupported",  # of what is on nothing is: the case would say so
         allow_unused_weights=True,

@@ -42,6 +42,7 @@ def plans_and_adapter(
     recomputes: bool,
     processes: int | None,
     trust_remote_code: bool,
+    attn_implementation: str | None = "eager",
     quantization: str | None = None,
 ) -> tuple[dict[Topology, ModelPlan], LoraConfig]:
     """Topology -> plan; and the adapter.
@@ -58,7 +59,7 @@ def plans_and_adapter(
             config,
             topology,
             dtype=getattr(torch, dtype),
-            attn_implementation="eager",
+            attn_implementation=attn_implementation,
             disable_dropout="unsupported",
             trust_remote_code=trust_remote_code,
             quantization=quantization,

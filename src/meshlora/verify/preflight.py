@@ -1,12 +1,11 @@
 """The preflight: before a run starts, its model's twin is proved on its topology with its adapter, once.
 
-Owns: what stands for a run (its proof's request and key), and the refusal. Does not own: the memory of passed proofs
-(`verify.cache`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
+Owns: its proof's request and key, and the refusal. Does not own: the twin that stands for a run (`verify.stand_in`),
+the memory of passed proofs (`verify.cache`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import tempfile
@@ -16,16 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import meshlora
-from meshlora.api import read_model_config
 from meshlora.console import Console
 from meshlora.errors import MeshloraError, UnsupportedError
-from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import digest, versions
 from meshlora.plan.families import check_proved
-from meshlora.plan.quantization import BLOCK
-from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology, divisors
-from meshlora.plan.twin import shrink_config
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.prepare import Prepared
 from meshlora.verify.cache import proved_on, remember, usable_cache
@@ -33,9 +26,7 @@ from meshlora.verify.document import document, is_proved
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
 from meshlora.verify.request import CACHE, Proof, Request, prepare_proof
-
-# What a machine can run beside the job: ranks beyond two on an axis show nothing that two do not.
-_MOST_RANKS = 8
+from meshlora.verify.stand_in import StandIn
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
@@ -119,16 +110,17 @@ def _command(proof: Proof) -> str:
 
 def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     """The proof that stands for `run`, and the key under which it is remembered."""
-    config = twin_of(run)
-    topology = provable(run.topology)
+    stand_in = StandIn(run)
+    config, topology = stand_in.config, stand_in.topology
     request = Request(
         topologies=(str(topology),),
         model=config,
-        lora=lora_on_twin(run, config, topology),
+        lora=stand_in.lora(run),
         label_smoothing=run.config.train.label_smoothing,
         objective=run.config.train.objective,
         packing=run.config.data.packing,
         recompute=run.config.train.recompute != "none",
+        attn_implementation=stand_in.attn_implementation,
         quantization=run.config.model.quantization,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
@@ -138,7 +130,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         cache_dir=cache_dir,
     )
     proof = prepare_proof(request)
-    _check_same_blocks(run.plan, proof.plans[topology])
+    stand_in.check(proof)
     return proof, digest([proof.key, str(topology), json.dumps(versions()), *_sources()])
 
 
@@ -151,99 +143,6 @@ def _asked(proof: Proof, key: str) -> dict[str, Any]:
         "topology": str(proof.topologies[0]),
         "request": request,
     }
-
-
-def provable(topology: Topology) -> Topology:
-    """`topology`, or with fewer ranks on dp and on the axes of experts where it needs more than a machine can spare."""
-    if topology.world <= _MOST_RANKS:
-        return topology
-    ep, etp = (divisors(size)[min(1, size - 1)] for size in (topology.ep, topology.etp))
-    least = 2 if topology.dp_shard else 1
-    smaller = [
-        dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
-        for dp in range(least, max(least + 1, _MOST_RANKS // topology.tp + 1))
-        if dp * topology.tp % (ep * etp) == 0
-    ]
-    if not smaller:
-        return dataclasses.replace(topology, dp=ep * etp, ep=ep, etp=etp)  # above 1, as none of 1 or 2 would do
-
-    def likeness(other: Topology) -> tuple[int, int]:
-        return sum(getattr(other, axis) > 1 or getattr(topology, axis) == 1 for axis in ("dp", "edp")), -other.dp
-
-    return max(smaller, key=likeness)
-
-
-def lora_on_twin(run: Prepared, config: Any, topology: Topology) -> dict[str, Any]:
-    """The run's adapter on the twin: the same rank and scale, on the same kinds of linears.
-
-    Layers and linears that are named by number do not exist in a twin: there each kind of linear that has an adapter
-    somewhere has one in every layer.
-    """
-    bare = prepare_proof(Request(topologies=(str(topology),), model=config, device="cpu"))
-    kinds = set(map(kind_of, run.targets))
-    lora, plan = run.lora, bare.plans[topology]
-    targets = [name for name in (plan.embedding, *plan.linears) if kind_of(name) in kinds]
-    # What has an adapter in some layers and is trained in full in others, is trained in full in one of the twin's.
-    saved = {wanted.rpartition(".")[2] for wanted in lora.modules_to_save or ()}
-    first = {end: next((name for name in targets if name.rpartition(".")[2] == end), end) for end in saved}
-    experts = [name for name in plan.projections if kind_of(name) in kinds]
-    matrices = [f"{name}.weight" for name in plan.matrices if kind_of(name) in kinds]
-    of_kind = {kind_of(name): list(target.pieces) for name, target in run.targets.items() if target.num_experts}
-    pieces = {key: list(names) for key, names in (getattr(lora, "pieces", None) or {}).items() if "experts" not in key}
-    pieces |= {name: of_kind[kind_of(name)] for name in experts if of_kind[kind_of(name)]}
-    on_twin = {
-        "r": lora.r,
-        "lora_alpha": lora.lora_alpha,
-        "use_rslora": lora.use_rslora,
-        "use_dora": lora.use_dora,
-        "lora_dropout": lora.lora_dropout,
-        "bias": lora.bias,
-        "modules_to_save": sorted(first.values()) or None,
-        "init_lora_weights": lora.init_lora_weights,
-        "target_modules": sorted(set(targets) - set(first.values())),
-    }
-    if experts or matrices:
-        on_twin["target_parameters"] = [*experts, *matrices]
-    if any(target.is_shared for target in run.targets.values()):
-        on_twin["share_experts"] = True
-    return on_twin | ({"pieces": pieces} if pieces else {})
-
-
-def kind_of(name: str) -> str:
-    """`model.layers.17.mlp.up_proj` -> `model.layers.*.mlp.up_proj`."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _check_same_blocks(plan: ModelPlan, twin: ModelPlan) -> None:
-    """A proof of the twin says something of the model only where the twin has every kind of block that it has."""
-    missing = _kinds(plan) - _kinds(twin)
-    if missing:
-        name, how = min(missing)
-        raise UnsupportedError(
-            f"{plan.model_type}: {name} ({how})",
-            "its twin has no such block, so a proof of the twin would not cover it",
-            "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight",
-        )
-
-
-def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
-    regions = {(kind_of(r.name), "split region" if r.is_split else "whole region") for r in plan.regions}
-    experts = {(kind_of(name), f"experts, {rule.split}") for name, rule in plan.projections.items()}
-    return regions | experts | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
-
-
-def twin_of(run: Prepared) -> Any:
-    """The configuration of the run's twin, with the dropouts that the run has."""
-    given = copy.deepcopy(_config(run))
-    config = shrink_config(given, tp=run.topology.tp, block=BLOCK if run.plan.quantized else 1)
-    handle_dropout(given, disable=run.config.model.disable_dropout)
-    for name, rate in dropout_fields(given).items():  # a twin has none of its own
-        setattr(config, name, rate)
-    return config
-
-
-def _config(run: Prepared) -> Any:
-    return read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
 
 
 def _sources() -> Iterable[str]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
 from meshlora.adapter.peft_format import lora_config
@@ -27,13 +26,13 @@ from meshlora.oracle.balance import has_load_balancing
 from meshlora.oracle.case import Case, batch_size_for, case_hash, file_fingerprint, num_sequences_for
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.parallel.groups import on_gpus
-from meshlora.plan.layout import Layout, Split
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
 from meshlora.train.packing import check_packing
+from meshlora.verify.features import features_of_model
 from meshlora.verify.mutations import find
 from meshlora.verify.plans import plans_and_adapter
 from meshlora.verify.sequences import proof_sequences
@@ -61,6 +60,7 @@ class Request:
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
         dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization:
             as in a run file. recompute: of all layers. objective: sft, policy (held to the base) or dpo.
+        attn_implementation: as in transformers; None: its choice.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
         data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
@@ -80,6 +80,7 @@ class Request:
     objective: str = "sft"
     packing: bool = False
     recompute: bool = False
+    attn_implementation: str | None = "eager"
     quantization: str | None = None
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
@@ -124,50 +125,13 @@ class Proof:
 
     def features_on(self, topology: Topology) -> set[str]:
         """What a run on `topology` has for a mutation to show; the words are those of `verify.mutation.Mutation`."""
-        plan, case, config = self.plans[topology], self.case, LoraConfig(**self.case.lora)
-        has = {name for name in ("dp", "tp", "ep", "etp", "edp") if getattr(topology, name) > 1}
-        has |= {name for name in ("sp", "two_stage", "dp_shard") if getattr(topology, name)}
-        has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
-        targets = [rule for name, rule in plan.linears.items() if _is_target(config, name) and name != plan.head]
-        has |= {f"{rule.split}_target" for rule in targets}
-        split = {name: layout for name, rule in plan.linears.items() if (layout := rule.layout)}
-        shared = {name for name, layout in split.items() if max(layout.copies(topology.tp)) > 1}
-        fused = {name: {p.name for p in layout.pieces} for name, layout in split.items() if len(layout.pieces) > 1}
-        riders = _riders(plan, {rule.name for rule in targets}, self.config.get_text_config().hidden_size)
-        blocks = {name for name in fused if not _is_one_run(split[name], topology.tp)}
+        case, config = self.case, LoraConfig(**self.case.lora)
+        has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
         facts = {
-            "ranks": topology.world > 1,
             "steps": case.steps > 1,
             "digits": case.dtype != "bfloat16",
-            "targets": config.target_modules == "all-linear"
-            or (not isinstance(config.target_modules, str) and len(config.target_modules or ()) > 1),
-            "whole_mixer": any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions),
-            "scale": config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1,
-            "kv_replicas": bool(shared),
-            "kv_target": any(rule.name in shared for rule in targets),
-            "fused_qkv": any(names == {"q", "k", "v"} for names in fused.values()),
-            "fused_gate_up": any(names == {"gate", "up"} for names in fused.values()),
-            "fused_target": any(rule.name in blocks and not case.pieces for rule in targets),
-            "fused_blocks": bool(blocks),
-            "sliced": any(r.sliced for r in plan.regions) and getattr(self.config, "alibi", True),
-            "wide_norm": bool(plan.wide_norms),
-            "riding": any(riders),
-            "riding_together": max(riders, default=0) > 1,
-            "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),
-            "pieces": bool(case.pieces),
-            "experts": bool(plan.experts),
-            "expert_target": bool(config.target_parameters),
-            "expert_axes": plan.topology.ep * plan.topology.etp > 1,
             "aux_loss": case.router_aux_loss_coef > 0,
-            "routing_last": any(not rule.weights_first for rule in plan.experts.values()),
-            "gated_experts": any(rule.first.fused is not None for rule in plan.experts.values()),
-            "other_tokens": topology.dp > 1 or topology.sp,
-            "dense_dp_is_not_edp": topology.groups_over(frozenset({"dp"})) != topology.groups_over(frozenset({"edp"})),
-            "expert_bias": any(rule.has_bias for rule in plan.projections.values()),
             "shared_experts_adapter": case.share_experts,
-            "embedding_target": _is_target(config, plan.embedding, is_linear=False),
-            "trained": bool(config.modules_to_save),
-            "dora": config.use_dora,
             "dropout": bool(case.dropout) or config.lora_dropout > 0,
             "lora_dropout": config.lora_dropout > 0,
             "model_dropout": bool(case.dropout),
@@ -179,34 +143,6 @@ class Proof:
             "lora_plus": case.lora_plus_ratio is not None,
         }
         return has | {name for name, is_there in facts.items() if is_there}
-
-
-def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
-    """Of each region how many targets ride with its input `[..., width]`.
-
-    Of layers above the first one with a target: only where something is trained below a gradient goes back.
-    """
-
-    def layer(name: str) -> int:
-        return int(name.removeprefix(f"{plan.layers}.").partition(".")[0])
-
-    inputs = {name for name in targets if plan.linears[name].in_features == width}
-    first = min((layer(name) for name in targets if name.startswith(f"{plan.layers}.")), default=0)
-    inside = (region for region in plan.regions if region.name.startswith(f"{plan.layers}."))
-    return [len(inputs.intersection(plan.riders(r))) for r in inside if layer(r.name) > first]
-
-
-def _is_one_run(layout: Layout, tp: int) -> bool:
-    """Whether what a rank holds of a fused matrix are neighbouring rows."""
-    runs = layout.runs(rank=0, size=tp)
-    return runs[-1].stop - runs[0].start == sum(run.size for run in runs)
-
-
-def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:
-    """Whether the adapter is on the module `name`, a linear or the embedding."""
-    if config.target_modules == "all-linear":
-        return is_linear
-    return bool(config.target_modules) and bool(check_target_module_exists(config, name))
 
 
 def prepare_proof(request: Request) -> Proof:
@@ -232,7 +168,9 @@ def prepare_proof(request: Request) -> Proof:
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
     if request.packing:
-        check_packing(config, attn_implementation="eager", trust_remote_code=request.trust_remote_code)
+        check_packing(
+            config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
+        )
     plans, lora = plans_and_adapter(
         config,
         given,
@@ -243,6 +181,7 @@ def prepare_proof(request: Request) -> Proof:
         recomputes=request.recompute,
         processes=request.nproc or _AUTO_PROCESSES if "auto" in [t.strip() for t in request.topologies] else None,
         trust_remote_code=request.trust_remote_code,
+        attn_implementation=request.attn_implementation,
         quantization=request.quantization,
     )
     pieces = getattr(lora, "pieces", None) or {}
@@ -286,6 +225,7 @@ def prepare_proof(request: Request) -> Proof:
         objective=request.objective,
         packing=request.packing,
         recompute=request.recompute,
+        attn_implementation=request.attn_implementation,
         quantization=request.quantization,
         kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
         columns={name: tuple(column.tolist()) for name, column in data.columns.items()},

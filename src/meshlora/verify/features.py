@@ -1,0 +1,105 @@
+"""What a model on a topology with an adapter has for a fault to show.
+
+Owns: the words for it, of a plan and an adapter alone. Does not own: what is of the run (`verify.request`).
+"""
+
+from __future__ import annotations
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from transformers import PretrainedConfig
+
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology
+
+
+def features_of_model(
+    plan: ModelPlan, config: LoraConfig, model: PretrainedConfig, *, has_pieces: bool = False
+) -> set[str]:
+    """The words are those of `verify.mutation.Mutation`.
+
+    plan: of the model with the configuration `model`. config: of the adapter. has_pieces: it is on parts of matrices.
+    """
+    topology, text = plan.topology, model.get_text_config()
+    has = features_of_topology(topology)
+    has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
+    targets = [rule for name, rule in plan.linears.items() if _is_target(config, name) and name != plan.head]
+    has |= {f"{rule.split}_target" for rule in targets}
+    split = {name: layout for name, rule in plan.linears.items() if (layout := rule.layout)}
+    shared = {name for name, layout in split.items() if max(layout.copies(topology.tp)) > 1}
+    fused = {name: {p.name for p in layout.pieces} for name, layout in split.items() if len(layout.pieces) > 1}
+    riders = _riders(plan, {rule.name for rule in targets}, text.hidden_size)
+    blocks = {name for name in fused if not _is_one_run(split[name], topology.tp)}
+    heads = getattr(text, "num_attention_heads", None)
+    facts = {
+        "targets": config.target_modules == "all-linear"
+        or (not isinstance(config.target_modules, str) and len(config.target_modules or ()) > 1),
+        "whole_mixer": any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions),
+        "scale": config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1,
+        "kv_replicas": bool(shared),
+        "kv_target": any(rule.name in shared for rule in targets),
+        "uneven_heads": isinstance(heads, int) and heads & (heads - 1) != 0,
+        "fused_qkv": any(names == {"q", "k", "v"} for names in fused.values()),
+        "fused_gate_up": any(names == {"gate", "up"} for names in fused.values()),
+        "fused_target": any(rule.name in blocks and not has_pieces for rule in targets),
+        "fused_blocks": bool(blocks),
+        "sliced": any(r.sliced for r in plan.regions) and getattr(model, "alibi", True),
+        "wide_norm": bool(plan.wide_norms),
+        "riding": any(riders),
+        "riding_together": max(riders, default=0) > 1,
+        "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),
+        "pieces": has_pieces,
+        "experts": bool(plan.experts),
+        "expert_target": bool(config.target_parameters),
+        "routing_last": any(not rule.weights_first for rule in plan.experts.values()),
+        "gated_experts": any(rule.first.fused is not None for rule in plan.experts.values()),
+        "expert_bias": any(rule.has_bias for rule in plan.projections.values()),
+        "embedding_target": _is_target(config, plan.embedding, is_linear=False),
+        "trained": bool(config.modules_to_save),
+        "ranks_by_pattern": bool(config.rank_pattern) and not has_pieces,
+        "scales_by_pattern": bool(config.alpha_pattern) and not has_pieces,
+        "dora": config.use_dora,
+    }
+    return has | {name for name, is_there in facts.items() if is_there}
+
+
+def features_of_topology(topology: Topology) -> set[str]:
+    """Those that need neither model nor adapter."""
+    has = {name for name in ("dp", "tp", "ep", "etp", "edp") if getattr(topology, name) > 1}
+    has |= {name for name in ("sp", "two_stage", "dp_shard") if getattr(topology, name)}
+    facts = {
+        "ranks": topology.world > 1,
+        "expert_axes": topology.ep * topology.etp > 1,
+        "other_tokens": topology.dp > 1 or topology.sp,
+        "dense_dp_is_not_edp": topology.groups_over(frozenset({"dp"})) != topology.groups_over(frozenset({"edp"})),
+    }
+    return has | {name for name, is_there in facts.items() if is_there}
+
+
+def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
+    """Of each region how many targets ride with its input `[..., width]`.
+
+    Of layers above the first one with a target: only where something is trained below a gradient goes back.
+    """
+
+    def layer(name: str) -> int:
+        return int(name.removeprefix(f"{plan.layers}.").partition(".")[0])
+
+    inputs = {name for name in targets if plan.linears[name].in_features == width}
+    first = min((layer(name) for name in targets if name.startswith(f"{plan.layers}.")), default=0)
+    inside = (region for region in plan.regions if region.name.startswith(f"{plan.layers}."))
+    return [len(inputs.intersection(plan.riders(r))) for r in inside if layer(r.name) > first]
+
+
+def _is_one_run(layout: Layout, tp: int) -> bool:
+    """Whether what a rank holds of a fused matrix are neighbouring rows."""
+    runs = layout.runs(rank=0, size=tp)
+    return runs[-1].stop - runs[0].start == sum(run.size for run in runs)
+
+
+def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:
+    """Whether the adapter is on the module `name`, a linear or the embedding."""
+    if config.target_modules == "all-linear":
+        return is_linear
+    return bool(config.target_modules) and bool(check_target_module_exists(config, name))

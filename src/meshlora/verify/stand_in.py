@@ -1,0 +1,211 @@
+"""What stands for a run in its preflight: a twin of its model, with its adapter, on its topology or a smaller one.
+
+Owns: the twin's likeness, and the refusal of a twin that lacks what the model has. Does not own: the shapes of twins
+(`plan.twin`), the proof (`verify.preflight`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from meshlora.adapter.targets import Target
+from meshlora.api import read_model_config
+from meshlora.errors import UnsupportedError
+from meshlora.guards import dropout_fields, handle_dropout
+from meshlora.plan.quantization import BLOCK
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.twin import layers_of_twin, shrink_config
+from meshlora.train.prepare import Prepared
+from meshlora.verify.features import features_of_model, features_of_topology
+from meshlora.verify.request import Proof, Request, prepare_proof
+
+# What a machine can run beside the job: ranks beyond two on an axis show nothing that two do not.
+_MOST_RANKS = 8
+# Of which a CPU computes in float64. What others compute is proved with the choice of transformers.
+_ATTENTIONS = ("eager", "sdpa")
+_WAY_OUT = "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight"
+
+
+class StandIn:
+    """The twin of what `runs` have in common: its configuration, and the topology that it is proved on.
+
+    Attributes:
+        config: of the twin, with the dropouts that the runs have. topology: where it is proved.
+        attn_implementation: of the runs, where a CPU has it.
+    """
+
+    def __init__(self, *runs: Prepared) -> None:
+        self._run = run = runs[0]
+        self._given = read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
+        self._marks = _adapters_of_layers(runs)
+        self.topology = provable(run.topology)
+        attention = run.config.model.attn_implementation
+        self.attn_implementation = attention if attention in _ATTENTIONS else None
+        self.config = self._twin()
+
+    def _twin(self) -> PretrainedConfig:
+        given, run = copy.deepcopy(self._given), self._run
+        block = BLOCK if run.plan.quantized else 1
+        config = shrink_config(given, tp=run.topology.tp, block=block, layers=self._marks)
+        handle_dropout(given, disable=run.config.model.disable_dropout)
+        for name, rate in dropout_fields(given).items():  # a twin has none of its own
+            setattr(config, name, rate)
+        return config
+
+    def lora(self, run: Prepared) -> dict[str, Any]:
+        """The adapter of `run` on the twin: on each linear what the one that it stands for has."""
+        request = Request(
+            topologies=(str(self.topology),),
+            model=self.config,
+            device="cpu",
+            trust_remote_code=run.config.model.trust_remote_code,
+        )
+        plan, lora = prepare_proof(request).plans[self.topology], run.lora
+        stood_for = self._stood_for(plan, [plan.embedding, *plan.linears])
+        saved = {
+            wanted: [name for name, real in stood_for.items() if f".{real}".endswith(f".{wanted}")]
+            for wanted in lora.modules_to_save or ()
+        }
+        full = {name for names in saved.values() for name in names} | {
+            wanted.rpartition(".")[2] for wanted, names in saved.items() if not names
+        }
+        on = self._targets(plan, stood_for, run.targets)
+        of_modules = [name for name in on if name in stood_for and name not in full]
+        pieces = {
+            key: list(names) for key, names in (getattr(lora, "pieces", None) or {}).items() if "experts" not in key
+        }
+        pieces |= {name: list(target.pieces) for name, target in on.items() if target.num_experts and target.pieces}
+        on_twin = {
+            "r": lora.r,
+            "lora_alpha": lora.lora_alpha,
+            "use_rslora": lora.use_rslora,
+            "use_dora": lora.use_dora,
+            "lora_dropout": lora.lora_dropout,
+            "bias": lora.bias,
+            "modules_to_save": sorted(full) or None,
+            "init_lora_weights": lora.init_lora_weights,
+            "target_modules": sorted(of_modules),
+        }
+        if by_parameter := [name for name in on if name not in stood_for]:
+            on_twin["target_parameters"] = by_parameter
+        if any(target.is_shared for target in on.values()):
+            on_twin["share_experts"] = True
+        for name, target in on.items():
+            if not target.pieces and target.r != lora.r:
+                on_twin.setdefault("rank_pattern", {})[name] = target.r
+            alpha = target.scaling * (math.sqrt(target.r) if lora.use_rslora else target.r)
+            if not target.pieces and not math.isclose(alpha, lora.lora_alpha):
+                on_twin.setdefault("alpha_pattern", {})[name] = int(alpha) if alpha == int(alpha) else alpha
+        return on_twin | ({"pieces": pieces} if pieces else {})
+
+    def _targets(self, plan: ModelPlan, stood_for: dict[str, str], targets: Mapping[str, Target]) -> dict[str, Target]:
+        """Parameter or module of the twin -> what of `targets` is on the one that it stands for.
+
+        Where no layer of the twin stands for one with an adapter on this kind, all of them have it.
+        """
+        names = [*stood_for, *plan.projections, *plan.matrices]
+        real = self._stood_for(plan, names)
+        covered = {kind_of(name) for name in names if real[name] in targets}
+        first = {kind: target for kind, target in _by_kind(targets).items() if kind not in covered}
+        found = {name: targets.get(real[name]) or first.get(kind_of(name)) for name in names}
+        return {f"{name}.weight" if name in plan.matrices else name: target for name, target in found.items() if target}
+
+    def _stood_for(self, plan: ModelPlan, names: Iterable[str]) -> dict[str, str]:
+        """Name in the twin -> name in the model."""
+        prefix, layers = f"{plan.layers}.", self._layers
+
+        def real(name: str) -> str:
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            is_inside = name.startswith(prefix) and number.isdecimal() and int(number) < len(layers)
+            return f"{self._run.plan.layers}.{layers[int(number)]}.{rest}" if is_inside else name
+
+        return {name: real(name) for name in names}
+
+    @functools.cached_property
+    def _layers(self) -> list[int]:
+        return layers_of_twin(self._given, layers=self._marks)
+
+    def check(self, proof: Proof) -> None:
+        """A proof of the twin says something of the model only where the twin has all that the model has.
+
+        Raises:
+            UnsupportedError: names what it lacks.
+        """
+        run, twin = self._run, proof.plans[self.topology]
+        if missing := _kinds(run.plan) - _kinds(twin):
+            name, how = min(missing)
+            raise UnsupportedError(
+                f"{run.plan.model_type}: {name} ({how})",
+                "its twin has no such block, so a proof of the twin would not cover it",
+                _WAY_OUT,
+            )
+        has = features_of_model(run.plan, run.lora, self._given, has_pieces=bool(getattr(run.lora, "pieces", None)))
+        if lacks := has - proof.features_on(self.topology):
+            raise UnsupportedError(
+                f"{run.plan.model_type} on {run.topology}: {', '.join(sorted(lacks))}",
+                f"its twin on {self.topology} has none of it, so a proof of the twin would not cover it",
+                _WAY_OUT,
+            )
+
+
+def provable(topology: Topology) -> Topology:
+    """`topology`, or where it needs more than a machine can spare one with as few ranks on dp and on the axes of
+    experts as have all that it has: more than one rank on the same axes, and experts that sum over other ranks than the
+    rest does.
+    """
+    if topology.world <= _MOST_RANKS:
+        return topology
+    least = min(2, topology.dp)  # a sum over one rank shows nothing
+    smaller = [
+        dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
+        for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp))
+        for dp in range(least, max(least, _MOST_RANKS // topology.tp, ep * etp) + 1)
+        if dp * topology.tp % (ep * etp) == 0
+    ]
+    wanted = features_of_topology(topology)
+
+    def likeness(other: Topology) -> tuple[int, int, int]:
+        return -len(wanted - features_of_topology(other)), -other.world, -other.ep
+
+    return max(smaller, key=likeness)
+
+
+def _few(size: int) -> list[int]:
+    """The least numbers above 1 that divide `size`, at most two of them."""
+    return divisors(size)[1:3] or [1]
+
+
+def kind_of(name: str) -> str:
+    """`model.layers.17.mlp.up_proj` -> `model.layers.*.mlp.up_proj`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _by_kind(targets: Mapping[str, Target]) -> dict[str, Target]:
+    return {kind_of(name): target for name, target in reversed(list(targets.items()))}
+
+
+def _adapters_of_layers(runs: Iterable[Prepared]) -> dict[int, Hashable]:
+    """Layer -> what the adapters are on in it."""
+    found = dict[int, list[tuple[int, Target]]]()
+    for number, run in enumerate(runs):
+        prefix = f"{run.plan.layers}."
+        for name, target in run.targets.items():
+            layer, _, rest = name.removeprefix(prefix).partition(".")
+            if name.startswith(prefix) and layer.isdecimal():
+                found.setdefault(int(layer), []).append((number, dataclasses.replace(target, name=rest)))
+    return {layer: frozenset(targets) for layer, targets in found.items()}
+
+
+def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
+    regions = {(kind_of(r.name), "split region" if r.is_split else "whole region") for r in plan.regions}
+    experts = {(kind_of(name), f"experts, {rule.split}") for name, rule in plan.projections.items()}
+    return regions | experts | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
