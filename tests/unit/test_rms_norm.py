@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -13,8 +15,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+import meshlora
 from meshlora.lift import lift
-from meshlora.parallel.rms_norm import is_llamas, own_gradients_of_norms
+from meshlora.parallel.rms_norm import is_known, own_gradients_of_norms
+from meshlora.plan.twin import twin_config
 
 SHAPES = {"tokens": (2, 5, 32), "heads": (2, 5, 4, 32), "flat": (7, 32)}
 
@@ -108,15 +112,35 @@ def test_a_copy_of_a_model_has_its_own_norm() -> None:
     assert _run(ours, x, g)[0].any()
 
 
-def test_only_norms_with_llamas_own_code_are_taken() -> None:
-    class Scaled(LlamaRMSNorm):
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            input_dtype = hidden_states.dtype
-            hidden_states = hidden_states.to(torch.float32)
-            variance = hidden_states.pow(3).mean(-1, keepdim=True)
-            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-            return self.weight * hidden_states.to(input_dtype)
+class Scaled(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(3).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance.abs() + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
 
+
+def test_only_norms_with_the_code_of_the_formula_are_taken() -> None:
     taken = [LlamaRMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm]
-    assert all(is_llamas(kind) for kind in taken)
-    assert not any(is_llamas(kind) for kind in (GemmaRMSNorm, Olmo2RMSNorm, nn.RMSNorm, nn.LayerNorm, Scaled))
+    assert all(is_known(kind) for kind in taken)
+    assert not any(is_known(kind) for kind in (GemmaRMSNorm, Olmo2RMSNorm, nn.RMSNorm, nn.LayerNorm, Scaled))
+
+
+@pytest.mark.parametrize("has_source", [True, False])
+def test_a_changed_library_is_trained_as_it_is(has_source: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever transformers has: taken for the norm that it was, training would be 1.9 off its evaluation."""
+    forward = Scaled.forward
+    if not has_source:
+        names: dict[str, Any] = {"torch": torch}
+        source = "def forward(self, x):\n    return self.weight * x.pow(3)\n"
+        exec(source, names)
+        forward = names["forward"]
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+    model = meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules=["q_proj"]), dtype="float64")
+    tokens = torch.arange(3, 19).reshape(1, 16)
+    with torch.no_grad():
+        evaluated = model(input_ids=tokens).logits
+    trained = model.train()(input_ids=tokens).logits
+    assert trained.requires_grad
+    assert torch.equal(trained, evaluated)

@@ -9,15 +9,22 @@ they keep the input in float32. Written out it is five passes, and the input is 
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
 from types import CodeType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from meshlora.lift import is_lifted
+
+# `_digest` of what the formula below was written for: `LlamaRMSNorm.forward` of transformers 5.23.
+_LLAMAS = "0dcf5f011ba2ed45"
 
 
 class RmsNormFunction(Function):
@@ -49,24 +56,33 @@ class RmsNormFunction(Function):
 
 
 def own_gradients_of_norms(model: nn.Module) -> None:
-    """Give every norm of `model` whose code is that of `LlamaRMSNorm` the backward above."""
+    """Give every norm of `model` whose code is the one above the backward above."""
     for module in model.modules():
-        if is_llamas(type(module)):
+        if is_known(type(module)):
             module.forward = MethodType(_forward, module)
 
 
-def is_llamas(kind: type[nn.Module]) -> bool:
-    """Whether a module of `kind` computes, instruction by instruction, what `LlamaRMSNorm` does.
+def is_known(kind: type[nn.Module]) -> bool:
+    """Whether a module of `kind` computes, statement by statement, what the formula above was written for.
 
-    transformers copies this code into each of its families, under names of their own.
+    transformers copies this code into each of its families, under names of their own, and may change it there or
+    everywhere: what is compared with is kept here, not what is installed.
     """
     code = getattr(kind.forward, "__code__", None)
-    return isinstance(code, CodeType) and _program(code) == _program(LlamaRMSNorm.forward.__code__)
+    return isinstance(code, CodeType) and _digest(code) == _LLAMAS
 
 
-def _program(code: CodeType) -> tuple[Any, ...]:
-    """What runs, without where it is written."""
-    return code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars
+@functools.cache
+def _digest(code: CodeType) -> str:
+    """Of the statements that `code` was made from and the names of its arguments; "" where these cannot be read."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return ""
+    statements = [ast.unparse(statement) for statement in function.body]
+    return hashlib.sha256("\n".join([*code.co_varnames[: code.co_argcount], *statements]).encode()).hexdigest()[:16]
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
