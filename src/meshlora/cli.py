@@ -191,7 +191,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--mutation", action="append", default=[], metavar="NAME", help="put this fault in, or all; it must be caught"
     )
-    verify.add_argument("--seed", type=int, default=0)
+    verify.add_argument("--seed", type=int)
     verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     verify.add_argument("--trust-remote-code", action="store_true")
     verify.set_defaults(run=_verify)
@@ -290,7 +290,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
     from meshlora.verify.plans import read_lora
-    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, LABEL_SMOOTHING, Request
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, LABEL_SMOOTHING, SEED, Request
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -316,7 +316,7 @@ def _verify(options: argparse.Namespace) -> None:
         recompute=options.recompute,
         quantization=options.quantization,
         steps=options.steps,
-        seed=options.seed,
+        seed=SEED if options.seed is None else options.seed,
         data=options.data,
         nproc=options.nproc,
         mutations=tuple(dict.fromkeys(names)),

@@ -28,7 +28,7 @@ CHANGED: dict[str, Any] = {
     "label_smoothing": 0.1,
     "objective": "policy",
     "clip_low": 0.1,
-    "clip_high": 0.3,
+    "clip_high": 0.2,
     "kl_coef": 0.1,
     "dpo_beta": 0.2,
     "columns": {"weight": (1.0,)},
@@ -55,6 +55,7 @@ CHANGED: dict[str, Any] = {
     "weight_decay": 0.0,
     "pad_token_id": 1,
     "trust_remote_code": True,
+    "attn_implementation": "sdpa",
     "device": "cuda",
 }
 

@@ -58,7 +58,7 @@ class Case:
             into large steps, and a gradient of the wrong size shows in what it makes of it.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs.
         label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
-        objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file.
+        objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file; none at its default or at another's value.
         columns, rows_per_example: of the sequences.
         attn_implementation: of both sides, as in transformers.
         quantization: how the frozen base is quantised, nf4 or int8; None: not at all.
@@ -91,10 +91,10 @@ class Case:
     eps: float = 1e-4
     label_smoothing: float = 0.0
     objective: str = "sft"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.15
+    clip_high: float = 0.3
     kl_coef: float = 0.0
-    dpo_beta: float = 0.1
+    dpo_beta: float = 0.3
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     rows_per_example: int = 1
     packing: bool = False
@@ -129,16 +129,21 @@ def batch_size_for(largest_dp: int) -> int:
 
 
 def num_sequences_for(batch_size: int, steps: int) -> int:
-    """Sequences of a case: the last step begins a second epoch, and the batch before it is one that is not full."""
-    return batch_size * max(1, steps - 1) - (2 if steps > 2 else 0)
+    """Sequences of a case: the last step begins a second epoch, and the batch before it is one that is not full. No
+    number of ranks and of sequences at once divides them, so that an evaluation has a remainder.
+    """
+    return batch_size * max(1, steps - 1) - (3 if steps > 2 else 0)
 
 
-def random_tokens(*, num_sequences: int, vocab_size: int, seed: int) -> TokenizedDataset:
-    """Sequences of unequal length, each with an untrained start of unequal length."""
+def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0) -> TokenizedDataset:
+    """Sequences of unequal length, each with an untrained start of unequal length. What padding is made of is among
+    the tokens, and is trained, as with a tokenizer that pads with its eos.
+    """
     generator = np.random.Generator(np.random.PCG64(seed))
     lengths = [_LENGTHS[i % len(_LENGTHS)] for i in range(num_sequences)]
     ids = generator.integers(min(3, vocab_size - 1), vocab_size, size=sum(lengths), dtype=np.int32)
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    ids[offsets[1::2] - 1] = ids[offsets[1::2] - 4] = pad_token_id
     is_trained = np.ones(len(ids), dtype=bool)
     for index, start in enumerate(offsets[:-1]):
         is_trained[start : start + 2 + index % 3] = False

@@ -55,7 +55,8 @@ def _tokens(
     if data is None:
         pad = getattr(text_config, "pad_token_id", None)
         pad = pad if isinstance(pad, int) and 0 <= pad < text_config.vocab_size else 0
-        return random_tokens(num_sequences=number, vocab_size=text_config.vocab_size, seed=seed), pad
+        size = text_config.vocab_size
+        return random_tokens(num_sequences=number, vocab_size=size, seed=seed, pad_token_id=pad), pad
     if model is None:
         raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
