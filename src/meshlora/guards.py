@@ -79,12 +79,15 @@ def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
     return found
 
 
-def longest_fixed_rope(config: Any) -> int | None:
-    """The length up to which rotary embeddings do not depend on the batch; None where they never do.
+def longest_fixed_length(config: Any) -> tuple[int, str] | None:
+    """The length up to which nothing depends on how long the batch is, and what does beyond it; None: nothing ever.
 
-    longrope and dynamic scaling look at the padded length of the whole batch, which differs between topologies.
+    longrope and dynamic scaling look at the padded length of the whole batch, which differs between topologies. Doge
+    keeps the best tokens by topk, which chooses between equal ones, as repeated tokens are, by how many there are.
     """
     limits: list[int] = []
+    if config.model_type == "doge":
+        return config.keep_window_size, "dynamic mask"
     for part in _configs(config):
         rope = getattr(part, "rope_parameters", None) or {}
         for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
@@ -92,23 +95,23 @@ def longest_fixed_rope(config: Any) -> int | None:
                 own = entry.get("original_max_position_embeddings")
                 limits += [n for n in (own, getattr(part, "original_max_position_embeddings", None)) if n]
                 limits.append(part.max_position_embeddings)
-    return min(limits, default=None)
+    return (min(limits), "rotary embedding") if limits else None
 
 
 def guard_model(model: Any, topology: Topology) -> None:
     """Put the guards on a parallel model."""
     _guard_methods(model)
     refuse_wrappers(model, topology)
-    limit = longest_fixed_rope(model.config)
+    fixed = longest_fixed_length(model.config)
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _check_outputs(model.config, kwargs, topology)
         tokens = given_tokens(args, kwargs)[1]
-        if limit is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > limit:
+        if fixed is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > fixed[0]:
             raise UnsupportedError(
                 f"a batch of {tokens.shape[1]} positions",
-                f"beyond {limit} the model's rotary embedding depends on the batch's length, hence on the topology",
-                f"train with sequences of at most {limit} tokens",
+                f"beyond {fixed[0]} the model's {fixed[1]} depends on the batch's length, hence on the topology",
+                f"train with sequences of at most {fixed[0]} tokens",
             )
 
     model.register_forward_pre_hook(check, with_kwargs=True)

@@ -104,6 +104,19 @@ def test_rope_that_looks_at_the_batch_is_refused_beyond_its_fixed_part() -> None
         model(input_ids=torch.ones(1, 17, dtype=torch.int64))
 
 
+def test_mask_that_looks_at_the_batch_is_refused_beyond_its_fixed_part() -> None:
+    """transformers itself: one token of padding more, and doge keeps another of two equal tokens."""
+    config = twin_config("doge", keep_window_size=8)
+    tokens = torch.tensor([[5, 6, 7] * 6])
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    shorter, longer = (theirs(input_ids=tokens[:, :n], use_cache=False).logits for n in (17, 18))
+    assert (shorter - longer[:, :17]).abs().max() > 1e-4
+    model = meshlora.load(config, lora=LORA)
+    model(input_ids=tokens[:, :8])
+    with pytest.raises(meshlora.UnsupportedError, match="dynamic mask depends on the batch.*at most 8"):
+        model(input_ids=tokens[:, :9])
+
+
 def test_tied_weights_that_differ_on_disk_are_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(twin_config("llama", tie_word_embeddings=True))
     model.save_pretrained(tmp_path)

@@ -47,7 +47,7 @@ _FIELDS = {
     "positions": "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
     "context_length model_max_length",
     "window": "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size "
-    "local_attention local_attention_window_len chunk_size mamba_chunk_size block_size keep_window_size index_topk "
+    "local_attention local_attention_window_len chunk_size mamba_chunk_size block_size index_topk "
     "indexer_budget index_block_size rel_extent patch_size",
     "image": "image_size",
     # These may be smaller already, and 1 says something: one expert a token, one group.

@@ -32,7 +32,7 @@ from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.config import RUN_CONTENT, RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_preferences, read_records, read_rollouts, tokenize
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.guards import longest_fixed_rope
+from meshlora.guards import longest_fixed_length
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.files import is_writable
@@ -302,12 +302,12 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunCo
             f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
             "name another pad_token, or eos_token, in tokenizer_config.json",
         )
-    fixed = longest_fixed_rope(hf_config)
-    if fixed is not None and config.data.max_length > fixed:
+    fixed = longest_fixed_length(hf_config)
+    if fixed is not None and config.data.max_length > fixed[0]:
         raise UnsupportedError(
             f"data.max_length={config.data.max_length}",
-            f"beyond {fixed} positions the model's rotary embedding depends on the batch, hence on the topology",
-            f"use at most {fixed}",
+            f"beyond {fixed[0]} positions the model's {fixed[1]} depends on the batch, hence on the topology",
+            f"use at most {fixed[0]}",
         )
     limit = getattr(text_config, "max_position_embeddings", None)
     multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut
