@@ -113,7 +113,7 @@ def test_mask_that_looks_at_the_batch_is_refused_beyond_its_fixed_part() -> None
     assert (shorter - longer[:, :17]).abs().max() > 1e-4
     model = meshlora.load(config, lora=LORA)
     model(input_ids=tokens[:, :8])
-    with pytest.raises(meshlora.UnsupportedError, match="dynamic mask depends on the batch.*at most 8"):
+    with pytest.raises(meshlora.UnsupportedError, match=r"dynamic mask depends on the batch.*at most 8"):
         model(input_ids=tokens[:, :9])
 
 

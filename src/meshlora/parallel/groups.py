@@ -198,6 +198,8 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
     device = torch.device("cuda", place.local_rank if place else 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        # Autograd has threads of its own, and cuBLAS warns of one in which a product is the first thing that happens.
+        torch.zeros((), device=device, requires_grad=True).mul(2).backward()
     if place is None or dist.is_initialized():
         return device
     store = meet(timeout_s=timeout_s)
