@@ -176,7 +176,7 @@ def _add_verify(commands: Any) -> None:
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
     verify.add_argument(
-        "--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all, dropout 0.1"
+        "--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all, dropout 0.12"
     )
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")

@@ -11,6 +11,7 @@ from typing import Any
 LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
 
 LOSS = ("loss", "loss of step 1", "what the objective makes of them")
+EVALUATION = ("loss", "loss of evaluation 1", "what is evaluated, or how it is averaged")
 
 # mutation -> (topology, phase, where, words of the cause).
 DIAGNOSES = {
@@ -79,6 +80,26 @@ DIAGNOSES = {
     ),
     "alpha_doubled_in_file": ("dp=2", "saved_file", "logits of PEFT", "lora_alpha is 32, not 16"),
     "target_missing_in_fresh_file": ("dp=2", "saved_file", "", "target_modules is"),
+    "evaluation_remainder_dropped": ("dp=2", *EVALUATION),
+    "evaluation_filled_up": ("dp=2", *EVALUATION),
+    "evaluation_counts_dummies": ("dp=2", *EVALUATION),
+    "sampler_seed_ignored": ("dp=2", "sequences", "sequence 3", "the order of the epoch"),
+    "batch_filled_up": ("dp=2", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "later ones take other sequences"),
+    "fresh_seed_ignored": ("tp=2", "fresh_adapter", f"{FIRST_ATTENTION}.q_proj.lora_A", "seed and name determine"),
+    "fresh_b_not_zero": ("tp=2", "fresh_adapter", f"{FIRST_ATTENTION}.q_proj.lora_B", "seed and name determine"),
+    "learning_rate_constant": (
+        "tp=2",
+        "deltas",
+        f"{FIRST_ATTENTION}.q_proj.lora_A",
+        "rate of step 3 is 0.01, not 0.005",
+    ),
+    "clipped_factor_by_factor": (
+        "tp=2",
+        "grad_norm",
+        f"clipped {LAST_MLP}.down_proj.lora_B",
+        "how much they are scaled",
+    ),
+    "norm_after_clipping_reported": ("tp=2", "grad_norm", "norm of step 1", "their norm is not"),
 }
 
 
@@ -89,6 +110,11 @@ _ON_EMBEDDING = {
     "lora_alpha": 8,
     "target_modules": ["embed_tokens", "q_proj", "down_proj"],
     "modules_to_save": ["model.norm", "input_layernorm"],
+}
+_SHARED = {
+    **_ALL,
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "share_experts": True,
 }
 _GPT2_BLOCK = "transformer.h.0"
 _QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
@@ -155,6 +181,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "padding_in_softmax": ("loss", "loss of step 1", "a vocabulary that is split"),
             "smoothed_over_local_vocabulary": ("loss", "loss of step 1", "ranks have different losses"),
             "label_smoothing_ignored": ("loss", "loss of step 1", "smoothing"),
+            "evaluation_smoothed": EVALUATION,
             "lora_plus_ratio_ignored": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rates of its groups"),
             "dora_norm_over_local_slice": ("forward", f"{FIRST_ATTENTION}.o_proj", "DoRA's norm"),
             "dora_norm_of_base_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", "DoRA's norm"),
@@ -233,12 +260,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             ),
             "experts_gate_and_up_swapped": ("forward", f"{LAST_MLP}.experts", "what experts make of their tokens"),
             "aux_loss_of_local_tokens": ("loss", "load-balancing loss of step 1", "all micro-batches and all ranks"),
+            "aux_loss_at_default": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
             "aux_loss_left_out": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
             "experts_drawn_alike": (
                 "fresh_adapter",
                 f"{LAST_MLP}.experts.0.down_proj.lora_A",
                 "not those that seed and name determine",
             ),
+        },
+    ),
+    "one adapter for the experts of all ranks": (
+        {"family": "qwen3_moe", "topologies": ("tp=2,sp,ep=2",), "lora": _SHARED},
+        {
+            "shared_experts_not_summed_over_ep": (
+                "gradients",
+                f"{LAST_MLP}.experts.gate_up_proj.lora_B",
+                "of the experts' first projections",
+            )
         },
     ),
     "experts whose copies are not those of attention": (
@@ -259,6 +297,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "policy_ratio_always_one": LOSS,
             "policy_weights_ignored": LOSS,
             "policy_sign": LOSS,
+            "policy_clip_sides_swapped": LOSS,
+            "policy_clip_at_default": LOSS,
+            "policy_kl_doubled": LOSS,
             "base_with_adapter_on": LOSS,
             "base_halved": LOSS,
         },
@@ -274,7 +315,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "pairs of answers": (
         {"family": "qwen3", "objective": "dpo", "label_smoothing": 0.1, "topologies": ("dp=2",)},
-        {"dpo_pairs_swapped": LOSS, "dpo_per_token": LOSS, "dpo_labels_not_smoothed": LOSS},
+        {
+            "dpo_pairs_swapped": LOSS,
+            "dpo_per_token": LOSS,
+            "dpo_labels_not_smoothed": LOSS,
+            "dpo_beta_at_default": LOSS,
+        },
     ),
     "dropout of the adapter and of the model, held to the base": (
         {
@@ -282,7 +328,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "objective": "policy",
             "topologies": ("tp=2,sp",),
             "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
-            "lora": _ALL | {"lora_dropout": 0.1},
+            "lora": _ALL | {"lora_dropout": 0.12},
             "steps": 2,
         },
         {
@@ -291,6 +337,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "dropout_same_in_every_step": ("deltas", f"{_C_ATTN}.lora_A", "masks of another step"),
             "dropout_same_in_every_module": ("forward", "transformer.drop", "drops other elements"),
             "dropout_per_tp_rank": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_seed_ignored": ("forward", "transformer.drop", "drops other elements"),
+            "dropout_rate_in_tenths": ("forward", _C_ATTN, "drops other elements"),
+            "evaluation_ends_dropout": ("deltas", f"{_C_ATTN}.lora_A", "what the optimizer makes of them"),
             "dropout_not_scaled": ("forward", "transformer.drop", "not divided by the share"),
             "base_with_dropout": LOSS,
         },
@@ -315,8 +364,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     "an adapter on the embedding, norms that are trained": (
-        {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ON_EMBEDDING},
         {
+            "family": "llama",
+            "topologies": ("tp=2,sp",),
+            "overrides": {"pad_token_id": 0},
+            "lora": _ON_EMBEDDING,
+            "lora_plus_ratio": 4.0,
+        },
+        {
+            "embedding_padding_trained": ("gradients", "model.embed_tokens.lora_embedding_A", "A of the embedding"),
+            "lora_plus_embedding_rate_ignored": (
+                "deltas",
+                "model.embed_tokens.lora_embedding_A",
+                "what the optimizer makes",
+            ),
+            "norms_not_decayed": ("deltas", "model.embed_tokens.lora_embedding_A", "what the optimizer makes of them"),
             "embedding_b_not_summed": ("gradients", "model.embed_tokens.lora_embedding_B", "not summed over tp"),
             "trained_norm_not_summed": ("gradients", "model.norm.weight", "trained of the base"),
             "trained_weights_missing_in_file": ("saved_file", "adapter_model.safetensors", "PEFT expects another file"),

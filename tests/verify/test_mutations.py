@@ -81,7 +81,7 @@ def test_every_fault_is_caught_on_every_topology_where_it_can_show(prove: Prove)
 def test_no_fault_is_left_out_where_it_can_show(topology: str) -> None:
     parsed = Topology.parse(topology)
     has = (
-        {"ranks", "scale", "steps", "targets", "digits", "sft"}
+        {"ranks", "scale", "steps", "targets", "digits", "sft", "seed", "short_batch"}
         | {a for a in ("dp", "tp") if getattr(parsed, a) > 1}
         | ({"sp", "riding", "riding_together"} if parsed.sp else set())
     )

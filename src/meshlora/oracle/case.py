@@ -112,6 +112,11 @@ class Case:
     device: str = "cpu"
 
     @property
+    def eval_every(self) -> int:
+        """As in a run file. There is an evaluation before the last step, and a step after it: dropout is on again."""
+        return max(1, self.steps - 1)
+
+    @property
     def data(self) -> TokenizedDataset:
         """The sequences as both sides read them."""
         return TokenizedDataset(
@@ -129,10 +134,10 @@ def batch_size_for(largest_dp: int) -> int:
 
 
 def num_sequences_for(batch_size: int, steps: int) -> int:
-    """Sequences of a case: the last step begins a second epoch, and the batch before it is one that is not full. No
-    number of ranks and of sequences at once divides them, so that an evaluation has a remainder.
+    """Sequences of a case: the last step begins a second epoch, and the batch before it is one that is not full. They
+    are an odd number, of which some of the ranks have one more: an evaluation has a remainder, and a dummy.
     """
-    return batch_size * max(1, steps - 1) - (3 if steps > 2 else 0)
+    return batch_size * max(1, steps - 1) - (1 if steps > 2 else 0)
 
 
 def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0) -> TokenizedDataset:

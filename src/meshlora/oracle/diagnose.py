@@ -66,7 +66,7 @@ def _is_rounding(case: Failure) -> bool:
 
 
 def _is_later_step(result: TensorResult) -> bool:
-    if result.name.startswith("loss of evaluation"):  # after the last step
+    if result.name.startswith("loss of evaluation"):  # after a later one
         return True
     number = result.name.rpartition(" step ")[2]
     return number.isdecimal() and number != "1"

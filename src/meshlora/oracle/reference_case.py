@@ -38,7 +38,7 @@ from meshlora.oracle.reference import (
     set_rate,
     trainable,
 )
-from meshlora.oracle.replay import at_step, is_replayed, new_record, record_file, routed
+from meshlora.oracle.replay import after_step, at_step, is_replayed, new_record, record_file, routed
 from meshlora.oracle.trace import Trace
 from meshlora.routing import Routing, RoutingRecord
 
@@ -117,9 +117,10 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         trace.aux_losses += [aux] if aux is not None else []
         trace.grad_norms.append(float(norm))
         trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
-    at_step(routing, case.steps)
+        after_step(routing, step, case)
+        if step + 1 == case.steps or (step + 1) % case.eval_every == 0:
+            trace.eval_losses.append(evaluate(case, model))
     trace.final = _copies(case, model, factors)
-    trace.eval_losses = [evaluate(case, model)]
     trace.final_logits = _first_logits(case, model)
     return trace
 

@@ -38,9 +38,14 @@ def new_record(model: nn.Module, case: Case) -> RoutingRecord:
 
 
 def at_step(routing: Routing | None, step: int) -> None:
-    """What follows is of optimizer step `step`; what comes after the last one, evaluation, has the number of steps."""
+    """What follows is of optimizer step `step`."""
     if routing is not None:
         routing.step = step
+
+
+def after_step(routing: Routing | None, step: int, case: Case) -> None:
+    """What follows is an evaluation after `step`: it has a number of its own, after the last one that of the steps."""
+    at_step(routing, case.steps if step + 1 == case.steps else case.steps + 1)
 
 
 @contextlib.contextmanager

@@ -88,8 +88,8 @@ class LoadBalancing:
     def _add_up(self, counts: Tensor) -> None:
         total = all_reduce_sum(counts, self.axis)
         self._rows, self._tokens = float(total[-2]), float(total[-1])
-        # Rounded where transformers rounds it, inside the lift too: there it divides what was never float64. On the CPU:
-        # a GPU divides by a number by multiplying with its inverse, which is rounded once more.
+        # Rounded where transformers rounds it, inside the lift too: there it divides what was never float64. On the
+        # CPU: a GPU multiplies with the inverse of a number, which is rounded once more.
         shares = (torch.tensor(total[:-2].tolist(), dtype=torch.float32) / self._rows).to(total.device)
         self._shares = shares.double()
         self._probabilities.zero_()

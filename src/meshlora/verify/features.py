@@ -56,6 +56,8 @@ def features_of_model(
         "gated_experts": any(rule.first.fused is not None for rule in plan.experts.values()),
         "expert_bias": any(rule.has_bias for rule in plan.projections.values()),
         "embedding_target": _is_target(config, plan.embedding, is_linear=False),
+        "embedding_padding": _is_target(config, plan.embedding, is_linear=False)
+        and getattr(text, "pad_token_id", None) is not None,
         "trained": bool(config.modules_to_save),
         "ranks_by_pattern": bool(config.rank_pattern) and not has_pieces,
         "scales_by_pattern": bool(config.alpha_pattern) and not has_pieces,

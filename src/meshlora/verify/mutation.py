@@ -36,8 +36,9 @@ class Mutation:
             "other_tokens" (routers of some ranks see others); of the adapter and the run "pieces", "embedding_target",
             "uneven_heads" (no power of two), "ranks_by_pattern", "scales_by_pattern",
             "trained" (what is no LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it
-            needs the frozen base); "lora_dropout", "model_dropout", "dropout" (either), "packing"; of the frozen base
-            "dp_shard", "quantized".
+            needs the frozen base); "seed" (that is not 0), "short_batch" (the last of an epoch), "embedding_padding" (a
+            target that knows its padding token), "lora_dropout", "odd_dropout" (no tenth), "model_dropout",
+            "dropout" (either), "packing"; of the frozen base "dp_shard", "quantized".
         changes: the functions it replaces.
     """
 

@@ -31,6 +31,7 @@ from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
 from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
 from meshlora.verify.mutations_of_packing import OF_PACKING
+from meshlora.verify.mutations_of_runs import OF_RUNS
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
@@ -366,18 +367,6 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             ),
         ),
         mutation(
-            "label_smoothing_ignored",
-            "the loss is smoothed as configured",
-            "smoothing sft",
-            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing, **rest: f(*args, **rest)),
-        ),
-        mutation(
-            "lora_plus_ratio_ignored",
-            "with LoRA+ B learns faster than A",
-            "lora_plus",
-            (trainer, "parameter_groups", then(faults.at_one_rate)),
-        ),
-        mutation(
             "dora_norm_over_local_slice",
             "the norm of a row that is split over tp is that of the whole row",
             "tp dora row_target",
@@ -397,4 +386,6 @@ _OF_TRAINING: dict[str, Mutation] = dict(
         ),
     ]
 )
-MUTATIONS: dict[str, Mutation] = _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT | OF_PACKING
+MUTATIONS: dict[str, Mutation] = (
+    _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT | OF_PACKING | OF_RUNS
+)

@@ -26,7 +26,7 @@ from meshlora.lift import lift
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.ownership import fingerprints
-from meshlora.oracle.replay import at_step, is_replayed, record_file, routed
+from meshlora.oracle.replay import after_step, at_step, is_replayed, record_file, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.parallel.inject import parallel_leaves
@@ -89,7 +89,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     def watched(step: int) -> StepMetrics:
         at_step(routing, step)
         metrics = train_step(step) if step > 0 else _first_step(trainer, train_step, trace)
-        at_step(routing, step + 1)
+        after_step(routing, step, case)
         return metrics
 
     record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
@@ -272,7 +272,9 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     longest = max(map(len, (sequence.input_ids for sequence in case.data)))
     return RunConfig(
         model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code, quantization=case.quantization),  # type: ignore[arg-type]
-        data=DataConfig("unused", packing=case.packing, max_length=2 * longest),  # two or three sequences in a row
+        data=DataConfig(
+            "unused", eval="unused", packing=case.packing, max_length=2 * longest
+        ),  # two or three sequences in a row
         train=TrainConfig(
             str(folder / Path(LAST).parent),
             steps=case.steps,
@@ -293,6 +295,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             lora_plus_embedding_lr=case.lora_plus_embedding_lr,
             max_grad_norm=case.max_grad_norm,
             seed=case.seed,
+            eval_every=case.eval_every,
             replica_check_every=0,  # a drift is to be found by the judge
         ),
         adapter=case.adapter,

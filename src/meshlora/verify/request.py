@@ -41,7 +41,7 @@ OBJECTIVES = ("sft", "policy", "dpo")
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 CACHE = Path("~/.cache/meshlora/proofs")
 # What the command proves with, unless told otherwise; smoothing where the objective has it.
-DROPOUT = LABEL_SMOOTHING = 0.1
+DROPOUT, LABEL_SMOOTHING = 0.12, 0.1
 SEED = 3  # 0 is the default of a run
 _AUTO_PROCESSES = 4
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
@@ -131,6 +131,9 @@ class Proof:
         facts = {
             "steps": case.steps > 1,
             "digits": case.dtype != "bfloat16",
+            "seed": case.seed != 0,
+            "short_batch": case.steps > 1 and case.data.num_examples % case.batch_size != 0,
+            "odd_dropout": round(config.lora_dropout, 1) != config.lora_dropout,
             "aux_loss": case.router_aux_loss_coef > 0,
             "shared_experts_adapter": case.share_experts,
             "dropout": bool(case.dropout) or config.lora_dropout > 0,

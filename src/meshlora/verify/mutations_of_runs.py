@@ -1,0 +1,357 @@
+"""Mutations of runs: options that are not heeded, and faults in what is between the steps: evaluation, order, state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.adapter import manage
+from meshlora.adapter.manage import active_factors
+from meshlora.data import sampler
+from meshlora.data.sampler import GlobalBatches
+from meshlora.parallel import dropout
+from meshlora.parallel.dropout import DropoutTokens, Mask
+from meshlora.parallel.embedding import ParallelEmbedding
+from meshlora.train import batches, gradsync, objectives, trainer
+from meshlora.train.objectives import Sft
+from meshlora.train.trainer import Trainer
+from meshlora.verify import faults
+from meshlora.verify.mutation import Change, Mutation, in_call, instead, mutation, then
+
+# --- evaluation
+
+
+def _evaluated(change: Callable[[np.ndarray, int], np.ndarray]) -> Change:
+    """What is evaluated, changed by `change(indices, sequences that all ranks take at once)`."""
+
+    def of_indices(original: Any) -> Any:
+        def micro_batches(self: Trainer, data: Any, indices: np.ndarray) -> Any:
+            size = self.run.config.train.micro_batch_size * self.mesh.dp.size
+            return original(self, data, change(indices, size))
+
+        return micro_batches
+
+    return Trainer, "evaluate", in_call(Trainer, "_micro_batches", of_indices)
+
+
+def _smoothed(original: Any) -> Any:
+    def evaluate(self: Trainer, data: Any) -> Any:
+        own, loss = self.run.config.train.label_smoothing, objectives.language_model_loss
+
+        def smoothed(*args: Any, label_smoothing: float, **rest: Any) -> Tensor:
+            return loss(*args, label_smoothing=own, **rest)
+
+        with mock.patch.object(objectives, "language_model_loss", smoothed):
+            return original(self, data)
+
+    return evaluate
+
+
+def _left_in_evaluation(found: Any, model: Any, *_: Any) -> Any:
+    model.eval()
+    return found
+
+
+# --- options
+
+
+def _objective_with(**fields: Any) -> Change:
+    """Each field by a function of the objective as it should be."""
+
+    def change(found: Any, *_: Any) -> Any:
+        return dataclasses.replace(found, **{name: of(found) for name, of in fields.items()})
+
+    return trainer, "objective_of", then(change)
+
+
+def _groups_with(change: Callable[[Any], Any]) -> Change:
+    return trainer, "parameter_groups", lambda original: lambda model, options: original(model, change(options))
+
+
+def _rounded_rate(mask: Mask, *_: Any) -> Mask:
+    return dataclasses.replace(mask, p=round(mask.p, 1))
+
+
+# --- steps
+
+
+def _before_each_micro_batch(original: Any) -> Any:
+    def backward(self: Trainer, number: int, batch: Any, *, is_only: bool) -> Any:
+        self.optimizer.zero_grad(set_to_none=True)
+        return original(self, number, batch, is_only=is_only)
+
+    return backward
+
+
+def _state_forgotten(original: Any) -> Any:
+    def update(self: Trainer, step: int, **rest: Any) -> Any:
+        self.optimizer.state.clear()
+        return original(self, step, **rest)
+
+    return update
+
+
+def _one_step_further(found: Any, self: Trainer, *_: Any, **__: Any) -> Any:
+    for state in self.optimizer.state.values():
+        state["step"] += 1
+    return found
+
+
+@torch.no_grad()
+def _each_by_itself(original: Any) -> Any:
+    def clip(model: Any, max_norm: float | None) -> Tensor:
+        norm: Tensor = original(model, None)
+        for factor in active_factors(model):
+            torch.nn.utils.clip_grad_norm_(factor.parameter, max_norm or 0.0)
+        return norm
+
+    return clip
+
+
+def _norm_afterwards(original: Any) -> Any:
+    def clip(model: Any, max_norm: float | None) -> Tensor:
+        original(model, max_norm)
+        after: Tensor = original(model, None)
+        return after
+
+    return clip
+
+
+def _all_tokens(self: Sft, batch: Any) -> int:
+    return 0 if batch.is_dummy else batch.input_ids.numel()
+
+
+def _filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.ndarray:
+    return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
+
+
+# --- the adapter
+
+
+def _b_drawn(found: dict[str, Tensor], *_: Any, init: bool | str, **__: Any) -> dict[str, Tensor]:
+    return {part: t if t.any() else torch.full_like(t, 1e-3) for part, t in found.items()}
+
+
+def _padding_trained(original: Any) -> Any:
+    def lora(self: ParallelEmbedding, *args: Any) -> Tensor:
+        with mock.patch.object(self, "padding_idx", None):
+            return original(self, *args)
+
+    return lora
+
+
+OF_RUNS: dict[str, Mutation] = dict(
+    [
+        mutation(
+            "evaluation_remainder_dropped",
+            "an evaluation takes what is left after the last round of all ranks",
+            "",
+            _evaluated(lambda indices, size: indices[: len(indices) // size * size]),
+        ),
+        mutation(
+            "evaluation_filled_up",
+            "an evaluation takes no sequence twice",
+            "",
+            _evaluated(lambda indices, size: np.concatenate([indices, indices[: -len(indices) % size]])),
+        ),
+        mutation(
+            "evaluation_counts_dummies",
+            "a rank that has no sequence left adds nothing to an evaluation",
+            "dp",
+            (Trainer, "evaluate", in_call(batches, "collate", then(faults.counted_dummy))),
+        ),
+        mutation(
+            "evaluation_smoothed",
+            "the evaluated loss is not smoothed",
+            "smoothing sft",
+            (Trainer, "evaluate", _smoothed),
+        ),
+        mutation(
+            "evaluation_ends_dropout",
+            "after an evaluation training goes on with dropout",
+            "dropout steps",
+            (trainer, "mean_loss", then(_left_in_evaluation)),
+        ),
+        mutation(
+            "sampler_seed_ignored",
+            "the order of the sequences is that of the run's seed",
+            "seed",
+            (sampler, "epoch_order", lambda f: lambda n, *, seed, epoch: f(n, seed=0, epoch=epoch)),
+        ),
+        mutation(
+            "epoch_in_file_order",
+            "an epoch takes the sequences in a drawn order",
+            "",
+            (sampler, "epoch_order", then(lambda order, *_, **__: np.sort(order))),
+        ),
+        mutation(
+            "batch_filled_up",
+            "the last batch of an epoch has what is left, and nothing twice",
+            "short_batch",
+            (GlobalBatches, "batch", then(_filled_up)),
+        ),
+        mutation(
+            "dropout_seed_ignored",
+            "masks are those of the run's seed",
+            "dropout seed",
+            (dropout, "mask_key", lambda f: lambda seed, step, module: f(0, step, module)),
+        ),
+        mutation(
+            "dropout_rate_in_tenths",
+            "the dropout rate of an adapter is the configured one",
+            "odd_dropout",
+            (DropoutTokens, "mask", then(_rounded_rate)),
+        ),
+        mutation(
+            "fresh_seed_ignored",
+            "a fresh adapter is that of its seed",
+            "seed",
+            (manage, "draw_factors", lambda f: lambda *args, seed, **rest: f(*args, seed=0, **rest)),
+        ),
+        mutation(
+            "fresh_b_not_zero",
+            "a fresh adapter is the identity",
+            "",
+            (manage, "draw_factors", then(_b_drawn)),
+        ),
+        mutation(
+            "earlier_micro_batches_dropped",
+            "the gradient of a step is the sum over its micro-batches",
+            "",
+            (Trainer, "_backward", _before_each_micro_batch),
+        ),
+        mutation(
+            "prompts_and_padding_counted",
+            "gradients are divided by the number of tokens that are trained",
+            "sft",
+            (Sft, "count", instead(_all_tokens)),
+        ),
+        mutation(
+            "tokens_of_one_rank_reported",
+            "a step reports the trained tokens of all ranks",
+            "dp",
+            (
+                trainer,
+                "finish_gradients_on_device",
+                then(lambda total, model, *, num_tokens: torch.full_like(total, num_tokens)),
+            ),
+        ),
+        mutation(
+            "optimizer_state_forgotten",
+            "AdamW goes on from the moments of the step before",
+            "steps digits",
+            (Trainer, "update", _state_forgotten),
+        ),
+        mutation(
+            "bias_correction_runs_ahead",
+            "the bias correction of step n is that of n",
+            "steps digits",
+            (Trainer, "update", then(_one_step_further)),
+        ),
+        mutation("default_eps", "AdamW has the configured eps", "digits", faults.optimizer_with(eps=1e-8)),
+        mutation(
+            "learning_rate_constant",
+            "the learning rate follows its schedule",
+            "steps",
+            (trainer, "learning_rate", instead(lambda step, *, options, steps: options.lr)),
+        ),
+        mutation(
+            "learning_rate_one_step_late",
+            "step n has the learning rate of step n",
+            "steps",
+            (trainer, "learning_rate", lambda f: lambda step, **rest: f(max(0, step - 1), **rest)),
+        ),
+        mutation(
+            "default_max_grad_norm",
+            "gradients are clipped at the configured norm",
+            "",
+            (trainer, "clip_gradients_on_device", lambda f: lambda model, max_norm: f(model, 1.0)),
+        ),
+        mutation(
+            "clipped_factor_by_factor",
+            "all gradients are scaled by one number, of their global norm",
+            "",
+            (trainer, "clip_gradients_on_device", _each_by_itself),
+        ),
+        mutation(
+            "norm_after_clipping_reported",
+            "a step reports the norm before clipping",
+            "",
+            (trainer, "clip_gradients_on_device", _norm_afterwards),
+        ),
+        mutation(
+            "norms_not_decayed",
+            "biases and norms decay as configured",
+            "trained digits",
+            _groups_with(
+                lambda options: dataclasses.replace(options, decay_biases_and_norms=not options.decay_biases_and_norms)
+            ),
+        ),
+        mutation(
+            "label_smoothing_ignored",
+            "the loss is smoothed as configured",
+            "smoothing sft",
+            (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing, **rest: f(*args, **rest)),
+        ),
+        mutation(
+            "lora_plus_ratio_ignored",
+            "with LoRA+ B learns faster than A",
+            "lora_plus",
+            (trainer, "parameter_groups", then(faults.at_one_rate)),
+        ),
+        mutation(
+            "lora_plus_embedding_rate_ignored",
+            "with LoRA+ the embedding has a learning rate of its own",
+            "lora_plus embedding_target",
+            _groups_with(lambda options: dataclasses.replace(options, lora_plus_embedding_lr=options.peak_lr)),
+        ),
+        mutation(
+            "embedding_padding_trained",
+            "as in PEFT an adapter on the embedding has no gradient from the padding token",
+            "embedding_padding",
+            (ParallelEmbedding, "_lora", _padding_trained),
+        ),
+        mutation(
+            "aux_loss_at_default",
+            "the load-balancing loss weighs as configured",
+            "aux_loss",
+            (trainer, "LoadBalancing", lambda f: lambda model, *, coef: f(model, coef=0.001)),
+        ),
+        mutation(
+            "policy_clip_sides_swapped",
+            "a ratio is clipped below at 1 - clip_low, above at 1 + clip_high",
+            "policy",
+            _objective_with(clip_low=lambda o: o.clip_high, clip_high=lambda o: o.clip_low),
+        ),
+        mutation(
+            "policy_clip_at_default",
+            "a ratio is clipped as configured",
+            "policy",
+            _objective_with(clip_low=lambda o: 0.2, clip_high=lambda o: 0.2),
+        ),
+        mutation(
+            "policy_kl_doubled",
+            "the divergence from the base weighs as configured",
+            "policy base",
+            _objective_with(kl_coef=lambda o: 2 * o.kl_coef),
+        ),
+        mutation(
+            "dpo_beta_at_default",
+            "pairs are held to the base as configured",
+            "dpo",
+            _objective_with(beta=lambda o: 0.1),
+        ),
+        mutation(
+            "shared_experts_not_summed_over_ep",
+            "one adapter for all experts has the gradient of the experts of all ranks",
+            "ep shared_experts_adapter",
+            (gradsync, "_segments", faults.segments_with(faults.without_axes(lambda axis: axis == "ep"))),
+        ),
+    ]
+)
