@@ -21,7 +21,7 @@ from meshlora.oracle.objectives import Objective
 from meshlora.oracle.trace import Trace
 from meshlora.verify import command
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
-from meshlora.verify.request import OBJECTIVES, Request, prepare_proof
+from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, OBJECTIVES, Request, prepare_proof
 from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
@@ -52,8 +52,8 @@ def test_objective_is_that_of_one_process_on_every_mesh(
 def _check_case(proof: Proof) -> None:
     """Unequal token counts, accumulation with a remainder, dropout, smoothing; clipping in every step."""
     case = proof.case
-    assert case.lora["lora_dropout"] == 0.1
-    assert case.label_smoothing == (0.0 if case.objective == "policy" else 0.1)
+    assert case.lora["lora_dropout"] == DROPOUT
+    assert case.label_smoothing == (0.0 if case.objective == "policy" else LABEL_SMOOTHING)
     data, pairs = case.data, case.rows_per_example
     assert len({int(sequence.is_trained[1:].sum()) for sequence in data}) > 3
     for dp in (1, 2):
@@ -65,7 +65,7 @@ def _check_case(proof: Proof) -> None:
 
 
 def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: Prove) -> None:
-    options = {"default_dropout": 0.1, "recompute": True}
+    options = {"default_dropout": DROPOUT, "recompute": True}
     (outcome,) = prove(family="qwen3", objective="dpo", topologies=("tp=2,sp",), steps=1, **options)
     assert outcome.passed, (outcome.divergence, outcome.error)
 
