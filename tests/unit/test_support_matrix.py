@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-
-import pytest
 
 from meshlora.plan.families import PROVED
 from meshlora.verify.mutations import MUTATIONS
+from tests.scripts import ROOT, load_script
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_matrix_in_the_readme_is_written_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("prove_families", ROOT / "scripts" / "prove_families.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "prove_families", script)  # where dataclasses look for the module
-    spec.loader.exec_module(script)
+def test_matrix_in_the_readme_is_written_from_the_record() -> None:
+    script = load_script("prove_families")
     record = json.loads(script.RECORD.read_text())
     block = (ROOT / "README.md").read_text().partition(script.BEGIN)[2].partition(script.END)[0]
     assert block.strip() == script.matrix(record["families"]).strip()

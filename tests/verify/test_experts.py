@@ -31,7 +31,7 @@ def evidence(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     proof = prepare_proof(request)
     worker, pool = processes.reference("cpu"), processes.ranks(_TOPOLOGY.world, "cpu")
-    case, reference, rounded = proofs._reference(proof, worker)
+    case, reference, rounded = proofs.reference_of(proof, worker)
     return proofs.evidence_of(case, reference, rounded, _TOPOLOGY, None, pool, worker, timeout_s=300)
 
 

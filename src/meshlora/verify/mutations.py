@@ -25,6 +25,7 @@ from meshlora.state import weights
 from meshlora.train import batches, gradsync, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults, misplaced
+from meshlora.verify.generated import generated
 from meshlora.verify.mutation import Mutation, instead, mutation, then
 from meshlora.verify.mutations_of_dropout import OF_DROPOUT
 from meshlora.verify.mutations_of_experts import OF_EXPERTS
@@ -44,11 +45,13 @@ def applied(name: str | None) -> AbstractContextManager[None]:
 
 
 def find(name: str) -> Mutation:
-    """The mutation of that name.
+    """The mutation of that name, or the generated one.
 
     Raises:
         UserError: there is none.
     """
+    if ":" in name:
+        return generated(name)
     if name not in MUTATIONS:
         raise UserError(f"--mutation {name}", "there is no such mutation", did_you_mean(name, ["all", *MUTATIONS]))
     return MUTATIONS[name]

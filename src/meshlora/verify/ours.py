@@ -41,6 +41,7 @@ from meshlora.train.losses import model_inputs
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
+from meshlora.verify.generated import reached_lines
 from meshlora.verify.mutations import applied
 
 
@@ -48,6 +49,11 @@ def run_case(case: Case, topology: str, folder: str, mutation: str | None = None
     """Run `case` on the calling ranks; leaves `rank-N.safetensors` and what `oracle.saved` reads in `folder`."""
     with applied(mutation):
         _run_case(case, Topology.parse(topology), Path(folder))
+
+
+def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
+    """The (file, line) of the product that this rank comes by in a run of `case`."""
+    return reached_lines(lambda: _run_case(case, Topology.parse(topology), Path(folder)))
 
 
 def _run_case(case: Case, topology: Topology, folder: Path) -> None:

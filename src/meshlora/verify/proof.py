@@ -106,7 +106,7 @@ def run_proof(
     worker.start()
     processes.ranks(proof.topologies[0].world, proof.case.device).start()
     progress("the reference: transformers + peft on one process")
-    case, reference, rounded = _reference(proof, worker)
+    case, reference, rounded = reference_of(proof, worker)
     for topology in proof.topologies:
         for mutation in (None, *proof.mutations_on(topology)):
             progress(f"{topology}" + (f" with {mutation}" if mutation else ""))
@@ -118,7 +118,7 @@ def run_proof(
             yield _run(topology, mutation, compare)
 
 
-def _reference(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
+def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
     """The cached reference, made now where there is none, or none that is whole; the case with its inputs."""
     root = proofs_folder(proof.request.cache_dir)
     root.make()

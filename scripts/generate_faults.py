@@ -1,0 +1,275 @@
+"""Faults that nobody thought of, put into what a proof runs: how many are caught?
+
+    .venv/bin/python scripts/generate_faults.py --sample 300 --seed 1
+    .venv/bin/python scripts/generate_faults.py --list train/gradsync.py
+    .venv/bin/python scripts/generate_faults.py --under plan/layout.py:125:89-90:constant tests/unit/test_layout.py
+
+Small changes of the product's code (`meshlora.verify.generated`) are drawn from all lines that a proof comes by, each
+is put into the proofs that come by its line, one after another, until one differs. Caught: by a difference, or loudly,
+by an error. What every proof lets pass is looked up in docs/survivors.md, which says why: equivalent, speed or words,
+or the test that catches it; what does not stand there is open. Verdicts are kept in a file (--verdicts), and the next
+run goes on from it, but for files that have changed since. Exit code 1 where a survivor is open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from meshlora.oracle.diagnose import first_divergence
+from meshlora.oracle.judge import judge
+from meshlora.verify.generated import ROOT, Generated, faults_of, generated
+from meshlora.verify.ours import lines_of
+from meshlora.verify.pool import RankEndedError, RankError
+from meshlora.verify.proof import Processes, evidence_of, reference_of
+from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, Proof, Request, prepare_proof
+
+SURVIVORS = Path(__file__).resolve().parents[1] / "docs" / "survivors.md"
+# These are the judge's own, or never run on a rank of a proof.
+NOT_PRODUCT = ("oracle", "verify", "cli.py", "console.py")
+TIMEOUT_S = 90.0
+# As often a run without a fault shows that none of those before it has left anything behind.
+CONTROL_EVERY = 25
+# One in so many is of the changes that crash more often than not; the others mostly keep shapes and types.
+OTHERS = 5
+
+_ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+_EMBEDDING = {"target_modules": ["embed_tokens", "q_proj", "down_proj"], "modules_to_save": ["model.norm"]}
+_LLAMA = {"family": "llama", "default_dropout": DROPOUT, "label_smoothing": LABEL_SMOOTHING}
+# Two ranks each, so that all run in one pool; the cheapest first.
+CASES: dict[str, dict[str, Any]] = {
+    "llama tp=2,sp": {**_LLAMA, "topologies": ("tp=2,sp",)},
+    "llama dp=2": {**_LLAMA, "topologies": ("dp=2",)},
+    "gpt2 tp=2": {"family": "gpt2", "topologies": ("tp=2",)},
+    "llama dp=2 packing": {**_LLAMA, "topologies": ("dp=2",), "packing": True},
+    "llama dp=2 dpo": {**_LLAMA, "topologies": ("dp=2",), "objective": "dpo"},
+    "qwen3 tp=2,sp policy": {"family": "qwen3", "topologies": ("tp=2,sp",), "objective": "policy"},
+    "llama dp=2,dp_shard": {**_LLAMA, "topologies": ("dp=2,dp_shard",)},
+    "llama tp=2 DoRA, LoRA+": {
+        "family": "llama",
+        "topologies": ("tp=2",),
+        "overrides": {"vocab_size": 249},
+        "lora": {**_ALL, "use_dora": True},
+        "lora_plus_ratio": 4.0,
+    },
+    "llama tp=2,sp embedding, norm": {
+        "family": "llama",
+        "topologies": ("tp=2,sp",),
+        "overrides": {"pad_token_id": 0},
+        "lora": {**_ALL, **_EMBEDDING},
+    },
+    "llama tp=2 nf4": {"family": "llama", "topologies": ("tp=2",), "quantization": "nf4"},
+    "qwen3_moe tp=2,sp,ep=2": {"family": "qwen3_moe", "topologies": ("tp=2,sp,ep=2",)},
+    "qwen3_moe tp=2,sp,etp=2 shared": {
+        "family": "qwen3_moe",
+        "topologies": ("tp=2,sp,etp=2",),
+        "lora": {**_ALL, **_EXPERTS, "share_experts": True},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a fault. how: differs, error, hangs, survives or not put in. by: the case, and what it found."""
+
+    how: str
+    by: str
+    cases: int
+
+
+@dataclass
+class Runner:
+    """The proofs of the cases, made once, and the ranks that run them."""
+
+    processes: Processes
+
+    def __post_init__(self) -> None:
+        self.made: dict[str, tuple[Proof, Any]] = {}
+
+    def proof(self, name: str) -> tuple[Proof, Any]:
+        """The proof of a case, with its reference."""
+        if name not in self.made:
+            proof = prepare_proof(Request(**CASES[name]))
+            self.made[name] = proof, reference_of(proof, self.processes.reference("cpu"))
+        return self.made[name]
+
+    def lines(self, name: str) -> set[tuple[str, int]]:
+        """What the ranks of a case come by."""
+        proof, (case, _, _) = self.proof(name)
+        (topology,) = proof.topologies
+        pool = self.processes.ranks(topology.world, "cpu")
+        with pool.scratch(2**28) as folder:
+            return set().union(*pool.run(lines_of, case, str(topology), str(folder)))
+
+    def run(self, name: str, fault: str | None) -> tuple[str, str]:
+        """(how it ends, what is found) of one case with a fault."""
+        proof, (case, reference, rounded) = self.proof(name)
+        (topology,) = proof.topologies
+        pool, worker = self.processes.ranks(topology.world, "cpu"), self.processes.reference("cpu")
+        try:
+            evidence = evidence_of(case, reference, rounded, topology, fault, pool, worker, timeout_s=TIMEOUT_S)
+            phases = judge(evidence)
+        except RankEndedError:
+            return "hangs", ""
+        except RankError as error:
+            text = str(error).strip().splitlines()[-1]
+            return ("not put in" if "NotPutInError" in text else "error"), text[:120]
+        except Exception as error:  # noqa: BLE001 - what the judge cannot read is no adapter
+            return "error", f"{type(error).__name__}: {str(error)[:100]}"
+        found = first_divergence(phases, evidence)
+        return ("survives", "") if found is None else ("differs", f"{found.phase} {found.name}")
+
+    def verdict(self, fault: Generated, names: list[str]) -> Verdict:
+        """Of one fault, by the cases `names` that come by its line, in turn."""
+        for number, name in enumerate(names, 1):
+            how, what = self.run(name, fault.name)
+            if how == "not put in":
+                return Verdict(how, what, number)
+            if how != "survives":
+                return Verdict(how, f"{name}: {what}", number)
+        return Verdict("survives", "", len(names))
+
+
+def files() -> Iterator[str]:
+    """The product's, from the package's folder."""
+    for path in sorted(ROOT.rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(NOT_PRODUCT):
+            yield name
+
+
+def known_survivors() -> dict[str, str]:
+    """`file: before -> after` -> its class, as docs/survivors.md has them; lines move, so that none is named."""
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| `(.+?)` \| (.+?) \|", SURVIVORS.read_text("utf-8"), re.MULTILINE)
+    return {f"{file}: {before} -> {after}": kind for file, before, after, kind in rows}
+
+
+def key(fault: Generated) -> str:
+    """A fault in words that stay when lines move."""
+    before, after = (" ".join(text.split())[:100].replace("|", "¦") for text in (fault.before, fault.after))
+    return f"{fault.file}: {before} -> {after}"
+
+
+def interval(part: int, whole: int) -> str:
+    """Wilson's for 95 %."""
+    if not whole:
+        return "–"
+    z, share = 1.96, part / whole
+    middle = (share + z * z / (2 * whole)) / (1 + z * z / whole)
+    half = z * math.sqrt(share * (1 - share) / whole + z * z / (4 * whole**2)) / (1 + z * z / whole)
+    return f"{share:.1%} ({max(0, middle - half):.0%} to {min(1, middle + half):.0%})"
+
+
+def draw(reached: dict[str, set[tuple[str, int]]], sample: int | None, seed: int) -> list[tuple[Generated, list[str]]]:
+    """The faults, each with the cases that come by its line; by hashes, so that most stay when the code changes."""
+    found = []
+    for file in files():
+        for fault in faults_of(file):
+            names = [name for name, lines in reached.items() if (file, fault.line) in lines]
+            if names:
+                found.append((fault, names))
+    print(f"{len(found):,} changes on the lines that {len(reached)} proofs come by")
+    found.sort(key=lambda one: hashlib.sha256(f"{seed} {key(one[0])}".encode()).digest())
+    keeping, others = ([one for one in found if one[0].is_keeping is kept] for kept in (True, False))
+    if sample is None:
+        return keeping + others
+    return keeping[: sample - sample // OTHERS] + others[: sample // OTHERS]
+
+
+def tests_under(fault: Generated, tests: list[str]) -> int:
+    """Run pytest on `tests` with a copy of the package that has the fault, in all processes; its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, Path(folder) / ROOT.name, ignore=shutil.ignore_patterns("__pycache__"))
+        (Path(folder) / ROOT.name / fault.file).write_text(fault.source(), encoding="utf-8")
+        words = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=line", *tests]
+        return subprocess.run(words, env=os.environ | {"PYTHONPATH": folder}, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, metavar="N", help="so many, drawn by --seed; default: all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verdicts", type=Path, default=Path("runs/faults.jsonl"), help="go on from this file")
+    parser.add_argument("--list", metavar="FILE", help="only print the changes of a file, as in train/gradsync.py")
+    parser.add_argument("--under", nargs="+", metavar="NAME TEST", help="run tests on a copy that has the fault")
+    options = parser.parse_args()
+    if options.under:
+        return tests_under(generated(options.under[0]), options.under[1:])
+    if options.list:
+        for fault in faults_of(options.list):
+            print(f"{fault.name}  {key(fault).partition(': ')[2]}")
+        return 0
+    options.verdicts.parent.mkdir(parents=True, exist_ok=True)
+    done = _read(options.verdicts)
+    started = time.monotonic()
+    with Processes() as processes, options.verdicts.open("a", encoding="utf-8") as file:
+        runner = Runner(processes)
+        reached = {name: runner.lines(name) for name in CASES}
+        drawn = draw(reached, options.sample, options.seed)
+        for number, (fault, names) in enumerate(drawn, 1):
+            if fault.name in done:
+                continue
+            if number % CONTROL_EVERY == 0 and (control := runner.run("llama tp=2,sp", None))[0] != "survives":
+                print(f"a run without a fault is {control}: one before it has left something behind", file=sys.stderr)
+                return 2
+            verdict = done[fault.name] = runner.verdict(fault, names)
+            entry = {"fault": fault.name, "source": _digest(fault.file), **vars(verdict)}
+            print(json.dumps(entry), file=file, flush=True)
+            print(f"{number}/{len(drawn)} {verdict.how:10s} {fault.name}  {verdict.by}", flush=True)
+    return _report([(fault, done[fault.name]) for fault, _ in drawn], seconds=time.monotonic() - started)
+
+
+def _report(found: list[tuple[Generated, Verdict]], *, seconds: float) -> int:
+    found = [(fault, verdict) for fault, verdict in found if verdict.how != "not put in"]
+    classes, known = Counter(verdict.how for _, verdict in found), known_survivors()
+    survivors = [fault for fault, verdict in found if verdict.how == "survives"]
+    kinds = Counter(known.get(key(fault), "open") for fault in survivors)
+    harmless = sum(number for kind, number in kinds.items() if kind in ("equivalent", "speed or words"))
+    by_tests = sum(number for kind, number in kinds.items() if kind.startswith("test:"))
+    caught = classes["differs"] + classes["error"] + classes["hangs"]
+    silent = classes["differs"] + len(survivors) - harmless
+    print(f"\n{len(found)} faults in {seconds / 60:.0f} min: {dict(classes)}; survivors: {dict(kinds)}")
+    print(f"caught of those that matter: {interval(caught + by_tests, len(found) - harmless)}")
+    print(f"silent ones (no error): {silent}, caught {interval(classes['differs'] + by_tests, silent)}")
+    for fault in survivors:
+        if key(fault) not in known:
+            print(f"open: {fault.name}  {key(fault)}")
+    return 1 if kinds["open"] else 0
+
+
+def _read(file: Path) -> dict[str, Verdict]:
+    """The verdicts that hold still: of files that have not changed."""
+    entries = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+    return {
+        entry["fault"]: Verdict(entry["how"], entry["by"], entry["cases"])
+        for entry in entries
+        if (ROOT / entry["fault"].partition(":")[0]).is_file()
+        and entry["source"] == _digest(entry["fault"].partition(":")[0])
+    }
+
+
+def _digest(file: str) -> str:
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
