@@ -27,10 +27,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from rich.console import Console
 
 from meshlora.errors import MeshloraError, UserError
-from meshlora.oracle.case import versions
 from meshlora.plan.twin import causal_lm_types
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
+from meshlora.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "src/meshlora/plan/proved.json"

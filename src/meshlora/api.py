@@ -26,7 +26,7 @@ from meshlora.parallel.quantized import check_library
 from meshlora.parallel.same_tokens import compare_first_tokens
 from meshlora.parallel.sharding import check_units, finish_sharding
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families import check_proved
+from meshlora.plan.families import check_proved_here
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import with_quantization
 from meshlora.plan.rules import ModelPlan
@@ -137,7 +137,7 @@ def _load(
         quantization=quantization,
     )
     if not is_proved:
-        check_proved(hf_model.config.model_type, topology, has_experts=bool(plan.experts))
+        check_proved_here(hf_model.config.model_type, topology, has_experts=bool(plan.experts))
     if adapter is not None:
         stored = peft_format.read_config(Path(adapter), ignore_dropout=ignore_lora_dropout)
         stored = engine_config(Path(adapter) / peft_format.WEIGHTS_FILE, stored, plan)

@@ -1,7 +1,7 @@
 """Folders and files that are believed only from this user: what caches lie in.
 
 Owns: making them, telling whether somebody else can have written one, and the words where one can. Does not own: what
-is kept there (`data.cache`, `verify.cache`, `verify.proof`), waiting for other processes (`locks.py`).
+is kept there (`data.cache`, `proof_records.py`, `verify.proof`), waiting for other processes (`locks.py`).
 
 Folders are made with mode 0700 and files with 0600. What is read must belong to this user, root included, and nobody
 else may be able to write it. A checksum beside the content says only that it is undamaged: whoever writes the one

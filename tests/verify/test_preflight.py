@@ -20,11 +20,11 @@ from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
+from meshlora.proof_records import record_of, remember
 from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
 from meshlora.verify import stand_in
-from meshlora.verify.cache import record_of, remember
 from meshlora.verify.preflight import preflight, preflight_state
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.stand_in import provable
@@ -85,7 +85,7 @@ def test_combination_is_proved_once_and_again_when_anything_changes(
     for changes in ({"topology": "tp=2"}, {"lora": other_lora}):
         preflight(_prepared(tmp_path, **changes), cache_dir=cache)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sources", lambda: ["other code"])
+        patch.setattr(module, "own_sources", lambda: ["other code"])
         preflight(run, cache_dir=cache)
     assert proved == ["tp=2,sp", "tp=2", "tp=2,sp", "tp=2,sp"]
 

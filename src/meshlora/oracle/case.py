@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import meshlora
 from meshlora.data import Sequence, TokenizedDataset
 from meshlora.errors import UserError
+from meshlora.versions import versions
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
@@ -194,13 +194,6 @@ def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> T
     return TokenizedDataset(
         np.concatenate([s.input_ids for s in chosen]), np.concatenate([s.is_trained for s in chosen]), offsets
     )
-
-
-def versions() -> dict[str, str]:
-    """What a number was measured with."""
-    packages = ("torch", "transformers", "peft", "safetensors")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"meshlora": meshlora.__version__, "python": platform.python_version(), **found}
 
 
 def case_hash(case: Case, *, inputs: Iterable[str]) -> str:

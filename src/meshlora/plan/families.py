@@ -4,22 +4,26 @@ Owns: the list of proofs and the refusals that follow from the configuration alo
 Each in `PROVED` has a float64 proof against one-process transformers + peft behind it, on tp=2 and tp=2,sp, those in
 `PROVED_EXPERTS` on tp=2,sp,ep=2 and tp=2,sp,etp=2 besides, with adapters on experts (`tests/parity` repeats them):
 unproven means refused. On data-parallel ranks the model's own code runs unchanged and any dense family is accepted.
-`meshlora train` proves each run's own combination besides (`verify.preflight`).
+`meshlora train` proves each run's own combination besides (`verify.preflight`). With libraries of another minor version
+than those proofs were run with, a family counts as proved where it was proved with them (`meshlora verify --family`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from meshlora.errors import UnsupportedError
 from meshlora.plan.topology import Topology
+from meshlora.proof_records import CACHE, proved_on
+from meshlora.versions import other_minors, own_sources, versions
 
 # Written by `scripts/prove_families.py --record`: family -> topology -> worst relative error of its proof.
-_RECORD: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))[
-    "families"
-]
+_FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
+_RECORD: dict[str, dict[str, float]] = _FILE["families"]
 PROVED = frozenset(_RECORD)
 PROVED_EXPERTS = frozenset(name for name, found in _RECORD.items() if any("ep=" in t for t in found))
 
@@ -62,7 +66,7 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
         UnsupportedError: a family without a proof where tp > 1, or with experts where anything but dp is above 1.
     """
     proved = PROVED_EXPERTS if has_experts else PROVED
-    if max(topology.tp, topology.ep, topology.etp) > 1 and model_type not in proved:
+    if _is_split(topology) and model_type not in proved:
         raise UnsupportedError(
             f"model_type {model_type!r}",
             f"its split over {topology} is not proved against one process",
@@ -71,3 +75,42 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
             + " are "
             + ", ".join(sorted(proved)),
         )
+
+
+def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool, cache_dir: Path = CACHE) -> None:
+    """Refuse a split that nobody has proved with the libraries that are installed.
+
+    Raises:
+        UnsupportedError: as `check_proved`; or torch, transformers or peft has another minor version than in the
+            proofs, and `cache_dir` does not know that the family was proved with it.
+    """
+    check_proved(model_type, topology, has_experts=has_experts)
+    here, there = versions(), _FILE["versions"]
+    others = other_minors(there, here)
+    if not _is_split(topology) or not others or proved_on(cache_dir, proof_of_family(model_type, topology)):
+        return
+    raise UnsupportedError(
+        f"model_type {model_type!r} on {topology} with " + ", ".join(f"{name} {here[name]}" for name in others),
+        "its split is proved with " + ", ".join(f"{name} {there[name]}" for name in others),
+        f"prove it with yours, once: meshlora verify --family {model_type} --topology {_smallest(topology)}",
+    )
+
+
+def proof_of_family(model_type: str, topology: Topology) -> dict[str, Any]:
+    """What a record says of a family that was proved on `topology` with the libraries and the code that are here."""
+    asked = {"family": model_type, "topology": str(_smallest(topology)), "libraries": versions()}
+    code = hashlib.sha256(json.dumps([asked, *own_sources()], sort_keys=True).encode())
+    return {"key": f"family-{code.hexdigest()[:24]}", **asked}
+
+
+def _is_split(topology: Topology) -> bool:
+    return max(topology.tp, topology.ep, topology.etp) > 1
+
+
+def _smallest(topology: Topology) -> Topology:
+    """`topology` with as few dp ranks as do the same: from two on a proof of less stands for more."""
+    experts = topology.ep * topology.etp
+    sizes = (dp for dp in range(min(2, topology.dp), topology.dp) if dp * topology.tp % experts == 0)
+    least = (dataclasses.replace(topology, dp=dp) for dp in sizes)
+    same = (one for one in least if (one.edp > 1) == (topology.edp > 1))
+    return next(same, topology)

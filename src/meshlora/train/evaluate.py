@@ -28,7 +28,7 @@ from meshlora.errors import UserError
 from meshlora.lift import lift
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import join
-from meshlora.plan.families import check_proved
+from meshlora.plan.families import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.batches import Batching
@@ -108,7 +108,7 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
         trust_remote_code=trust,
         quantization=config.model.quantization,
     )
-    check_proved(plan.model_type, topology, has_experts=bool(plan.experts))
+    check_proved_here(plan.model_type, topology, has_experts=bool(plan.experts))
     check_checkpoint(
         model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
     )

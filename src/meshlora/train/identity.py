@@ -1,6 +1,6 @@
 """What the steps of a run depend on besides the topology, by name; and what else was installed when they were done.
 
-Owns: which options change no step, the hashes of all files that a run reads, versions, and the comparison of two runs.
+Owns: which options change no step, the hashes of all files that a run reads, and the comparison of two runs.
 Does not own: the file that they are stored in (`train.manifest`), reading files (`state.file_hash`).
 """
 
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
-import platform
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import meshlora
 from meshlora.errors import UserError, did_you_mean
 from meshlora.state.file_hash import FileHashes
 
@@ -33,7 +30,6 @@ _TOKENIZER = (
     *("chat_template*", "additional_chat_templates/*"),
 )
 _LONGEST_SHOWN = 200
-_PACKAGES = ("torch", "transformers", "peft")
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None) -> dict[str, str]:
@@ -91,12 +87,6 @@ def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
         + hashlib.sha256(json.dumps(sorted([file.name, hashes[file]] for file in each)).encode()).hexdigest()
         for name, each in files.items()
     }
-
-
-def versions() -> dict[str, str]:
-    """Package -> its version, of all that computes: said where it differs, for most changes change nothing."""
-    installed = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"meshlora": meshlora.__version__, "python": platform.python_version(), **installed}
 
 
 def check_same(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from meshlora.errors import UserError
 from meshlora.state.file_hash import FileHashes
-from meshlora.train.identity import Contents, check_same, identity_of_contents, other_versions, versions
+from meshlora.train.identity import Contents, check_same, identity_of_contents, other_versions
 from meshlora.train.manifest import NotWholeError, Saved, read_whole
+from meshlora.versions import versions
 
 FOLDER, FINISHED = "checkpoints", "adapter"
 

@@ -33,7 +33,6 @@ from meshlora.train.batches import Batching
 from meshlora.train.checkpoint import restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
-from meshlora.train.identity import versions
 from meshlora.train.keeping import Keeping, folder_name
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.manifest import Kind, Manifest, write_manifest
@@ -50,6 +49,7 @@ from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
 from meshlora.train.step_sums import StepSums
 from meshlora.train.stopping import StopRequest
+from meshlora.versions import versions
 
 # Steps in a row that are left out before a run that leaves them out ends: it learns nothing any more.
 _MOST_SKIPPED = 10

@@ -12,14 +12,15 @@ from rich.text import Text
 
 from meshlora.console import Console
 from meshlora.errors import MeshloraError, UserError
+from meshlora.plan.families import proof_of_family
+from meshlora.proof_records import remember, usable_cache
 from meshlora.state.files import write_json_atomically
 from meshlora.train.launch import signals_end_what_was_started
-from meshlora.verify.cache import usable_cache
 from meshlora.verify.document import document, is_proved
-from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.mutations import MUTATIONS, find
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
-from meshlora.verify.request import Proof, Request, prepare_proof
+from meshlora.verify.request import DEFAULT_LORA, Proof, Request, prepare_proof
 from meshlora.verify.show import show
 
 # Columns of what goes into a pipe or a file: there nothing is gained by folding lines.
@@ -71,8 +72,22 @@ def verify(
         console.say(f"not proved, in {seconds:.0f} s")
         raise NotProvedError("; ".join([_what_differs(outcomes), *problems.values()]))
     console.say(f"proved in {seconds:.0f} s")
+    if not why_not and (kept := _remember_family(proof)):
+        console.say(f"not remembered for `meshlora.load`: {kept}")
     if problems:
         raise MeshloraError("; ".join(problems.values()))
+
+
+def _remember_family(proof: Proof) -> str:
+    """Note for `meshlora.load` that a family was proved with these libraries; returns why that is not possible.
+
+    Not what was proved of one model, with an adapter or sizes of its own, or less than exactly.
+    """
+    request = proof.request
+    if request.family is None or request.overrides or request.dtype != "float64" or request.lora != DEFAULT_LORA:
+        return ""
+    wholes = [proof_of_family(request.family, topology) for topology in proof.topologies]
+    return next(filter(None, (remember(request.cache_dir, asked, {}) for asked in wholes)), "")
 
 
 def _run(proof: Proof, console: Console) -> list[Outcome]:
@@ -131,7 +146,7 @@ def _check_mutations(proof: Proof) -> None:
             raise UserError(
                 f"--mutation {name}",
                 f"it cannot show on {' or '.join(map(str, proof.topologies))}",
-                f"it needs {', '.join(sorted(MUTATIONS[name].needs))}",
+                f"it needs {', '.join(sorted(find(name).needs))}",
             )
 
 

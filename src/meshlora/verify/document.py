@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meshlora.oracle.case import versions
 from meshlora.oracle.results import Phase
 from meshlora.plan.grads import general_rules
-from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.mutations import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
+from meshlora.versions import versions
 
 SCHEMA_VERSION = 1
 
@@ -64,7 +64,7 @@ def _run(outcome: Outcome, *, details: bool) -> dict[str, Any]:
     run: dict[str, Any] = {
         "topology": str(outcome.topology),
         "mutation": outcome.mutation,
-        "invariant": MUTATIONS[outcome.mutation].invariant if outcome.mutation else None,
+        "invariant": find(outcome.mutation).invariant if outcome.mutation else None,
         "passed": outcome.passed,
         "seconds": round(outcome.seconds, 3),
         "error": outcome.error or None,

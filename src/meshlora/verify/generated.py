@@ -114,7 +114,8 @@ def faults_of(file: str) -> tuple[Generated, ...]:
         after = change(copy.deepcopy(node))
         name = _name(file, node, operator)
         words = ast.unparse(after) if after is not None else "(left out)"
-        fault = Generated(name, "", frozenset(), (), file, node.lineno, ast.unparse(node), words)
+        before = ast.unparse(node)
+        fault = Generated(name, f"{before} stays as it is", frozenset(), (), file, node.lineno, before, words)
         if fault.before != fault.after:
             found.append(fault)
     return tuple(found)

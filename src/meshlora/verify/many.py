@@ -29,15 +29,14 @@ from meshlora.oracle.case import digest
 from meshlora.oracle.compare import Worst, compare_adapters
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
+from meshlora.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.many import ManyTrainer
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
-from meshlora.verify.cache import proved_on, remember, usable_cache
 from meshlora.verify.preflight import preflight, preflight_state, proof_of
 from meshlora.verify.proof import Processes
-from meshlora.verify.request import CACHE
 from meshlora.verify.stand_in import StandIn, provable
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.

@@ -1,7 +1,7 @@
 """The preflight: before a run starts, its model's twin is proved on its topology with its adapter, once.
 
 Owns: its proof's request and key, and the refusal. Does not own: the twin that stands for a run (`verify.stand_in`),
-the memory of passed proofs (`verify.cache`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
+the memory of passed proofs (`proof_records.py`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import meshlora
 from meshlora.console import Console
 from meshlora.errors import MeshloraError, UnsupportedError
-from meshlora.oracle.case import digest, versions
-from meshlora.plan.families import check_proved
+from meshlora.oracle.case import digest
+from meshlora.plan.families import check_proved_here
+from meshlora.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.prepare import Prepared
-from meshlora.verify.cache import proved_on, remember, usable_cache
 from meshlora.verify.document import document, is_proved
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
-from meshlora.verify.request import CACHE, Proof, Request, prepare_proof
+from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.stand_in import StandIn
+from meshlora.versions import own_sources, versions
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
@@ -40,7 +39,7 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
     """
     console = console or Console()
     if skip:
-        check_proved(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
+        check_proved_here(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
         console.say(
             "no preflight: that this model, adapter and topology train as one process would is not proved on this "
             "machine"
@@ -131,7 +130,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     )
     proof = prepare_proof(request)
     stand_in.check(proof)
-    return proof, digest([proof.key, str(topology), json.dumps(versions()), *_sources()])
+    return proof, digest([proof.key, str(topology), json.dumps(versions()), *own_sources()])
 
 
 def _asked(proof: Proof, key: str) -> dict[str, Any]:
@@ -143,9 +142,3 @@ def _asked(proof: Proof, key: str) -> dict[str, Any]:
         "topology": str(proof.topologies[0]),
         "request": request,
     }
-
-
-def _sources() -> Iterable[str]:
-    """The product's own code: a proof of other code is no proof."""
-    root = Path(meshlora.__file__).parent
-    return [file.read_text(encoding="utf-8") for file in sorted(root.rglob("*.py"))]

@@ -32,8 +32,8 @@ from meshlora.oracle.trace import Trace
 from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
 from meshlora.private import NotOwnError, check_tree, close_tree
+from meshlora.proof_records import proofs_folder
 from meshlora.state.files import new_folder
-from meshlora.verify.cache import proofs_folder
 from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof

@@ -31,6 +31,7 @@ from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
+from meshlora.proof_records import CACHE
 from meshlora.train.packing import check_packing
 from meshlora.verify.features import features_of_model
 from meshlora.verify.mutations import find
@@ -39,7 +40,6 @@ from meshlora.verify.sequences import proof_sequences
 
 OBJECTIVES = ("sft", "policy", "dpo")
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-CACHE = Path("~/.cache/meshlora/proofs")
 # What the command proves with, unless told otherwise; smoothing where the objective has it.
 DROPOUT, LABEL_SMOOTHING = 0.12, 0.1
 SEED = 3  # 0 is the default of a run

@@ -14,7 +14,7 @@ from meshlora.console import Console
 from meshlora.oracle.diagnose import Divergence
 from meshlora.oracle.judge import PHASES
 from meshlora.oracle.results import Phase
-from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.mutations import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
 
@@ -125,7 +125,7 @@ def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
             console.say(f"{killed} of {len(own)} killed: {killed / len(own):.0%}")
         rest = [name for name in proof.request.mutations if name not in {outcome.mutation for outcome in own}]
         for name in rest:
-            lacks = ", ".join(sorted(MUTATIONS[name].needs - proof.features_on(topology)))
+            lacks = ", ".join(sorted(find(name).needs - proof.features_on(topology)))
             console.say(f"  cannot show here: {name} (needs {lacks})", style="dim")
 
 
@@ -157,7 +157,7 @@ def _caught(outcome: Outcome) -> tuple[tuple[str, str], tuple[str, str]]:
     found = outcome.divergence
     phase = _SURVIVED if outcome.passed else found.phase if found else "error"
     where = found.name if found else outcome.error.splitlines()[-1] if outcome.error else ""
-    return (outcome.mutation, MUTATIONS[outcome.mutation].invariant), (phase, where)
+    return (outcome.mutation, find(outcome.mutation).invariant), (phase, where)
 
 
 def _two_lines(first: Text, second: str) -> Group:

@@ -1,7 +1,8 @@
 """The cache of proofs: its folder, and the records of what was proved.
 
 Owns: whether the folder can be used, what a record says, and when it is believed. Does not own: what stands for a run
-(`verify.preflight`, `verify.many`), references (`verify.proof`), whose files are believed (`private.py`).
+(`verify.preflight`, `verify.many`) or a family (`plan.families`), references (`verify.proof`), whose files are believed
+(`private.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from meshlora.errors import UserError
 from meshlora.private import NotOwnError, PrivateFolder, open_own, write_own
 
+CACHE = Path("~/.cache/meshlora/proofs")
 # What a proof of a twin writes, roughly: a full disk is found before.
 _ENOUGH_BYTES = 8_000_000
 _MOST_BYTES = 2**20  # of a record that is read; they have some ten thousand

@@ -1,0 +1,38 @@
+"""What numbers are computed with: meshlora's code, Python, and the libraries whose behaviour they depend on.
+
+Owns: their names and versions, and when two are alike enough for a proof. Does not own: what is done where they differ.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import meshlora
+
+# Those that compute. A release of another minor number may compute otherwise, one of another patch should not.
+COMPUTING = ("torch", "transformers", "peft")
+
+
+def versions() -> dict[str, str]:
+    """Name -> version; transformers' and PEFT's files are read by safetensors."""
+    installed = {name: importlib.metadata.version(name) for name in (*COMPUTING, "safetensors")}
+    return {"meshlora": meshlora.__version__, "python": platform.python_version(), **installed}
+
+
+def other_minors(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Which libraries that compute have another minor version `here` than `there`."""
+    return [name for name in COMPUTING if _minor(there[name]) != _minor(here[name])]
+
+
+def _minor(version: str) -> list[str]:
+    """`2.13.0+cpu` -> 2, 13."""
+    return version.split(".")[:2]
+
+
+def own_sources() -> Iterable[str]:
+    """meshlora's own code, file by file: a proof of other code is no proof."""
+    for file in sorted(Path(meshlora.__file__).parent.rglob("*.py")):
+        yield file.read_text(encoding="utf-8")

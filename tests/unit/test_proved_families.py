@@ -1,0 +1,77 @@
+"""Libraries of another minor version: a family counts as proved where it was proved with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import meshlora
+from meshlora.cli import main
+from meshlora.errors import UnsupportedError
+from meshlora.plan import families
+from meshlora.plan.families import check_proved_here, proof_of_family
+from meshlora.plan.topology import Topology
+from meshlora.plan.twin import twin_config
+from meshlora.proof_records import remember
+from meshlora.versions import versions
+
+OTHER = {"transformers": "5.99.1", "peft": versions()["peft"] + ".post1"}
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, **other: str) -> None:
+    monkeypatch.setattr(families, "versions", lambda: versions() | other)
+
+
+def test_the_versions_of_the_proofs_are_those_of_the_constraints() -> None:
+    check_proved_here("llama", Topology(tp=2, sp=True), has_experts=False)
+
+
+def test_a_split_is_refused_under_another_minor_version_with_the_command_that_proves_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, **OTHER)
+    with pytest.raises(UnsupportedError) as caught:
+        meshlora.load(twin_config("llama"), topology=Topology(dp=16, tp=2, sp=True))
+    proved_with = families._FILE["versions"]["transformers"]
+    assert str(caught.value) == (
+        "model_type 'llama' on dp=16,tp=2,sp with transformers 5.99.1: its split is proved with transformers "
+        f"{proved_with}; prove it with yours, once: meshlora verify --family llama --topology dp=2,tp=2,sp"
+    )
+    check_proved_here("llama", Topology(dp=16), has_experts=False)
+
+
+def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, **OTHER)
+    assert main(["verify", "--family", "llama", "--topology", "tp=2,sp", "--steps", "1"]) == 0
+    check_proved_here("llama", Topology(tp=2, sp=True), has_experts=False, cache_dir=home / ".cache/meshlora/proofs")
+    refused = [("llama", Topology(tp=2)), ("llama", Topology(dp=2, tp=2, sp=True)), ("qwen3", Topology(tp=2, sp=True))]
+    for family, topology in refused:
+        with pytest.raises(UnsupportedError, match="prove it with yours"):
+            check_proved_here(family, topology, has_experts=False)
+    _install(monkeypatch, transformers="5.98.0")
+    with pytest.raises(UnsupportedError, match=r"transformers 5\.98\.0"):
+        check_proved_here("llama", Topology(tp=2, sp=True), has_experts=False)
+
+
+@pytest.mark.parametrize("words", [["--set", "vocab_size=250"], ["--dtype", "float32"]])
+def test_a_proof_of_less_is_none_of_the_family(words: list[str], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, **OTHER)
+    assert main(["verify", "--family", "llama", "--topology", "tp=2", "--steps", "1", *words]) == 0
+    with pytest.raises(UnsupportedError, match="prove it with yours"):
+        check_proved_here("llama", Topology(tp=2), has_experts=False)
+
+
+def test_a_proof_on_two_replicas_stands_for_one_on_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, **OTHER)
+    assert remember(tmp_path, proof_of_family("qwen3_moe", Topology(dp=2, tp=2, sp=True, ep=2)), {}) == ""
+    for dp in (2, 8):
+        check_proved_here("qwen3_moe", Topology(dp=dp, tp=2, sp=True, ep=2), has_experts=True, cache_dir=tmp_path)
+    with pytest.raises(UnsupportedError):  # its experts are not replicated
+        check_proved_here("qwen3_moe", Topology(tp=2, sp=True, ep=2), has_experts=True, cache_dir=tmp_path)
