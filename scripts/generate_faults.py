@@ -49,7 +49,7 @@ TIMEOUT_S = 90.0
 # As often a run without a fault shows that none of those before it has left anything behind.
 CONTROL_EVERY = 25
 # One in so many is of the changes that crash more often than not; the others mostly keep shapes and types.
-OTHERS = 5
+OTHERS = 10
 
 _ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 _EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -158,15 +158,16 @@ def files() -> Iterator[str]:
 
 
 def known_survivors() -> dict[str, str]:
-    """`file: before -> after` -> its class, as docs/survivors.md has them; lines move, so that none is named."""
-    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| `(.+?)` \| (.+?) \|", SURVIVORS.read_text("utf-8"), re.MULTILINE)
-    return {f"{file}: {before} -> {after}": kind for file, before, after, kind in rows}
+    """`key` -> its class, as docs/survivors.md has them; lines move, so that none is named."""
+    row = r"^\| " + r" \| ".join([r"`(.+?)`"] * 4) + r" \| (.+?) \|"
+    found = re.findall(row, SURVIVORS.read_text("utf-8"), re.MULTILINE)
+    return {" | ".join(words): kind for *words, kind in found}
 
 
 def key(fault: Generated) -> str:
-    """A fault in words that stay when lines move."""
-    before, after = (" ".join(text.split())[:100].replace("|", "¦") for text in (fault.before, fault.after))
-    return f"{fault.file}: {before} -> {after}"
+    """A fault in words that stay when lines move: file, statement, before, after, as docs/survivors.md has them."""
+    words = (fault.file, fault.statement, fault.before, fault.after)
+    return " | ".join(" ".join(text.split())[:100].replace("|", "¦") for text in words)
 
 
 def interval(part: int, whole: int) -> str:
@@ -188,7 +189,12 @@ def draw(reached: dict[str, set[tuple[str, int]]], sample: int | None, seed: int
             if names:
                 found.append((fault, names))
     print(f"{len(found):,} changes on the lines that {len(reached)} proofs come by")
-    found.sort(key=lambda one: hashlib.sha256(f"{seed} {key(one[0])}".encode()).digest())
+    numbers: Counter[str] = Counter()
+    places = {}
+    for fault, _ in found:
+        numbers[key(fault)] += 1  # of those that are alike
+        places[fault.name] = hashlib.sha256(f"{seed} {key(fault)} {numbers[key(fault)]}".encode()).digest()
+    found.sort(key=lambda one: places[one[0].name])
     keeping, others = ([one for one in found if one[0].is_keeping is kept] for kept in (True, False))
     if sample is None:
         return keeping + others
@@ -216,7 +222,7 @@ def main() -> int:
         return tests_under(generated(options.under[0]), options.under[1:])
     if options.list:
         for fault in faults_of(options.list):
-            print(f"{fault.name}  {key(fault).partition(': ')[2]}")
+            print(f"{fault.name}  {key(fault)}")
         return 0
     options.verdicts.parent.mkdir(parents=True, exist_ok=True)
     done = _read(options.verdicts)

@@ -99,6 +99,12 @@ DIAGNOSES = {
         f"clipped {LAST_MLP}.down_proj.lora_B",
         "how much they are scaled",
     ),
+    "gradient_flipped_in_the_last_step": (
+        "tp=2",
+        "grad_norm",
+        f"clipped {LAST_MLP}.down_proj.lora_B, step 3",
+        "loss of a later step is right",
+    ),
     "norm_after_clipping_reported": ("tp=2", "grad_norm", "norm of step 1", "their norm is not"),
 }
 

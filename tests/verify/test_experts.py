@@ -102,7 +102,7 @@ def test_expert_without_tokens_has_a_gradient_of_zeros_on_both_sides(evidence: E
 
     def silence(spoiled: Evidence) -> None:
         for trace in [spoiled.reference, *spoiled.ranks]:
-            for kind in (trace.gradients, trace.clipped):
+            for kind in (trace.gradients, *trace.clipped):
                 if name in kind:
                     kind[name] = torch.zeros_like(kind[name])
 

@@ -62,7 +62,7 @@ def test_a_silent_one_is_caught_on_ranks(prove: Prove) -> None:
 def test_survivors_that_are_written_down_are_changes_that_can_be_made() -> None:
     script = load_script("generate_faults")
     rows = script.known_survivors()
-    keys = {script.key(fault) for file in {key.partition(":")[0] for key in rows} for fault in faults_of(file)}
+    keys = {script.key(fault) for file in {key.partition(" | ")[0] for key in rows} for fault in faults_of(file)}
     assert rows.keys() <= keys
     assert not [kind for kind in rows.values() if not kind.startswith(KINDS)]
 

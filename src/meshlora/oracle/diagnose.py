@@ -5,6 +5,7 @@ Owns: the order in which phases are looked at. Does not own: the rules from symp
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from meshlora.oracle.causes import CAUSES
@@ -41,8 +42,10 @@ def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | No
     failing = [(phase, result) for phase in phases for result in phase.results if not result.passed]
     if not failing:
         return None
-    # The second step is computed from what the first one did, so it says nothing that the first does not say better.
-    phase, result = next(((p, r) for p, r in failing if not _is_later_step(r)), failing[0])
+    # The second step is computed from what the first one did, so it says nothing that the first does not say better;
+    # but for gradients of a step whose loss is right.
+    names = {result.name for _, result in failing}
+    phase, result = next(((p, r) for p, r in failing if not _is_later_step(r, names)), failing[0])
     errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file is nobody's
     case = Failure(phase, result, evidence)
     return Divergence(
@@ -65,8 +68,11 @@ def _is_rounding(case: Failure) -> bool:
     )
 
 
-def _is_later_step(result: TensorResult) -> bool:
+def _is_later_step(result: TensorResult, failing: Set[str]) -> bool:
+    """Whether a result follows from those of an earlier step, as far as the names of what fails show."""
     if result.name.startswith("loss of evaluation"):  # after a later one
         return True
     number = result.name.rpartition(" step ")[2]
+    if result.name.startswith("clipped "):
+        return f"loss of step {number}" in failing
     return number.isdecimal() and number != "1"

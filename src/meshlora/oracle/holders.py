@@ -15,7 +15,7 @@ from torch import Tensor
 from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology
 
-_FACTORS = ("initial", "gradients", "clipped", "final", "fresh", "fresh_both")
+_FACTORS = ("initial", "gradients", "final", "fresh", "fresh_both")
 
 
 def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> Trace:
@@ -25,7 +25,8 @@ def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> 
     }
     shared = {name for name, stack in reference.stacks.items() if stack["is_shared"]}
     factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), held, shared) for kind in _FACTORS}
-    return replace(with_prints_of_each(trace, held), **factors)
+    clipped = [_taken_apart(gradients, held, shared) for gradients in trace.clipped]
+    return replace(with_prints_of_each(trace, held), clipped=clipped, **factors)
 
 
 def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = None) -> Trace:

@@ -184,13 +184,15 @@ class _Judge:
         return self._scalars("losses", "loss of step") + balance + self._scalars("eval_losses", "loss of evaluation")
 
     def grad_norm(self) -> list[TensorResult]:
-        """Norm and learning rate of every step as they are reported, and the first step's gradients after clipping."""
-        low = [trace.clipped for trace in self.evidence.rounded]
-        return [
-            *self._scalars("grad_norms", "norm of step", least_noise=self._noise_of_gradients()),
-            *self._factors([t.clipped for t in self.ranks], self.reference.clipped, low, label="clipped "),
-            *self._scalars("rates", "learning rate of step"),
-        ]
+        """Norm and learning rate of every step as they are reported, and its gradients after clipping."""
+        results = self._scalars("grad_norms", "norm of step", least_noise=self._noise_of_gradients())
+        for step, wholes in enumerate(self.reference.clipped):
+            ours = [trace.clipped[step] if step < len(trace.clipped) else {} for trace in self.ranks]
+            low = [trace.clipped[step] for trace in self.evidence.rounded]
+            found = self._factors(ours, wholes, low, label="clipped ", phase="deltas" if step else "gradients")
+            # From the second step on they are what the optimizer made of the factors.
+            results += [replace(result, name=f"{result.name}, step {step + 1}") if step else result for result in found]
+        return results + self._scalars("rates", "learning rate of step")
 
     def gradients(self) -> list[TensorResult]:
         low = [trace.gradients for trace in self.evidence.rounded]

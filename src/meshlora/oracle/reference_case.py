@@ -109,8 +109,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         else:
             loss, aux = accumulate(model, batches, **losses)
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
-        if step == 0:
-            trace.clipped = _gradients(case, model, factors)
+        trace.clipped.append(_gradients(case, model, factors))
         set_rate(optimizer, rate)
         optimizer.step()
         trace.losses.append(loss)

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshlora.oracle.capture import MicroBatchCapture
 
 _FACTORS = (
-    *("initial", "gradients", "clipped", "final", "fresh", "fresh_both"),
+    *("initial", "gradients", "final", "fresh", "fresh_both"),
     *("rows", "columns", "base", "row_norms"),
 )
 _SCALARS = (
@@ -50,8 +50,8 @@ class Trace:
         aux_losses: that of load balancing, per optimizer step; empty where it is off.
         eval_losses: the mean loss over all sequences of the case, each time that they are evaluated.
         scalings, fresh_scalings: module -> scale of its adapter; of the one that is drawn (ours only).
-        initial, gradients, clipped, final: factor -> value before the first step, gradient of the first step before
-            and after clipping, value after the last step.
+        initial, gradients, final: factor -> value before the first step, gradient of the first step before clipping,
+            value after the last step. clipped: per optimizer step, factor -> gradient after clipping.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
         rows, columns: module -> fingerprints of the rows and columns of its weight (`oracle.ownership`); of a
             projection of experts `[E, ...]`.
@@ -80,7 +80,7 @@ class Trace:
     dropouts: dict[str, float] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    clipped: dict[str, Tensor] = field(default_factory=dict)
+    clipped: list[dict[str, Tensor]] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
     fresh: dict[str, Tensor] = field(default_factory=dict)
     fresh_both: dict[str, Tensor] = field(default_factory=dict)
@@ -101,6 +101,8 @@ class Trace:
         tensors: dict[str, Tensor] = {}
         for kind in _FACTORS:
             tensors |= {f"{kind}/{name}": tensor for name, tensor in getattr(self, kind).items()}
+        for step, gradients in enumerate(self.clipped):
+            tensors |= {f"clipped/{step}/{name}": tensor for name, tensor in gradients.items()}
         for index, micro in enumerate(self.micro_batches):
             tensors |= {f"ids/{index}": micro.input_ids, f"mask/{index}": micro.attention_mask}
             for kind in ("forward", "backward", "base"):
@@ -124,6 +126,10 @@ class Trace:
             self.final_logits = tensor
         elif kind in _FACTORS:
             getattr(self, kind)[rest] = tensor
+        elif kind == "clipped":
+            step, _, name = rest.partition("/")
+            self.clipped += [{} for _ in range(int(step) + 1 - len(self.clipped))]
+            self.clipped[int(step)][name] = tensor
         elif kind == "ids":
             self.micro_batches.append(MicroBatchCapture(tensor, tensor))
         elif kind == "mask":

@@ -53,10 +53,14 @@ class NotPutInError(Exception):
 
 @dataclass(frozen=True)
 class Generated(Mutation):
-    """A fault made from the syntax tree of `file`. before, after: the changed piece of it."""
+    """A fault made from the syntax tree of `file`.
+
+    statement: the first line of the statement that it is in. before, after: the changed piece of it.
+    """
 
     file: str = ""
     line: int = 0
+    statement: str = ""
     before: str = ""
     after: str = ""
 
@@ -110,12 +114,12 @@ def generated(name: str) -> Generated:
 def faults_of(file: str) -> tuple[Generated, ...]:
     """All changes of a file, whose path is from the package's folder, in the order of its lines."""
     found = []
-    for node, operator, change in _changes(_tree(file)):
+    for node, statement, operator, change in _changes(_tree(file)):
         after = change(copy.deepcopy(node))
-        name = _name(file, node, operator)
+        name, before = _name(file, node, operator), ast.unparse(node)
         words = ast.unparse(after) if after is not None else "(left out)"
-        before = ast.unparse(node)
-        fault = Generated(name, f"{before} stays as it is", frozenset(), (), file, node.lineno, before, words)
+        line = ast.unparse(statement).partition("\n")[0]
+        fault = Generated(name, f"{before} stays as it is", frozenset(), (), file, node.lineno, line, before, words)
         if fault.before != fault.after:
             found.append(fault)
     return tuple(found)
@@ -154,7 +158,7 @@ def _tree(file: str) -> ast.Module:
 def _changed(fault: Generated) -> ast.Module:
     """The tree of the file with the fault in it."""
     tree = _tree(fault.file)
-    for node, operator, change in _changes(tree):
+    for node, _, operator, change in _changes(tree):
         if _name(fault.file, node, operator) == fault.name:
             new: ast.Module = _Replace(node, change(copy.deepcopy(node))).visit(tree)
             return ast.fix_missing_locations(new)
@@ -172,30 +176,32 @@ class _Replace(ast.NodeTransformer):
         return ast.copy_location(after, node)
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[Any, str, Change]]:
-    """(node, operator, what makes the changed node of a copy of it) for all that is computed in functions."""
-    for node in _computed(tree, is_inside=False):
+def _changes(tree: ast.Module) -> Iterator[tuple[Any, ast.AST, str, Change]]:
+    """(node, its statement, operator, what makes the changed node of a copy) for all that is computed in functions."""
+    for node, statement in _computed(tree, tree, is_inside=False):
         for operator, change in _of_node(node):
-            yield node, operator, change
+            yield node, statement, operator, change
 
 
-def _computed(node: ast.AST, *, is_inside: bool) -> Iterator[ast.AST]:
+def _computed(node: ast.AST, statement: ast.AST, *, is_inside: bool) -> Iterator[tuple[ast.AST, ast.AST]]:
     """What is computed in the bodies of functions: no types, defaults, decorators, messages, assertions."""
+    if isinstance(node, ast.stmt):
+        statement = node
     if isinstance(node, ast.FunctionDef | ast.Lambda):
         body = node.body if isinstance(node, ast.FunctionDef) else [node.body]
         for child in body:
-            yield from _computed(child, is_inside=True)
+            yield from _computed(child, statement, is_inside=True)
         return
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom) or _is_said(node):
         return
     if is_inside and isinstance(node, ast.expr | ast.stmt):
-        yield node
+        yield node, statement
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "ctx", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _computed(child, is_inside=is_inside)
+                yield from _computed(child, statement, is_inside=is_inside)
 
 
 def _is_said(node: ast.AST) -> bool:

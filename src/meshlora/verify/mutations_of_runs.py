@@ -97,6 +97,24 @@ def _state_forgotten(original: Any) -> Any:
     return update
 
 
+def _flipped_at_last(original: Any) -> Any:
+    def flipped(clip: Any) -> Any:
+        def call(model: Any, max_norm: float | None) -> Any:
+            gradient = active_factors(model)[-1].parameter.grad
+            assert gradient is not None
+            gradient.neg_()
+            return clip(model, max_norm)
+
+        return call
+
+    flips = in_call(trainer, "clip_gradients_on_device", flipped)(original)
+
+    def train_step(self: Trainer, step: int) -> Any:
+        return (flips if 0 < step == self.run.steps - 1 else original)(self, step)
+
+    return train_step
+
+
 def _one_step_further(found: Any, self: Trainer, *_: Any, **__: Any) -> Any:
     for state in self.optimizer.state.values():
         state["step"] += 1
@@ -241,6 +259,12 @@ OF_RUNS: dict[str, Mutation] = dict(
                 "finish_gradients_on_device",
                 then(lambda total, model, *, num_tokens: torch.full_like(total, num_tokens)),
             ),
+        ),
+        mutation(
+            "gradient_flipped_in_the_last_step",
+            "the gradients of every step are those of one process",
+            "steps",
+            (Trainer, "train_step", _flipped_at_last),
         ),
         mutation(
             "optimizer_state_forgotten",

@@ -100,7 +100,15 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
 
     record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
     replay = routed(model, case, record, replays=True, cut=lambda tokens: _seen_by_routers(tokens, model))
-    with replay as routing, mock.patch.object(trainer, "train_step", watched):
+    clip = trainer_module.clip_gradients_on_device
+
+    def recording_clip(model: Any, max_norm: float | None) -> Tensor:
+        norm = clip(model, max_norm)
+        trace.clipped.append(_gradients(model))
+        return norm
+
+    recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
+    with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
         trainer.train()
     trace.final = _locals(model, "default")
     trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
@@ -167,9 +175,7 @@ def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
 
     def recording_clip(model: Any, max_norm: float | None) -> Tensor:
         trace.gradients = _gradients(model)
-        norm = clip(model, max_norm)
-        trace.clipped = _gradients(model)
-        return norm
+        return clip(model, max_norm)
 
     def counted_finish(model: Any, *, num_tokens: int) -> Tensor:
         counter.phase = "step"
