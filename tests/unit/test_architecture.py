@@ -11,7 +11,7 @@ import meshlora
 SOURCE = Path(meshlora.__file__).parent
 
 # A package may import itself and what is listed: nothing imports upward. `FREE` is free for all.
-FREE = {"words", "errors", "console", "lift", "limits", "private", "locks", "reading"}
+FREE = {"words", "errors", "console", "lift", "limits", "private", "locks", "reading", "compat"}
 ALLOWED = {
     **{name: set() for name in FREE},
     "lifetime": set(),
