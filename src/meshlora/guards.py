@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshlora import compat
 from meshlora.adapter import manage, peft_format
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.parallel.same_tokens import given_tokens
@@ -61,7 +62,7 @@ def check_dropouts(model: Any) -> None:
         UnsupportedError: names the module.
     """
     for name, module in model.named_modules():
-        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        is_dropout = compat.is_dropout(module) and module.p > 0
         if is_dropout and not is_exact_module(model.config.model_type, name):
             raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology")
 

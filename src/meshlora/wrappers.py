@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from meshlora.compat import COMPOSED
 from meshlora.errors import UserError
 from meshlora.plan.topology import Topology
 
@@ -33,8 +34,7 @@ _WRAPPERS = {
     ("transformers.trainer", "Trainer.__init__"): "transformers.Trainer",
     ("deepspeed", "initialize"): "deepspeed.initialize",
 }
-# What torch's `fully_shard` and `replicate` run in, with the function in a variable: before they open a mesh.
-_COMPOSED = ("torch.distributed._composable.contract", "contract.<locals>.inner.<locals>.wrapper")
+# Of torch's that run in `COMPOSED`: there they are seen before they open a mesh.
 _COMPOSABLE = {"fully_shard", "replicate"}
 
 
@@ -60,7 +60,7 @@ def _check_caller(topology: Topology) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         where = (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
-        if where == _COMPOSED and (name := getattr(frame.f_locals.get("func"), "__name__", "")) in _COMPOSABLE:
+        if where == COMPOSED and (name := getattr(frame.f_locals.get("func"), "__name__", "")) in _COMPOSABLE:
             found = f"torch's {name}"
         found = _WRAPPERS.get(where, found)
         frame = frame.f_back

@@ -7,11 +7,15 @@ import re
 from pathlib import Path
 
 import meshlora
+from tests.unit.private_names import defined, private_names
 
 SOURCE = Path(meshlora.__file__).parent
 
 # A package may import itself and what is listed: nothing imports upward. `FREE` is free for all.
-FREE = {"words", "errors", "console", "lift", "limits", "private", "locks", "reading", "versions", "proof_records"}
+FREE = {
+    *("words", "errors", "console", "lift", "limits", "private", "locks", "reading", "versions", "proof_records"),
+    "compat",
+}
 ALLOWED = {
     **{name: set() for name in FREE},
     "lifetime": set(),
@@ -201,6 +205,21 @@ def _is_safe(call: ast.Call) -> bool:
         return options.get("markup") == "False"
     unsafe = (".status", ".from_markup", ".from_ansi", "stdout.write")
     return options.get("markup", "False") == "False" and not name.endswith(unsafe)
+
+
+def test_only_one_file_has_private_names_of_libraries() -> None:
+    """torch, transformers and PEFT may drop or change them in any release: `compat.py` says what each is for, and
+    `test_compat.py` that it is there.
+    """
+    modules = _modules()
+    ours = defined(tree for _, _, tree in modules)
+    wrong = [
+        f"{file.relative_to(SOURCE)}:{line}: {name}"
+        for _, file, tree in modules
+        if file.name != "compat.py"
+        for line, name in sorted(set(private_names(tree, ours)))
+    ]
+    assert not wrong, wrong
 
 
 def test_files_are_small_enough_to_read() -> None:

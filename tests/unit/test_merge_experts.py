@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from meshlora.adapter.changes import as_configured
 from meshlora.adapter.merge import merge
 from meshlora.adapter.merge_arithmetic import merged_expert
 from meshlora.api import read_model_config
+from meshlora.compat import targets_as_configured
 from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.plan.twin import twin_config
 from tests.unit.test_expert_weights import FAMILIES, FILE, fuse, make_checkpoint
@@ -139,7 +139,7 @@ def test_ranks_and_scales_are_those_of_peft(option: dict[str, Any], tmp_path: Pa
 def test_targets_are_those_of_the_configuration(tmp_path: Path) -> None:
     """PEFT alone would read `shared_experts.gate_proj` as a word for the routed experts."""
     config = make_checkpoint(tmp_path / "model", "deepseek_v3")
-    with as_configured():
+    with targets_as_configured():
         adapter = make_adapter(
             tmp_path / "model", tmp_path / "adapter", ["shared_experts.gate_proj", "o_proj"], ["experts.down_proj"]
         )

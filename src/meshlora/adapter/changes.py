@@ -7,20 +7,17 @@ followed as PEFT follows it. Does not own: the arithmetic and the writing (`adap
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
-from peft.utils import transformers_weight_conversion
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -29,6 +26,7 @@ from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header
 from meshlora.adapter.per_expert import refuse_per_expert
 from meshlora.adapter.targets import DESCRIPTIVE
 from meshlora.adapter.values import check_values
+from meshlora.compat import is_stored_in_out, targets_as_configured
 from meshlora.errors import UnsupportedError, UserError, reason
 from meshlora.state.files import open_safetensors
 
@@ -183,21 +181,10 @@ def _attach(model: Any, config: LoraConfig, where: str) -> Any:
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(LoraConfig) if field.init}
     config = LoraConfig(**values | {"init_lora_weights": True, "eva_config": None, "inference_mode": False})
     try:
-        with torch.device("meta"), as_configured():
+        with torch.device("meta"), targets_as_configured():
             return _quietly(PeftModelForCausalLM, model, config)
     except ValueError as error:  # it matches nothing, or a module that PEFT has no adapter for
         raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
-
-
-@contextlib.contextmanager
-def as_configured() -> Iterator[None]:
-    """PEFT puts adapters where the configuration says, as every file that it and we write today does.
-
-    For many families with experts it takes `gate_proj` among `target_modules`, even in `shared_expert.gate_proj`, for a
-    word of transformers 4 for the experts, and leaves the linears of that name alone.
-    """
-    with mock.patch.object(transformers_weight_conversion, "convert_peft_config_for_transformers", return_value=None):
-        yield
 
 
 def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -276,7 +263,7 @@ def _product_of_parameter(path: str, module: Any, residual: str) -> Lora:
         r=module.r["default"],
         scaling=module.scaling["default"],
         magnitude=None,
-        is_transposed=is_stack and not module._did_swap_in_out_features,
+        is_transposed=is_stack and is_stored_in_out(module),
         residual=residual,
         num_experts=module.num_experts if is_stack else 0,
     )

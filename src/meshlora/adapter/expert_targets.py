@@ -20,10 +20,10 @@ from typing import Any
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils import transformers_weight_conversion
 
 from meshlora.adapter.patterns import pattern_key
 from meshlora.adapter.pieces import with_pieces
+from meshlora.compat import rewrite_targets
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.rules import ModelPlan
 
@@ -241,7 +241,7 @@ def _is_rewritten(leaf: str, model_type: str) -> bool:
     config = LoraConfig(target_modules=[leaf])
     stand_in: Any = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
     try:
-        transformers_weight_conversion.convert_peft_config_for_transformers(config, stand_in, None)
+        rewrite_targets(config, stand_in)
     except ValueError:  # it wants gate and up together
         return True
     return set(config.target_modules or ()) != {leaf}

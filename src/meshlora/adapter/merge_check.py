@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from meshlora.adapter.changes import as_configured
+from meshlora.compat import targets_as_configured
 from meshlora.errors import MeshloraError, reason
 
 _NUM_TOKENS = 12
@@ -39,7 +39,7 @@ def compare_logits(
     """
     dtype = torch.float64 if stored == torch.float64 else torch.float32
     try:
-        with warnings.catch_warnings(), _no_progress_bars(), as_configured():
+        with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
             warnings.simplefilter("ignore")  # of peft: tied weights, fan_in_fan_out
             base = _load(model, dtype, trust_remote_code)
             theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
-from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, check_target_module_exists
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 from meshlora.adapter.dropout import check_dropout
@@ -28,6 +28,7 @@ from meshlora.adapter.expert_targets import (
 from meshlora.adapter.patterns import check_each_pattern, check_patterns, pattern_key, shown, suffixes
 from meshlora.adapter.pieces import check_pieces, piece_of, pieces_of
 from meshlora.adapter.values import check_values
+from meshlora.compat import refuse_mamba_targets
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.sharding import check_not_sharded
 from meshlora.plan.experts import ExpertRule
@@ -166,7 +167,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
                 f"target_modules matches {name}", f"LoRA on {kind} is not supported", "target linear layers"
             )
         try:
-            _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+            refuse_mamba_targets(config, model, name.rpartition(".")[2])
         except ValueError as error:  # their fused kernels read weights past the adapter
             raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})") from None
         is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshlora.compat import TorchDispatchMode
 from meshlora.oracle.experts import expert_modules, watch_choices, wrappers
 
 # Inside a PEFT layer: the frozen layer, captured by itself, and the parts of the adapter, which have no counterpart.

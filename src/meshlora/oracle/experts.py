@@ -9,19 +9,18 @@ Does not own: which rank holds which expert (`oracle.holders`).
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
+
+from meshlora.compat import own_child, own_parameter
 
 _PREFIX = "base_model.model."
 _NESTED = re.compile(r"(\.base_layer)+$")
@@ -68,8 +67,8 @@ def _projections(module: nn.Module) -> dict[str, Tensor]:
     """The stacks of a module of experts, its own parameters or those of leaves in their place; else nothing."""
     found: dict[str, Tensor] = {}
     for leaf in PROJECTIONS:
-        own = module._parameters.get(leaf)
-        own = getattr(module._modules.get(leaf), "weight", None) if own is None else own
+        own = own_parameter(module, leaf)
+        own = getattr(own_child(module, leaf), "weight", None) if own is None else own
         if isinstance(own, Tensor) and own.ndim == 3:
             found[leaf] = own
     return found
@@ -229,13 +228,3 @@ def stack_of(module: str) -> str:
     """`model.layers.0.mlp.experts.3.down_proj` -> `model.layers.0.mlp.experts.down_proj`."""
     *owner, expert, leaf = module.split(".") if module.count(".") > 1 else ("", module, "")
     return ".".join([*owner, leaf]) if expert.isdecimal() and leaf in PROJECTIONS else module
-
-
-@contextlib.contextmanager
-def as_configured() -> Iterator[None]:
-    """PEFT puts adapters where the configuration says.
-
-    For many families it takes `gate_proj` for a word for the experts, and leaves the linears of that name alone.
-    """
-    with mock.patch.object(transformers_weight_conversion, "convert_peft_config_for_transformers"):
-        yield

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from meshlora.oracle.experts import Stack, adapted_stacks, as_configured, names_in_file, output_side, stack_of
+from meshlora.compat import targets_as_configured
+from meshlora.oracle.experts import Stack, adapted_stacks, names_in_file, output_side, stack_of
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 
 _PREFIX = "base_model.model."
@@ -52,7 +53,7 @@ def write_adapter(
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        with as_configured():
+        with targets_as_configured():
             peft_model = get_peft_model(base, LoraConfig(**lora))
     stacks = adapted_stacks(peft_model, is_shared=share_experts)
     stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)

@@ -20,6 +20,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshlora.compat import targets_as_configured
 from meshlora.config import RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
@@ -29,7 +30,6 @@ from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import (
     adapted_stacks,
-    as_configured,
     has_shared_adapters,
     output_side,
     plain_names,
@@ -77,12 +77,12 @@ def reference_model(
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
             setattr(config, name, 0.0)
-    config._experts_implementation = "eager"  # the others do not compute in float64
     base = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         attn_implementation=attn_implementation,
+        experts_implementation="eager",  # the others do not compute in float64
         local_files_only=True,
         trust_remote_code=trust_remote_code,
     )
@@ -90,7 +90,7 @@ def reference_model(
         for parameter in base.parameters():  # of some routers, which are float32 whatever is asked for
             parameter.data = parameter.data.to(dtype)
     quantize_base(base, quantization)
-    with contextlib.nullcontext() if is_stock else as_configured():
+    with contextlib.nullcontext() if is_stock else targets_as_configured():
         model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     for name, module in model.named_modules():
         assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of the accused's layers

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from meshlora.compat import timeout_of
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.links import Links, Meeting
 from meshlora.parallel.local_group import LocalGroup
@@ -193,10 +194,9 @@ def _patience_s(axis: Axis) -> float:
     if isinstance(axis.group, LocalGroup):
         return axis.group.timeout_s
     try:
-        limit: timedelta = axis.group._get_backend(torch.device("cpu")).options._timeout
-    except RuntimeError:  # under TORCH_DISTRIBUTED_DEBUG=DETAIL some versions of torch do not tell
+        return timeout_of(axis.group).total_seconds()
+    except RuntimeError:  # torch does not tell
         return _TORCHS_PATIENCE_S
-    return limit.total_seconds()
 
 
 def _exchange_over_gloo(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:

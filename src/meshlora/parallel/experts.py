@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from meshlora.compat import gate_of
 from meshlora.parallel.collectives import all_gather, gather_each_to_one
 from meshlora.parallel.dispatch import Journey, Places, Slots
 from meshlora.parallel.expert_mlp import GroupedMlpFunction
@@ -140,7 +141,7 @@ class ParallelExperts(nn.Module):
         """What the first projection gives -> what the second takes, by the model's own code where there is some."""
         if self.rule.first.fused is None:
             return self.act_fn(inner)
-        own = getattr(self, "_apply_gate", None)
+        own = gate_of(self)
         if own is not None:
             return own(inner)
         gate, up = inner.chunk(2, dim=-1)

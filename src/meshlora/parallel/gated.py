@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.activations import ACT2CLS
 
+from meshlora.compat import version_of
 from meshlora.lift import is_lifted, lift
 
 _PRODUCT = "_meshlora_product"
@@ -67,7 +68,7 @@ class Product:
 def product_behind(x: Tensor) -> Product | None:
     """What `x` was multiplied of, where it is such a product and unchanged."""
     found = getattr(x, _PRODUCT, None)
-    return found if isinstance(found, Product) and found.version == x._version else None
+    return found if isinstance(found, Product) and found.version == version_of(x) else None
 
 
 class _Gated(Function):
@@ -99,7 +100,7 @@ class _Activated(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if func in _MULTIPLY and len(args) == 2 and not kwargs:
                 activated, up = args if isinstance(args[0], _Activated) else reversed(args)
                 if _is_gated(activated, up):
@@ -112,7 +113,7 @@ def _is_gated(activated: _Activated, up: Any) -> bool:
         torch.is_grad_enabled()
         and type(up) is Tensor
         and (up.shape, up.dtype, up.device) == (activated.shape, activated.dtype, activated.device)
-        and activated._version == activated.version
+        and version_of(activated) == activated.version
     )
 
 
@@ -120,7 +121,7 @@ def _multiply(activated: _Activated, up: Tensor) -> Tensor:
     gate, activation = activated.gate, activated.activation
     product = _Gated.apply(activated, up, gate, activation)
     assert isinstance(product, Tensor)
-    setattr(product, _PRODUCT, Product(gate, up, activation, product._version))
+    setattr(product, _PRODUCT, Product(gate, up, activation, version_of(product)))
     return product
 
 
@@ -137,6 +138,6 @@ def _tell(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return output
     found = output.as_subclass(_Activated)
     # Without its graph: what is kept of it is its values.
-    found.gate, found.version = args[0].detach(), found._version
+    found.gate, found.version = args[0].detach(), version_of(found)
     found.activation = Activation(module.forward)
     return found

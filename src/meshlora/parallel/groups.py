@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshlora import compat
 from meshlora.errors import UserError
 from meshlora.parallel import local_group
 from meshlora.parallel.arrivals import Arrivals, Board, telling_the_others
@@ -101,9 +102,9 @@ class Mesh:
             return
         for axis in self._axes.values():
             if axis.group is not None and not isinstance(axis.group, local_group.LocalGroup):
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
+                compat.set_timeout(axis.group, timeout_s)
         file = os.environ.get(STORE)
-        store: Any = Board(Path(file).parent) if file else dist.distributed_c10d._get_default_store()
+        store: Any = Board(Path(file).parent) if file else compat.job_store()
         arrivals, world = self.world.arrivals, self.topology.world
         with telling_the_others(arrivals, store, rank=self.rank, world=world, timeout_s=timeout_s):
             yield
@@ -264,9 +265,7 @@ def simulated_job(world: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise UserError("a simulated job", "this process is a rank of a job already", "start it by itself")
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=compat.fake_store())
     try:
         yield
     finally:

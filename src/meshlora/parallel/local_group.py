@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import Backend, ProcessGroup, Store
+from torch.distributed import Backend, Store
+
+from meshlora.compat import NamedGroup
 
 BACKEND = "meshlora_local"
 
 
-class LocalGroup(ProcessGroup):
+class LocalGroup(NamedGroup):
     """Ranks of one machine. Made by torch.distributed for the backend `BACKEND`.
 
     Attributes:
@@ -26,10 +28,9 @@ class LocalGroup(ProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this one
+        super().__init__(rank, size)
         self.store, self.timeout_s = store, timeout.total_seconds()
         self._rank, self._size, self._round = rank, size, 0
-        self._name = self._description = ""
 
     def size(self) -> int:
         return self._size
@@ -39,20 +40,6 @@ class LocalGroup(ProcessGroup):
 
     def name(self) -> str:
         return BACKEND
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]  # torch's own subclass does the same
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
 
     def told_to_all(self, own: bytes) -> list[bytes]:
         """`own` of every rank, in their order. Every rank of the group calls it equally often.
@@ -72,5 +59,5 @@ class LocalGroup(ProcessGroup):
 
 def register() -> None:
     """Tell torch.distributed of the backend, once in a process."""
-    if BACKEND.upper() not in Backend._plugins:
+    if BACKEND not in Backend.backend_list:
         Backend.register_backend(BACKEND, LocalGroup, devices=["cpu"])

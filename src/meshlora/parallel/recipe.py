@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from meshlora.compat import tensor_without_storage
 from meshlora.errors import UnsupportedError
 
 _METADATA = {
@@ -81,7 +82,7 @@ class LogitsRecipe(Tensor):
     ) -> LogitsRecipe:
         shape = (*hidden.shape[:-1], vocab)
         # Not the meta device: a model may ask where its logits are.
-        recipe = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or hidden.dtype, device=hidden.device)
+        recipe = tensor_without_storage(cls, shape, dtype=dtype or hidden.dtype, device=hidden.device)
         recipe.hidden, recipe.operations = hidden, operations
         return recipe
 
@@ -104,7 +105,7 @@ class LogitsRecipe(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _record(func, args, kwargs)
 
@@ -130,7 +131,7 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         is_in_place,
         before=tuple(others[:place]),
     )
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         # One logit tells which dtype the call gives, and whether it gives its input back (a cast without effect).
         probe = torch.zeros((1,) * recipe.ndim, dtype=recipe.dtype, device=recipe.device)
         vocab = recipe.shape[-1]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from meshlora.compat import version_of
 from meshlora.parallel.dropout import Mask
 
 _RIDE = "_meshlora_ride"
@@ -111,7 +112,7 @@ def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
 def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
     """What `pack` made, of all tokens, `[..., width + ...]` -> x `[..., width]`, with a note of what rode along."""
     x, *zs = _Unpack.apply(packed, [width, *(len(rider.a) for rider in riders)])
-    ride = _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}, x._version)
+    ride = _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}, version_of(x))
     setattr(x, _RIDE, ride)
     gathered: Tensor = x
     return gathered
@@ -120,7 +121,7 @@ def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
 def rode_along(leaf: nn.Module, x: Tensor) -> Tensor | None:
     """z `[T, r]` of `leaf`, where x is what it rode with, unchanged."""
     ride = getattr(x, _RIDE, None)
-    if not isinstance(ride, _Ride) or ride.version != x._version:
+    if not isinstance(ride, _Ride) or ride.version != version_of(x):
         return None
     z = ride.z.get(leaf)
     return None if z is None else z.view(-1, z.shape[-1])

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from meshlora.compat import forward_hooks
 from meshlora.errors import UnsupportedError
 from meshlora.parallel.collectives import all_gather_into
 from meshlora.parallel.groups import Axis, Mesh
@@ -74,14 +75,15 @@ def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None
         for name, parameter in layer.named_parameters()
         if not plan.is_sharded(f"{unit}.{name}", ndim=parameter.ndim)
     }
-    before = list(layer._forward_hooks)
+    before = list(forward_hooks(layer))
     fully_shard(layer, mesh=mesh.dp.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
     assert isinstance(layer, FSDPModule)
     layer.set_custom_all_gather(_Gather(mesh.dp))  # type: ignore[arg-type]
     # Before the hooks of the layer's borders, which may return views: the gather hangs on the tensor that the layer
     # itself returns.
+    hooks = forward_hooks(layer)
     for hook in before:
-        layer._forward_hooks[hook] = layer._forward_hooks.pop(hook)
+        hooks[hook] = hooks.pop(hook)
 
 
 def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from meshlora.compat import running_backward, version_of
+
 # On the input itself, so that it is gone with it: a table of ours would keep a graph alive.
 _SHARED = "_meshlora_shared"
 
@@ -41,19 +43,14 @@ class InputGradient:
 
     def _so_far(self) -> Tensor | None:
         """What was added in the backward that runs, and not in one that stopped before it came to the input."""
-        is_other, self._backward = self._backward != _running_backward(), _running_backward()
+        is_other, self._backward = self._backward != running_backward(), running_backward()
         return None if is_other else self._sum
 
     def take(self) -> Tensor | None:
         """The sum `[T, in]` of the backward that runs, once."""
-        found = self._sum if self._backward == _running_backward() else None
+        found = self._sum if self._backward == running_backward() else None
         self._sum = None
         return found
-
-
-def _running_backward() -> int:
-    """The number of the backward that this thread is in."""
-    return int(torch._C._current_graph_task_id())
 
 
 class _Share(Function):
@@ -94,8 +91,8 @@ def share(x: Tensor) -> SharedInput | None:
     if not torch.is_grad_enabled() or x.grad_fn is None:
         return None
     found = getattr(x, _SHARED, None)
-    if not isinstance(found, SharedInput) or found.version != x._version:
+    if not isinstance(found, SharedInput) or found.version != version_of(x):
         gradient = InputGradient()
-        found = SharedInput(gradient, _Share.apply(x, gradient), x._version)
+        found = SharedInput(gradient, _Share.apply(x, gradient), version_of(x))
         setattr(x, _SHARED, found)
     return found

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from meshlora.compat import assert_on_device
 from meshlora.errors import UserError
 from meshlora.lift import is_lifted, lift
 from meshlora.parallel.collectives import all_gather
@@ -145,7 +146,7 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
         return
     least, most = labels.aminmax()
     if labels.is_cuda:  # the host does not wait for the answer; the run ends at the next time it does
-        torch._assert_async((least >= 0) & (most < vocab), f"a label is not in the vocabulary of {vocab}")
+        assert_on_device((least >= 0) & (most < vocab), f"a label is not in the vocabulary of {vocab}")
     elif least < 0 or most >= vocab:
         wrong = int(least if least < 0 else most)
         raise UserError(f"label {wrong}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")

@@ -19,20 +19,27 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from meshlora.compat import (
+    GROUPED_PRODUCT,
+    READ_NUMBER,
+    TorchDispatchMode,
+    fused_attention,
+    map_tensors,
+    replaced,
+    schema_of,
+    storage_id,
+)
 from meshlora.parallel.region import tensors_in
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
-_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "linear")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")
 # A mask of all pairs of tokens is whole numbers too; as a real tensor it would take the memory that this saves.
 _MOST_REAL_ELEMENTS = 2**25
 
@@ -84,22 +91,21 @@ class FakeRun(TorchDispatchMode):
         self._section: Section | None = None
         self._sizes: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        # On the meta device torch would choose the attention that keeps all pairs of tokens, which no GPU runs. Not a
-        # TorchFunctionMode: that is off while a backward runs forwards once more.
-        self._attention = mock.patch.object(F, "scaled_dot_product_attention", _attention)
-        # Memory that is freed while its tensor lives on, and allocated again, is no operator: gathered weights are.
-        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
+        self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> FakeRun:
-        self._attention.start()
-        self._resizing.start()
+        # On the meta device torch would choose the attention that keeps all pairs of tokens, which no GPU runs. Not a
+        # TorchFunctionMode: that is off while a backward runs forwards once more.
+        self._replaced.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+        # Memory that is freed while its tensor lives on, and allocated again, is no operator: gathered weights are.
+        resize = self._resized(torch.UntypedStorage.resize_)
+        self._replaced.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._resizing.stop()
-        self._attention.stop()
+        self._replaced.close()
 
     def hold(self, model: nn.Module) -> int:
         """Count the parameters and buffers of `model`; returns their bytes."""
@@ -131,19 +137,19 @@ class FakeRun(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         given = list(tensors_in((args, kwargs)))
-        name: str = func._schema.name
+        name: str = schema_of(func).name
         if any(t.is_meta for t in given):
-            if name == "aten::_local_scalar_dense":
+            if name == READ_NUMBER:
                 return 1.0 if given[0].is_floating_point() else 1
             if name == "aten::bincount":
                 return _equal_shares(given[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
         elif _stays_real(given, args, kwargs):
             return func(*args, **kwargs)
         if not all(t.is_meta for t in given):
-            args, kwargs = tree_map_only(Tensor, _without_content, (args, kwargs))
+            args, kwargs = map_tensors(_without_content, (args, kwargs))
         if "device" in kwargs or (not given and _takes_device(func)):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        is_grouped = name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16
+        is_grouped = name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
         found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
         made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
         for tensor in made:
@@ -160,7 +166,7 @@ class FakeRun(TorchDispatchMode):
         self._hold_storage(tensor.untyped_storage())
 
     def _hold_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_id(storage), storage.nbytes()
         before = self._sizes.get(key)
         if before == size:
             return
@@ -175,7 +181,7 @@ class FakeRun(TorchDispatchMode):
     def _resized(self, resize: Any) -> Any:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             found = resize(storage, size)
-            if storage._cdata in self._sizes:
+            if storage_id(storage) in self._sizes:
                 self._hold_storage(storage)
             return found
 
@@ -187,7 +193,7 @@ class FakeRun(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note it, and let the real process group have messages of no bytes in its place."""
-        plain = func._schema.name.partition("::")[2].replace("_", "")
+        plain = schema_of(func).name.partition("::")[2].replace("_", "")
         kind = next((k for k in _KINDS if k in plain), plain)
         held = list(tensors_in(args))
         sizes = [t.numel() * t.element_size() for t in held]
@@ -197,7 +203,7 @@ class FakeRun(TorchDispatchMode):
         if kind == "allgather" and not any(t.is_meta for t in held):
             whole, own = held
             whole.copy_(own.repeat(len(whole) // len(own), *[1] * (own.ndim - 1)))
-        nothing = tree_map_only(Tensor, lambda t: torch.empty(0, dtype=t.dtype), args)
+        nothing = map_tensors(lambda t: torch.empty(0, dtype=t.dtype), args)
         if kind == "alltoall":
             nothing = (*nothing[:3], [], [], *nothing[5:])
         return func(*nothing, **kwargs)
@@ -221,8 +227,7 @@ def _attention(
     padded = F.pad(value, [0, missing]) if missing > 0 else value
     if attn_mask is not None:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = fused(query, key, padded, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    out = fused_attention(query, key, padded, dropout=dropout_p, is_causal=is_causal, mask=attn_mask, scale=scale)
     return out[..., : value.shape[-1]] if missing > 0 else out
 
 
@@ -265,13 +270,13 @@ def _are_whole(args: Any) -> bool:
 
 @functools.cache
 def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
+    return any(argument.name == "device" for argument in schema_of(func).arguments)
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
     """Whether an operator only looks at its input in another way."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 

@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshlora.adapter.manage import active_factors
 from meshlora.adapter.targets import resolve_targets, trained_parameters
 from meshlora.api import build_meta
+from meshlora.compat import meta_parameters_allowed
 from meshlora.config import TrainConfig
 from meshlora.parallel.groups import open_mesh, simulated_job
 from meshlora.planner.choose import Prediction
@@ -91,8 +90,7 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
             local_shape(shape, rule, plan) for _, shape, rule in factors_of(model, plan, targets, trained)
         ]
         mesh = open_mesh(topology, copies=plan.copies, has_experts=bool(plan.experts))
-        # Of fully_shard, which would have parameters with content.
-        with run, mock.patch.object(FSDPParamGroup, "_validate_no_meta_params", return_value=None):
+        with run, meta_parameters_allowed():
             assemble(model, plan, mesh, problem.lora, targets, run)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are of the whole base, and asked for once

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshlora import compat
 from meshlora.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.parallel.experts import ParallelExpertLinear
 from meshlora.parallel.groups import Mesh
@@ -223,10 +224,8 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
     """Names of what transformers keeps in float32 in a half-precision model (its `dtype_plan`): biases of routers."""
-    globs = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
-    if dtype == torch.float16:
-        globs |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    if not globs or dtype not in (torch.float16, torch.bfloat16):
+    globs = compat.kept_in_float32(model, dtype)
+    if not globs:
         return set()
     pattern = re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs)))
     return {name for name in model.state_dict() if pattern.search(name)}
@@ -248,7 +247,7 @@ def check_checkpoint(
         there = source.unused(set())
         near = f"; {did_you_mean(missing[0], there)}" if len(there) <= 10_000 and there else ""
         raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}")
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
+    ignored = [re.compile(p) for p in compat.unexpected_keys(model)]
     ignored.append(re.compile(r"rotary_emb\.inv_freq|\.attn\.bias$|\.attn\.masked_bias$|position_ids$"))
     wanted = set(aliases) | {name for name, _ in model.named_buffers()}
     unused = [n for n in source.unused(wanted) if not any(p.search(n) for p in ignored)]
@@ -371,15 +370,15 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
         computed = False
         for leaf, old in list(module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
-            if leaf not in module._non_persistent_buffers_set and source.shape(name) is not None:
-                module._buffers[leaf] = source.read(name).to(device=mesh.device, dtype=old.dtype)
+            if compat.is_persistent(module, leaf) and source.shape(name) is not None:
+                setattr(module, leaf, source.read(name).to(device=mesh.device, dtype=old.dtype))
             elif old.is_meta:
                 # Not finite until the model's own rule has written it: a buffer that it forgets is found below.
                 poison = float("nan") if old.is_floating_point() else 0
-                module._buffers[leaf] = torch.full_like(old, poison, device=mesh.device)
+                setattr(module, leaf, torch.full_like(old, poison, device=mesh.device))
                 computed = True
         if computed:
-            model._init_weights(module)
+            compat.initialize(model, module)
             for leaf, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.isnan().any():
                     raise UnsupportedError(

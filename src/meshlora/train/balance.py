@@ -125,8 +125,7 @@ def check_load_balancing(model: Any) -> None:
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:
     """(router, where its logits are in what it returns), as transformers records them."""
     coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-    recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
-    recorder = recorders.get("router_logits")
+    recorder = model.base_model.can_record_outputs.get("router_logits")
     if coef is None or recorder is None or isinstance(recorder, list):
         raise UnsupportedError(
             f"train.router_aux_loss_coef with model_type {model.config.model_type!r}",

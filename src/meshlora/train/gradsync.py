@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.manage import Factor, active_factors, runtime
+from meshlora.compat import copy_each, multiply_each, norm_of_each
 from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.parallel.groups import Mesh
@@ -123,14 +124,12 @@ def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale:
     # The bucket is fresh memory that nobody else holds: no copy of it is made for the sum.
     flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes))
     _multiply([flat], scale)
-    torch._foreach_copy_(
-        grads, [r.view_as(g) for g, r in zip(grads, flat.split([g.numel() for g in grads]), strict=True)]
-    )
+    copy_each(grads, [r.view_as(g) for g, r in zip(grads, flat.split([g.numel() for g in grads]), strict=True)])
 
 
 def _multiply(tensors: list[Tensor], scale: Tensor) -> None:
     """In place, with a number `[]` that is on the device; all are float32, or all float64."""
-    torch._foreach_mul_(tensors, scale.to(tensors[0].dtype))
+    multiply_each(tensors, scale.to(tensors[0].dtype))
 
 
 def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
@@ -142,8 +141,7 @@ def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
             by_holders.setdefault(holders, []).append(segment_of(_grad(factor), segment))
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for holders, parts in sorted(by_holders.items()):
-        norms = torch._foreach_norm(parts, 2, torch.float64)  # a few kernels, and no copies in float64
-        total += torch.stack(list(norms)).square().sum() / holders
+        total += torch.stack(norm_of_each(parts, dtype=torch.float64)).square().sum() / holders
     return total
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.manage import Factor, adapter_factors, runtime
+from meshlora.compat import norm_of_each
 from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.plan.grads import Segment, segment_of
@@ -113,8 +114,7 @@ class ManyGradients:
         and how many hold it. One that is not finite makes that adapter's gradients no numbers.
         """
         squares: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=self.mesh.device)] * len(self.names)
-        # No copies in float64.
-        of_pieces = torch._foreach_norm([piece.values for piece in self.pieces], 2, torch.float64)
+        of_pieces = norm_of_each([piece.values for piece in self.pieces], dtype=torch.float64)
         for piece, norm_of_piece in zip(self.pieces, of_pieces, strict=True):
             holders = piece.segment.copies * self.mesh.topology.size_over(piece.segment.replicas)
             squares[piece.adapter] = squares[piece.adapter] + norm_of_piece.square() / holders

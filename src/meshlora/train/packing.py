@@ -55,12 +55,15 @@ def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, 
 def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remote_code: bool) -> Any:
     """A float64 model of tiny sizes with random weights."""
     small = shrink_config(config)
-    small._experts_implementation = "eager"  # the others do not compute in float64
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # families warn of their own defaults
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            small, dtype=torch.float64, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            small,
+            dtype=torch.float64,
+            attn_implementation=attn_implementation,
+            experts_implementation="eager",  # the others do not compute in float64
+            trust_remote_code=trust_remote_code,
         )
         for parameter in model.parameters():
             parameter.data = parameter.data.double()  # the routers of some families are float32 whatever is asked for

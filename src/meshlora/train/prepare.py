@@ -29,6 +29,7 @@ from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
+from meshlora.compat import attention_of
 from meshlora.config import RUN_CONTENT, RunConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, read_preferences, read_records, read_rollouts, tokenize
 from meshlora.errors import UnsupportedError, UserError
@@ -193,7 +194,7 @@ def prepare(
             config,
             steps=steps,
             tokens={**{name: getattr(train_data, name) for name in _TOKENS}, **train_data.columns},
-            attention=getattr(model.config, "_attn_implementation", None),
+            attention=attention_of(model.config),
         ),
         files=contents(
             config,

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from meshlora.compat import checkpoint_with
 from meshlora.errors import UnsupportedError
 from meshlora.lift import is_lifted, lift
 from meshlora.plan.derive import decoder_layers
@@ -39,7 +40,7 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
         return
     for number, layer in enumerate(decoder_layers(model)[1]):
         layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = _checkpointed  # type: ignore[assignment]
+        checkpoint_with(layer, _checkpointed)
 
 
 def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:

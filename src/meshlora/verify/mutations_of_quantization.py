@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from meshlora.compat import running_backward
 from meshlora.parallel import linear
 from meshlora.parallel.quantized import Packed
 from meshlora.plan.quantization import BLOCK
@@ -28,7 +28,7 @@ def _rounded_in_backward(original: Any) -> Any:
 
     def whole(self: Packed) -> Tensor:
         found: Tensor = original(self)
-        return found.bfloat16().to(found.dtype) if torch._C._current_graph_task_id() >= 0 else found
+        return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
 
     return whole
 

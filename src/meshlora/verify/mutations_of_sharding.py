@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.compat import running_backward
 from meshlora.parallel import sharding
 from meshlora.parallel.groups import Axis
 from meshlora.state import weights
@@ -27,7 +28,7 @@ def _stale_in_backward(original: Any) -> Any:
 
     def gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
         original(result, tensor, axis)
-        if torch._C._current_graph_task_id() < 0:
+        if running_backward() < 0:
             last[:] = [result.clone()]
         elif last[0].shape == result.shape:
             result.copy_(last[0])

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.api import read_model_config, resolve_dtype
+from meshlora.compat import READ_FROM
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.balance import has_load_balancing
@@ -334,5 +335,5 @@ def _device(wanted: str, ranks: int) -> str:
 
 
 def _config_text(config: PretrainedConfig) -> str:
-    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    values = {name: value for name, value in config.to_dict().items() if name != READ_FROM}
     return json.dumps(values, sort_keys=True, default=str)

@@ -1,0 +1,469 @@
+"""Private names of torch, transformers and PEFT: each is there, and does what `meshlora.compat` says of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig
+from peft.tuners.lora import ParamWrapper
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from meshlora import compat
+from meshlora.parallel.groups import simulated_job
+from tests.unit.private_names import defined, private_names
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name.
+
+    Attributes:
+        ours: the name in compat that rests on it. name: with its dots, from the library on. need: "to ...".
+        of: what has the name, where dots do not lead to it: it is set on instances.
+    """
+
+    ours: str
+    name: str
+    need: str
+    of: Callable[[], Any] | None = None
+
+    @property
+    def gone(self) -> str:
+        """In words, where the installed library lacks it; else ""."""
+        library, leaf = self.name.partition(".")[0], self.name.rpartition(".")[2]
+        is_there = _is_there(self.name) if self.of is None else hasattr(self.of(), leaf)
+        version = importlib.metadata.version(library)
+        return (
+            ""
+            if is_there
+            else f"{library} {version} has no {self.name} any more: compat.{self.ours} needs it {self.need}"
+        )
+
+
+def _is_there(path: str) -> bool:
+    first, *rest = path.split(".")
+    found: Any = importlib.import_module(first)
+    so_far = first
+    for part in rest:
+        so_far = f"{so_far}.{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(so_far)
+            except ImportError:
+                return False
+    return True
+
+
+def _named_in(cls: type) -> Callable[[], Any]:
+    """Something that has every attribute that the code of `cls` names."""
+
+    def names(code: CodeType) -> set[str]:
+        return {*code.co_names}.union(*(names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+    functions = (getattr(value, "__func__", value) for value in vars(cls).values())
+    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    return lambda: SimpleNamespace(**dict.fromkeys(set().union(*map(names, codes))))
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+_MODEL, _CONFIG = "transformers.PreTrainedModel", "transformers.PretrainedConfig"
+_REWRITE = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
+PRIVATE = [
+    Private("TorchDispatchMode", "torch.utils._python_dispatch.TorchDispatchMode", "to count collectives"),
+    Private("version_of", "torch.Tensor._version", "to notice that a tensor was written to since"),
+    Private("running_backward", "torch._C._current_graph_task_id", "to tell one backward from the next"),
+    Private("tensor_without_storage", "torch.Tensor._make_wrapper_subclass", "to make logits that nobody computes"),
+    Private("assert_on_device", "torch._assert_async", "to check labels without waiting for a GPU"),
+    Private("copy_each", "torch._foreach_copy_", "to put summed gradients back"),
+    Private("multiply_each", "torch._foreach_mul_", "to divide gradients by the number of tokens"),
+    Private("norm_of_each", "torch._foreach_norm", "to clip gradients"),
+    Private("GROUPED_PRODUCT", "torch.ops.aten._grouped_mm", "to count the work of experts"),
+    Private("READ_NUMBER", "torch.ops.aten._local_scalar_dense", "to answer code that asks a tensor without content"),
+    Private("map_tensors", "torch.utils._pytree.tree_map_only", "to take the content of tensors away"),
+    Private("schema_of", "torch._ops.OpOverload._schema", "to know views", of=lambda: torch.ops.aten.mm.default),
+    Private("storage_id", "torch.UntypedStorage._cdata", "to count the memory of each storage once"),
+    Private("fused_attention", f"torch.ops.aten.{_FUSED}", "to simulate the attention of GPUs"),
+    Private("is_dropout", "torch.nn.modules.dropout._DropoutNd", "to refuse dropouts that are not exact"),
+    Private("own_parameter", "torch.nn.Module._parameters", "to find stacks of experts", of=nn.Module),
+    Private("own_child", "torch.nn.Module._modules", "to find projections of experts", of=nn.Module),
+    Private("is_persistent", "torch.nn.Module._non_persistent_buffers_set", "to fill buffers", of=nn.Module),
+    Private("forward_hooks", "torch.nn.Module._forward_hooks", "to hang the gather of a layer last", of=nn.Module),
+    Private("NamedGroup", "torch.distributed.ProcessGroup._set_group_name", "to be named by torch.distributed"),
+    Private("NamedGroup", "torch.distributed.ProcessGroup._set_group_desc", "to be described by torch.distributed"),
+    Private("job_store", "torch.distributed.distributed_c10d._get_default_store", "to tell who is missing"),
+    Private("set_timeout", "torch.distributed.distributed_c10d._set_pg_timeout", "to end a run whose rank hangs"),
+    Private("timeout_of", "torch.distributed.ProcessGroup._get_backend", "to wait as long as gloo does"),
+    Private("timeout_of", "torch.distributed.ProcessGroupGloo._Options._timeout", "to wait as long as gloo does"),
+    Private("fake_store", "torch.testing._internal.distributed.fake_pg.FakeStore", "to simulate a job"),
+    Private("meta_parameters_allowed", f"{_FSDP}._validate_no_meta_params", "to simulate a sharded base"),
+    Private("COMPOSED", "torch.distributed._composable.contract", "to refuse fully_shard around a divided model"),
+    Private("READ_FROM", f"{_CONFIG}._name_or_path", "to know a model again in another folder", of=PretrainedConfig),
+    Private("attention_of", f"{_CONFIG}._attn_implementation", "to resume with the attention that a run had"),
+    Private(
+        "checkpoint_with",
+        "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",
+        "to compute layers twice",
+        of=_named_in(GradientCheckpointingLayer),
+    ),
+    Private("initialize", f"{_MODEL}._init_weights", "to compute buffers that no checkpoint stores"),
+    Private("kept_in_float32", f"{_MODEL}._keep_in_fp32_modules_strict", "to load routers as transformers does"),
+    Private("kept_in_float32", f"{_MODEL}._keep_in_fp32_modules", "to load float16 models as transformers does"),
+    Private("unexpected_keys", f"{_MODEL}._keys_to_ignore_on_load_unexpected", "to accept checkpoints that hold more"),
+    Private("gate_of", "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate", "to run experts"),
+    Private(
+        "refuse_mamba_targets",
+        "peft.tuners.tuners_utils._check_lora_target_modules_mamba",
+        "to refuse what PEFT refuses on fused kernels",
+    ),
+    Private("rewrite_targets", _REWRITE, "to keep PEFT from rewriting what is stored"),
+    Private("targets_as_configured", _REWRITE, "to make PEFT follow the configuration"),
+    Private(
+        "is_stored_in_out",
+        "peft.tuners.lora.ParamWrapper._did_swap_in_out_features",
+        "to merge adapters of experts",
+        of=_named_in(ParamWrapper),
+    ),
+]
+
+
+@pytest.mark.parametrize("private", PRIVATE, ids=lambda p: p.name)
+def test_every_private_name_is_there(private: Private) -> None:
+    assert not private.gone, private.gone
+
+
+@pytest.mark.parametrize("name", ["torch._foreach_norm", "torch.utils._pytree.tree_map_only", _REWRITE])
+def test_a_name_that_went_is_told_in_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = next(p for p in PRIVATE if p.name == name)
+    monkeypatch.delattr(name)
+    version = importlib.metadata.version(name.partition(".")[0])
+    assert private.gone.startswith(f"{name.partition('.')[0]} {version} has no {name} any more: compat.{private.ours} ")
+
+
+def test_a_field_that_went_is_told_in_words() -> None:
+    private = Private("is_stored_in_out", "peft.tuners.lora.ParamWrapper._gone", "to merge", of=_named_in(ParamWrapper))
+    assert private.gone.endswith(
+        " has no peft.tuners.lora.ParamWrapper._gone any more: compat.is_stored_in_out needs it to merge"
+    )
+
+
+def test_the_table_has_every_name_of_the_file() -> None:
+    tree = ast.parse(Path(compat.__file__).read_text())
+    text = {name: ast.unparse(node) for node in tree.body for name in _bound(node)}
+    assert {private.ours for private in PRIVATE} == text.keys() - {"replaced"}
+    for private in PRIVATE:
+        assert private.name.rpartition(".")[2] in text[private.ours], f"compat.{private.ours} uses no {private.name}"
+    parts = {part for private in PRIVATE for part in private.name.split(".")}
+    for line, name in private_names(tree, defined([tree])):
+        leaf = name.replace("::", ".").rpartition(".")[2]
+        assert leaf in parts, f"compat.py:{line}: {name} is in no row of PRIVATE"
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """What a statement of compat gives a name to; of its imports only those under a name that is said twice."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.ImportFrom(names=names):
+            return [alias.asname for alias in names if alias.asname]
+        case ast.Assign(targets=targets):
+            return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+    return []
+
+
+# ---- What they do.
+
+
+def test_what_is_replaced_comes_back_as_it_was() -> None:
+    class Base:
+        kept = staticmethod(lambda: "kept")
+
+    class Heir(Base):
+        pass
+
+    stored = vars(Base)["kept"]
+    for owner in (Base, Heir):
+        with pytest.raises(ZeroDivisionError), compat.replaced(owner, "kept", lambda: 1 / 0):
+            owner.kept()
+    assert vars(Base)["kept"] is stored
+    assert "kept" not in vars(Heir)
+    with pytest.raises(AttributeError, match="gone"), compat.replaced(Base, "gone", None):
+        pass
+
+
+def test_a_write_in_place_is_a_new_version_also_of_a_view() -> None:
+    x = torch.zeros(2, 2)
+    before = compat.version_of(x)
+    _ = x + 1
+    assert compat.version_of(x) == before
+    x[0].add_(1)
+    assert compat.version_of(x) > before
+
+
+def test_each_backward_has_a_number_of_its_own() -> None:
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(compat.running_backward()))
+    for _ in range(2):
+        x.sum().backward()
+    assert compat.running_backward() == -1
+    assert len(set(seen)) == 2
+    assert min(seen) >= 0
+
+
+def test_a_tensor_without_storage_says_where_it_is() -> None:
+    class Empty(Tensor):
+        __torch_dispatch__ = None
+
+    found = compat.tensor_without_storage(Empty, (3, 2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert type(found) is Empty
+    assert (found.shape, found.dtype, found.device.type) == ((3, 2**40), torch.bfloat16, "cpu")
+
+
+def test_a_false_condition_fails_with_its_words() -> None:
+    compat.assert_on_device(torch.tensor(True), "a label")
+    with pytest.raises(RuntimeError, match="a label"):
+        compat.assert_on_device(torch.tensor(False), "a label")
+
+
+def test_many_tensors_at_once_are_each_as_alone() -> None:
+    sources = [torch.arange(4.0), torch.ones(2, 3)]
+    targets = [torch.empty_like(t) for t in sources]
+    compat.copy_each(targets, sources)
+    compat.multiply_each(targets, torch.tensor(3.0))
+    norms = compat.norm_of_each(targets, dtype=torch.float64)
+    for source, target, norm in zip(sources, targets, norms, strict=True):
+        assert torch.equal(target, 3 * source)
+        assert norm.dtype == torch.float64
+        assert torch.equal(norm, target.double().norm())
+
+
+class _Names(compat.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(compat.schema_of(func).name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_have_the_names_that_the_planner_looks_for() -> None:
+    x, w = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2, 8, 8, dtype=torch.bfloat16)
+    with _Names() as names:
+        x.sum().item()
+        F.grouped_mm(x, w, offs=torch.tensor([2, 4], dtype=torch.int32))
+    assert {compat.READ_NUMBER, compat.GROUPED_PRODUCT} <= set(names.seen)
+
+
+def test_a_schema_tells_views_and_arguments() -> None:
+    view, zeros = torch.ops.aten.view.default, torch.ops.aten.zeros.default
+    assert [r.alias_info.is_write for r in compat.schema_of(view).returns] == [False]
+    assert "device" in [argument.name for argument in compat.schema_of(zeros).arguments]
+
+
+def test_tensors_are_mapped_wherever_they_are() -> None:
+    found = compat.map_tensors(lambda t: t.shape, {"a": [torch.ones(2), 3], "b": (torch.ones(1, 4),)})
+    assert found == {"a": [(2,), 3], "b": ((1, 4),)}
+
+
+def test_storages_are_told_apart_without_memory() -> None:
+    x, y = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert compat.storage_id(x.untyped_storage()) == compat.storage_id(x[1:].untyped_storage())
+    assert compat.storage_id(x.untyped_storage()) != compat.storage_id(y.untyped_storage())
+
+
+def test_fused_attention_is_attention_and_one_operator_without_content() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
+    options: dict[str, Any] = {"dropout": 0.0, "is_causal": True, "mask": None, "scale": 0.5}
+    found = compat.fused_attention(q, k, v, **options)
+    assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5), rtol=0, atol=1e-12)
+    meta = torch.empty(1, 2, 5, 8, device="meta")
+    with _Names() as names:
+        assert compat.fused_attention(meta, meta, meta, **options).shape == meta.shape
+    assert names.seen == [f"aten::{_FUSED}"]
+
+
+def test_every_dropout_of_torch_is_one() -> None:
+    kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
+    assert all(compat.is_dropout(kind(0.5)) for kind in kinds)
+    assert not compat.is_dropout(nn.Identity())
+
+
+def test_what_is_on_a_module_itself() -> None:
+    module = nn.BatchNorm1d(2)
+    module.child = nn.Linear(2, 2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert compat.own_parameter(module, "weight") is module.weight
+    assert compat.own_parameter(module, "running_mean") is None
+    assert compat.own_child(module, "child") is module.child
+    assert compat.own_child(module, "weight") is None
+    assert compat.is_persistent(module, "running_mean")
+    assert not compat.is_persistent(module, "scratch")
+
+
+def test_hooks_run_in_the_order_of_the_mapping() -> None:
+    module, seen = nn.Identity(), []
+    for number in range(2):
+        module.register_forward_hook(lambda *_, n=number: seen.append(n))
+    hooks = compat.forward_hooks(module)
+    first = next(iter(hooks))
+    hooks[first] = hooks.pop(first)
+    module(torch.ones(1))
+    assert seen == [1, 0]
+
+
+def test_a_group_in_python_takes_its_name() -> None:
+    group = compat.NamedGroup(0, 1)
+    group._set_group_name("name")
+    group._set_group_desc("what for")
+    assert (group.group_name, group.group_desc) == ("name", "what for")
+
+
+def test_the_store_of_a_simulated_job() -> None:
+    with simulated_job(3):
+        assert dist.get_world_size() == 3
+        assert isinstance(compat.job_store(), dist.Store)
+
+
+def test_the_time_limit_of_a_group_is_the_one_that_was_set(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store, timeout=timedelta(seconds=70))
+    try:
+        assert dist.group.WORLD is not None
+        assert compat.timeout_of(dist.group.WORLD) == timedelta(seconds=70)
+        compat.set_timeout(dist.group.WORLD, 40)
+        assert compat.timeout_of(dist.group.WORLD) == timedelta(seconds=40)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_check_for_meta_parameters_takes_nothing_and_comes_back() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    check = FSDPParamGroup._validate_no_meta_params
+    assert list(inspect.signature(check).parameters) == ["self"]
+    assert "_validate_no_meta_params" in FSDPParamGroup.lazy_init.__code__.co_names
+    with compat.meta_parameters_allowed():
+        assert FSDPParamGroup._validate_no_meta_params is not check
+    assert FSDPParamGroup._validate_no_meta_params is check
+
+
+def test_fully_shard_runs_where_callers_are_looked_for() -> None:
+    code: CodeType = fully_shard.__code__
+    assert (fully_shard.__globals__["__name__"], code.co_qualname) == compat.COMPOSED
+    assert "func" in code.co_freevars
+
+
+def _llama(**changes: Any) -> Any:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, **changes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_what_a_model_says_of_itself() -> None:
+    model = _llama(attn_implementation="eager")
+    assert compat.attention_of(model.config) == "eager"
+    assert compat.READ_FROM in model.config.to_dict()
+    model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules = {"norm"}, {"q_proj"}
+    of = {dtype: compat.kept_in_float32(model, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    assert of == {torch.float16: {"norm", "q_proj"}, torch.bfloat16: {"norm"}, torch.float32: set()}
+    model._keys_to_ignore_on_load_unexpected = ["inv_freq"]
+    assert list(compat.unexpected_keys(model)) == ["inv_freq"]
+
+
+def test_a_module_is_filled_by_the_rule_of_its_model() -> None:
+    model = _llama()
+    norm = model.model.norm
+    with torch.no_grad():
+        norm.weight.fill_(7)
+    compat.initialize(model, norm)
+    assert torch.equal(norm.weight, torch.ones(8))
+
+
+def test_a_layer_that_is_computed_twice_calls_the_given_function() -> None:
+    model, seen = _llama().train(), []
+    layer = model.model.layers[0]
+    layer.gradient_checkpointing = True
+
+    def twice(function: Callable[..., Any], *args: Any) -> Any:
+        seen.append(len(args))
+        return function(*args)
+
+    compat.checkpoint_with(layer, twice)
+    model(torch.zeros(1, 2, dtype=torch.int64))
+    assert seen == [1]
+
+
+def test_experts_are_gated_by_a_function_of_the_model() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = SimpleNamespace(_apply_gate=GptOssExperts._apply_gate)
+    assert compat.gate_of(experts) is GptOssExperts._apply_gate  # type: ignore[arg-type]
+    assert list(inspect.signature(GptOssExperts._apply_gate).parameters)[1:] == ["gate_up"]
+    assert compat.gate_of(nn.Identity()) is None
+
+
+def test_peft_refuses_what_fused_kernels_read() -> None:
+    config = LoraConfig(target_modules=["out_proj"])
+    mamba, llama = (SimpleNamespace(config=SimpleNamespace(model_type=name)) for name in ("mamba", "llama"))
+    compat.refuse_mamba_targets(config, llama, "out_proj")
+    compat.refuse_mamba_targets(config, mamba, "in_proj")
+    with pytest.raises(ValueError, match="out_proj"):
+        compat.refuse_mamba_targets(config, mamba, "out_proj")
+
+
+def test_peft_rewrites_names_of_experts_unless_it_is_kept_from_it() -> None:
+    def attached() -> Any:
+        """The names that PEFT attaches to, of a model that says that it is a Mixtral."""
+        model: Any = nn.ModuleDict({"w2": nn.Linear(2, 2)})
+        model.config = SimpleNamespace(model_type="mixtral")
+        config = LoraConfig(target_modules=["w2"])
+        peft.inject_adapter_in_model(config, model)
+        return config.target_modules
+
+    from peft.utils import transformers_weight_conversion
+
+    config = LoraConfig(target_modules=["w2"])
+    compat.rewrite_targets(config, SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
+    assert config.target_modules != {"w2"}
+    original = transformers_weight_conversion.convert_peft_config_for_transformers
+    with compat.targets_as_configured():
+        assert attached() == {"w2"}
+    assert transformers_weight_conversion.convert_peft_config_for_transformers is original
+    with pytest.raises(ValueError, match="target"):
+        attached()
+
+
+def test_peft_says_how_a_stack_of_experts_is_stored() -> None:
+    class Experts(nn.Module):
+        def __init__(self, *, is_transposed: bool) -> None:
+            super().__init__()
+            self.is_transposed = is_transposed
+            self.stack = nn.Parameter(torch.zeros(2, 3, 5))
+
+    for is_transposed in (False, True):
+        model = nn.ModuleDict({"experts": Experts(is_transposed=is_transposed)})
+        peft.inject_adapter_in_model(LoraConfig(target_parameters=["experts.stack"], target_modules=[], r=1), model)
+        (wrapper,) = (m for m in model.modules() if isinstance(m, ParamWrapper))
+        assert compat.is_stored_in_out(wrapper) == is_transposed
+        assert wrapper.lora_A["default"].weight.shape == (2, 3 if is_transposed else 5)  # [r E, in]
