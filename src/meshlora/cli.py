@@ -181,6 +181,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
+    verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
     verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
@@ -314,6 +315,7 @@ def _verify(options: argparse.Namespace) -> None:
         objective=options.objective,
         packing=options.packing,
         recompute=options.recompute,
+        resume=options.resume,
         quantization=options.quantization,
         steps=options.steps,
         seed=SEED if options.seed is None else options.seed,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.verify.resuming_cases import RESUMING
+
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
 LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
 
@@ -390,4 +392,5 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "trained_weights_missing_in_file": ("saved_file", "adapter_model.safetensors", "PEFT expects another file"),
         },
     ),
+    **RESUMING,
 }

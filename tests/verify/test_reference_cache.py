@@ -36,6 +36,7 @@ CHANGED: dict[str, Any] = {
     "dropout": ("resid_pdrop",),
     "packing": True,
     "recompute": True,
+    "resumes": True,
     "quantization": "nf4",
     "lora_plus_ratio": 4.0,
     "lora_plus_embedding_lr": 1e-5,

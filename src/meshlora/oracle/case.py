@@ -25,6 +25,7 @@ from meshlora.versions import versions
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
+    "compat.py",
     "dropout.py",
     "lift.py",
     "routing.py",
@@ -62,8 +63,8 @@ class Case:
         columns, rows_per_example: of the sequences.
         attn_implementation: of both sides, as in transformers.
         quantization: how the frozen base is quantised, nf4 or int8; None: not at all.
-        packing: our side puts several sequences into a row; recompute: it computes its layers' activations twice. The
-            reference never does.
+        packing: our side puts several sequences into a row; recompute: it computes its layers' activations twice;
+            resumes: it is stopped before its last step and goes on from its checkpoint. The reference never does.
         pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
             layer have one adapter.
         dropout: fields of the model's configuration whose dropouts are on; LoRA's is in `lora`.
@@ -99,6 +100,7 @@ class Case:
     rows_per_example: int = 1
     packing: bool = False
     recompute: bool = False
+    resumes: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     router_aux_loss_coef: float = 0.0

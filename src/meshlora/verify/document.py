@@ -35,7 +35,7 @@ def document(
         "steps": case.steps,
         "device": proof.case.device,
         "lora": case.lora,
-        **{key: getattr(case, key) for key in ("objective", "label_smoothing", "packing", "recompute")},
+        **{key: getattr(case, key) for key in ("objective", "label_smoothing", "packing", "recompute", "resumes")},
         "passed": is_proved(outcomes),
         "seconds": round(seconds, 2),
         "runs": [_run(outcome, details=details) for outcome in outcomes],

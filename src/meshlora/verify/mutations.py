@@ -32,6 +32,7 @@ from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
 from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
 from meshlora.verify.mutations_of_packing import OF_PACKING
+from meshlora.verify.mutations_of_resuming import OF_RESUMING
 from meshlora.verify.mutations_of_runs import OF_RUNS
 
 
@@ -390,5 +391,5 @@ _OF_TRAINING: dict[str, Mutation] = dict(
     ]
 )
 MUTATIONS: dict[str, Mutation] = (
-    _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT | OF_PACKING | OF_RUNS
+    _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT | OF_PACKING | OF_RUNS | OF_RESUMING
 )

@@ -7,6 +7,8 @@ number.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,11 +40,15 @@ from meshlora.routing import RoutingRecord
 from meshlora.train import trainer as trainer_module
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.losses import model_inputs
+from meshlora.train.manifest import Saved
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
+from meshlora.train.resuming import find_checkpoint
 from meshlora.train.trainer import Trainer
 from meshlora.verify.generated import reached_lines
 from meshlora.verify.mutations import applied
+
+logger = logging.getLogger(__name__)
 
 
 def run_case(case: Case, topology: str, folder: str, mutation: str | None = None) -> None:
@@ -57,18 +63,7 @@ def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
 
 
 def _run_case(case: Case, topology: Topology, folder: Path) -> None:
-    model = load_without_proof(
-        case.model,
-        topology=topology,
-        adapter=case.adapter,
-        dtype=case.dtype,
-        device=case.device,
-        attn_implementation=case.attn_implementation,
-        trust_remote_code=case.trust_remote_code,
-        disable_dropout="unsupported",  # of what is on nothing is: the case would say so
-        allow_unused_weights=True,
-        quantization=case.quantization,
-    )
+    model = _load(case, topology, case.adapter)
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
     trace.scalings = _scalings(model, "default")
@@ -89,17 +84,41 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         case.data,
         case.steps,
     )
+    stopped = _train(run, model, trace, case)
+    if stopped is not None:
+        model = _load(case, topology, str(stopped.folder))
+        _train(dataclasses.replace(run, resume=stopped), model, trace, case)
+    trace.final = _locals(model, "default")
+    trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
+
+
+def _load(case: Case, topology: Topology, adapter: str) -> Any:
+    return load_without_proof(
+        case.model,
+        topology=topology,
+        adapter=adapter,
+        dtype=case.dtype,
+        device=case.device,
+        attn_implementation=case.attn_implementation,
+        trust_remote_code=case.trust_remote_code,
+        disable_dropout="unsupported",  # of what is on nothing is: the case would say so
+        allow_unused_weights=True,
+        quantization=case.quantization,
+    )
+
+
+def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
+    """Take the steps of `run`, into `trace`; the checkpoint of a run that was stopped, as `case` may say."""
     trainer = Trainer(run, model, _Recorder(trace, case))
     train_step = trainer.train_step
 
     def watched(step: int) -> StepMetrics:
         at_step(routing, step)
+        trainer.stop.is_asked = case.resumes and run.resume is None and step == case.steps - 2
         metrics = train_step(step) if step > 0 else _first_step(trainer, train_step, trace)
         after_step(routing, step, case)
         return metrics
 
-    record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
-    replay = routed(model, case, record, replays=True, cut=lambda tokens: _seen_by_routers(tokens, model))
     clip = trainer_module.clip_gradients_on_device
 
     def recording_clip(model: Any, max_norm: float | None) -> Tensor:
@@ -107,11 +126,12 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
         trace.clipped.append(_gradients(model))
         return norm
 
+    record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
+    replay = routed(model, case, record, replays=True, cut=lambda tokens: _seen_by_routers(tokens, model))
     recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
     with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
-        trainer.train()
-    trace.final = _locals(model, "default")
-    trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
+        is_finished = trainer.train()
+    return None if is_finished else find_checkpoint(trainer.output, "auto", logger.warning)
 
 
 def _first_step(trainer: Trainer, train_step: Callable[[int], StepMetrics], trace: Trace) -> StepMetrics:

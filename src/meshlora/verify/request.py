@@ -61,7 +61,8 @@ class Request:
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
         dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization:
-            as in a run file. recompute: of all layers. objective: sft, policy (held to the base) or dpo.
+            as in a run file. recompute: of all layers. resume: our side is stopped before its last step, and goes on
+            from its checkpoint. objective: sft, policy (held to the base) or dpo.
         attn_implementation: as in transformers; None: its choice.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
@@ -82,6 +83,7 @@ class Request:
     objective: str = "sft"
     packing: bool = False
     recompute: bool = False
+    resume: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     router_aux_loss_coef: float | None = None
@@ -142,6 +144,7 @@ class Proof:
             "model_dropout": bool(case.dropout),
             "smoothing": case.label_smoothing > 0,
             "packing": case.packing,
+            "resume": case.resumes,
             "quantized": case.quantization is not None,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
@@ -158,6 +161,8 @@ def prepare_proof(request: Request) -> Proof:
     """
     if request.steps < 1:
         raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
+    if request.resume and request.steps < 2:
+        raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
     if request.nproc is not None and request.nproc < 1:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
     if request.objective not in OBJECTIVES:
@@ -230,6 +235,7 @@ def prepare_proof(request: Request) -> Proof:
         objective=request.objective,
         packing=request.packing,
         recompute=request.recompute,
+        resumes=request.resume,
         attn_implementation=request.attn_implementation,
         quantization=request.quantization,
         kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
