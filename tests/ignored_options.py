@@ -89,7 +89,7 @@ _SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_o
 # Option -> the test that fails where the product ignores it.
 CAUGHT_BY: dict[str, str] = {
     "model.path": f"{_EVALUATE}::test_loss_is_that_of_transformers_and_peft_over_the_whole_file",
-    "model.dtype": "tests/ranks/test_trainer.py::test_evaluation_is_the_mean_over_all_held_out_tokens",
+    "model.dtype": f"{_OPTIONS}::test_model_computes_in_the_dtype_of_the_run_file",
     "model.attn_implementation": "tests/verify/test_preflight.py::test_attention_of_the_run_is_that_of_the_proof",
     "model.trust_remote_code": f"{_OPTIONS}::test_code_beside_a_model_runs_where_the_run_file_trusts_it",
     "model.disable_dropout": f"{_OPTIONS}::test_dropout_that_is_not_supported_is_disabled_where_the_run_file_says_so",
@@ -101,7 +101,7 @@ CAUGHT_BY: dict[str, str] = {
     "data.eval": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.columns": f"{_OPTIONS}::test_columns_of_the_run_file_are_read",
     "data.max_length": f"{_OPTIONS}::test_sequences_are_cut_to_the_length_of_the_run_file",
-    "data.packing": _POLICY,
+    "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",
     "data.loss_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so",
     "data.cache_dir": f"{_OPTIONS}::test_tokens_are_cached_where_the_run_file_says",
     "data.eval_limit": f"{_EVALUATE}::test_only_the_first_sequences_are_evaluated_where_a_limit_is_set",
@@ -119,7 +119,7 @@ CAUGHT_BY: dict[str, str] = {
     "train.steps": f"{_TRACKING}::test_tensorboard_reads_back_every_number",
     "train.epochs": f"{_OPTIONS}::test_epochs_are_passes_over_the_data",
     "train.batch_size": _POLICY,
-    "train.micro_batch_size": _POLICY,
+    "train.micro_batch_size": f"{_OPTIONS}::test_so_many_sequences_are_computed_at_once",
     "train.lr": _SCHEDULE,
     "train.schedule": _SCHEDULE,
     "train.warmup_steps": _SCHEDULE,

@@ -6,17 +6,19 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from meshlora.data import read_records, tokenize
+from meshlora.data import Batch, read_records, tokenize
 from meshlora.parallel.groups import Mesh
 from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.train.run import train
+from meshlora.train.trainer import Trainer
 from tests.unit.mistakes import Setup
 
 OWN_TOKENIZER = """
@@ -104,6 +106,33 @@ def test_code_beside_a_model_runs_where_the_run_file_trusts_it(
     (setup.model / "tokenization_own.py").write_text(OWN_TOKENIZER)
     assert prepared(setup, model__trust_remote_code=True).steps == 4
     assert (tmp_path / "modules").is_dir()
+
+
+def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[tuple[int, torch.dtype]]:
+    """(rows, dtype of the model) of each micro-batch of a run of one step on one process."""
+    found, loss_sum = [], Trainer._loss_sum
+
+    def noted(self: Trainer, batch: Batch, base: Any) -> Any:
+        found.append((len(batch.input_ids), self.model.dtype))
+        return loss_sum(self, batch, base)
+
+    monkeypatch.setattr(Trainer, "_loss_sum", noted)
+    train(prepared(setup, train__steps=1, topology="", **options))
+    return found
+
+
+def test_so_many_sequences_are_computed_at_once(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = micro_batches(setup, monkeypatch, train__batch_size=5, train__micro_batch_size=2)
+    assert [rows for rows, _ in found] == [2, 2, 1]
+
+
+def test_sequences_share_a_row_where_the_run_file_says_so(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = micro_batches(setup, monkeypatch, train__micro_batch_size=1, data__packing=True)
+    assert [rows for rows, _ in found] == [1], "four sequences, none of which is as long as a quarter of a row"
+
+
+def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {dtype for _, dtype in micro_batches(setup, monkeypatch, model__dtype="float64")} == {torch.float64}
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
