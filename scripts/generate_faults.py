@@ -19,10 +19,7 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +30,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.changed import run_under
 
 from meshlora.oracle.diagnose import first_divergence
 from meshlora.oracle.judge import judge
@@ -201,15 +202,6 @@ def draw(reached: dict[str, set[tuple[str, int]]], sample: int | None, seed: int
     return keeping[: sample - sample // OTHERS] + others[: sample // OTHERS]
 
 
-def tests_under(fault: Generated, tests: list[str]) -> int:
-    """Run pytest on `tests` with a copy of the package that has the fault, in all processes; its exit code."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT, Path(folder) / ROOT.name, ignore=shutil.ignore_patterns("__pycache__"))
-        (Path(folder) / ROOT.name / fault.file).write_text(fault.source(), encoding="utf-8")
-        words = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=line", *tests]
-        return subprocess.run(words, env=os.environ | {"PYTHONPATH": folder}, check=False).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, metavar="N", help="so many, drawn by --seed; default: all")
@@ -219,7 +211,10 @@ def main() -> int:
     parser.add_argument("--under", nargs="+", metavar="NAME TEST", help="run tests on a copy that has the fault")
     options = parser.parse_args()
     if options.under:
-        return tests_under(generated(options.under[0]), options.under[1:])
+        fault = generated(options.under[0])
+        done = run_under({fault.file: fault.source()}, options.under[1:])
+        print(done.stdout, end="")
+        return done.returncode
     if options.list:
         for fault in faults_of(options.list):
             print(f"{fault.name}  {key(fault)}")

@@ -6,11 +6,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from meshlora.cli import main
 from meshlora.config import GenerateConfig
@@ -125,19 +126,36 @@ def test_decoding_is_that_of_transformers() -> None:
         {"no_repeat_ngram_size": 1},
         {"do_sample": True},
         {"do_sample": True, "temperature": 9.0},
+        {"do_sample": True, "top_p": 0.05},
+        {"do_sample": True, "seed": 1},
         BEAMS,
     ],
     ids=str,
 )
 def test_every_option_of_decoding_has_an_effect(settings: dict[str, float]) -> None:
     prompts = ['def list_paths(target):\n    """']
-    plain = {key: settings[key] for key in ("do_sample",) if "temperature" in settings}
+    plain = {key: settings[key] for key in ("do_sample",) if len(settings) > 1 and key in settings}
     plain |= {key: settings[key] for key in ("num_beams",) if "length_penalty" in settings}
     texts = [
         list(generate(BASE, prompts, options=GenerateConfig(**words, max_new_tokens=24), dtype="float64"))
         for words in (plain, settings)
     ]
     assert texts[0] != texts[1]
+
+
+def test_continuations_have_at_most_so_many_tokens_and_so_many_prompts_are_continued_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes, plain = [], LlamaForCausalLM.generate
+
+    def noted(self: LlamaForCausalLM, **words: Any) -> torch.Tensor:
+        output: torch.Tensor = plain(self, **words)
+        shapes.append((len(output), output.shape[1] - words["input_ids"].shape[1]))
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", noted)
+    list(generate(BASE, PROMPTS, options=GenerateConfig(max_new_tokens=3, batch_size=3), dtype="float64"))
+    assert shapes == [(3, 3), (1, 3)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

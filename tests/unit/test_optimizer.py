@@ -89,3 +89,13 @@ def test_biases_and_norms_are_left_out_beside_lora_plus(model: tuple[str, Any]) 
         if name not in kept:
             times = 1.0 if ".lora_A" in name else 4.0
             assert share == pytest.approx(LR * DECAY * times, rel=1e-12), name
+
+
+def test_embedding_has_its_own_rate_beside_lora_plus(tmp_path: Path) -> None:
+    write_twin(twin_config("llama"), tmp_path, dtype=torch.float64, seed=0)
+    lora = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
+    network = load_without_proof(tmp_path, lora=lora, topology=Topology(), dtype="float64")
+    shares = step_without_gradient(network, lora_plus_ratio=4.0, lora_plus_embedding_lr=1e-4)
+    of_embedding = {name: share for name, share in shares.items() if ".lora_embedding_" in name}
+    assert len(of_embedding) == 2
+    assert of_embedding == pytest.approx(dict.fromkeys(of_embedding, 1e-4 * DECAY), rel=1e-9)

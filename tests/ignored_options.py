@@ -1,0 +1,172 @@
+"""The options of a run file, each with the test that fails where the product ignores it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshlora import config as module
+from tests.changed import PACKAGE
+
+# Group of the run file -> its options; "" is the file itself.
+GROUPS: dict[str, type] = {
+    "model": module.ModelConfig,
+    "data": module.DataConfig,
+    "generate": module.GenerateConfig,
+    "train": module.TrainConfig,
+    "": module.RunConfig,
+}
+
+_LORA = "{'r': 8, 'target_modules': 'all-linear'}"
+# What takes the place of what is given, of `self`, where the default would not be legal.
+_INSTEAD = {
+    "model.path": "{'path': 'examples/tiny_base'}",
+    "data.train": "{'train': 'examples/docstrings/train.jsonl'}",
+    "train.output": "{'output': self.output + '-of-others'}",
+    "train.steps": "{'steps': self.steps and self.steps + 1}",
+    "train.epochs": "{'epochs': self.epochs and self.epochs + 1}",
+    "lora": f"{{'lora': self.lora and {_LORA}}}",
+    "adapter": f"{{'adapter': None, 'lora': self.lora or {_LORA}}}",
+}
+_IGNORING = '''
+
+def _ignoring(checks):
+    """The checks see what is given, all others what takes its place."""
+
+    def __post_init__(self):
+        checks(self)
+        vars(self).update({instead})
+
+    return __post_init__
+
+
+{kind}.__post_init__ = _ignoring({kind}.__post_init__)
+'''
+# A preset is read before there are options.
+_PRESET = ('name = tree.get("preset")', "name = None")
+
+
+def options() -> list[str]:
+    """All that a run file can say, as in `train.lr`."""
+    return [
+        f"{group}.{field.name}".removeprefix(".")
+        for group, kind in GROUPS.items()
+        for field in dataclasses.fields(kind)
+        if group or field.name not in GROUPS
+    ]
+
+
+def ignoring(option: str) -> dict[str, str]:
+    """The file of the package, with its text, that makes the product ignore `option`: whatever a run file gives, all
+    but the checks of its own group read the default, or another legal value where there is none.
+    """
+    if option == "preset":
+        text = (PACKAGE / "presets.py").read_text("utf-8")
+        assert text.count(_PRESET[0]) == 1
+        return {"presets.py": text.replace(*_PRESET)}
+    group, _, name = option.rpartition(".")
+    kind = GROUPS[group]
+    (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    has_value = option in _INSTEAD or default is not dataclasses.MISSING
+    assert has_value, f"{option} has no default: name another legal value in _INSTEAD"
+    instead = _INSTEAD.get(option, repr({name: default}))
+    text = (PACKAGE / "config.py").read_text("utf-8")
+    return {"config.py": text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
+
+
+_OPTIONS, _EVALUATE = "tests/unit/test_options.py", "tests/unit/test_evaluate.py"
+_SCHEDULE = "tests/unit/test_schedule.py::test_after_the_warm_up_rates_are_those_of_transformers"
+_OPTIMIZER, _TRACKING = "tests/unit/test_optimizer.py", "tests/unit/test_tracking.py"
+_DECODING = f"{_EVALUATE}::test_every_option_of_decoding_has_an_effect"
+_AT_ONCE = f"{_EVALUATE}::test_continuations_have_at_most_so_many_tokens_and_so_many_prompts_are_continued_at_once"
+_KEEPING = "tests/ranks/test_not_finite.py::test_last_and_best_checkpoints_stay"
+_EXPERTS = "tests/ranks/test_training_experts.py"
+# What the proof itself sees.
+_POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
+_DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
+_SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh[sft]"
+
+# Option -> the test that fails where the product ignores it.
+CAUGHT_BY: dict[str, str] = {
+    "model.path": f"{_EVALUATE}::test_loss_is_that_of_transformers_and_peft_over_the_whole_file",
+    "model.dtype": f"{_OPTIONS}::test_model_computes_in_the_dtype_of_the_run_file",
+    "model.attn_implementation": "tests/verify/test_preflight.py::test_attention_of_the_run_is_that_of_the_proof",
+    "model.trust_remote_code": f"{_OPTIONS}::test_code_beside_a_model_runs_where_the_run_file_trusts_it",
+    "model.disable_dropout": f"{_OPTIONS}::test_dropout_that_is_not_supported_is_disabled_where_the_run_file_says_so",
+    "model.allow_unused_weights": f"{_OPTIONS}::test_weights_without_a_place_are_left_out_where_the_run_file_allows_it",
+    "model.quantization": (
+        "tests/ranks/test_quantized_runs.py::test_a_run_gives_the_same_bytes_sharded_over_dp_and_a_plain_peft_folder"
+    ),
+    "data.train": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
+    "data.eval": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
+    "data.columns": f"{_OPTIONS}::test_columns_of_the_run_file_are_read",
+    "data.max_length": f"{_OPTIONS}::test_sequences_are_cut_to_the_length_of_the_run_file",
+    "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",
+    "data.loss_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so",
+    "data.cache_dir": f"{_OPTIONS}::test_tokens_are_cached_where_the_run_file_says",
+    "data.eval_limit": f"{_EVALUATE}::test_only_the_first_sequences_are_evaluated_where_a_limit_is_set",
+    "data.sample_prompts": "tests/ranks/test_samples.py::test_samples_are_what_the_adapter_says_on_one_process[tp=2]",
+    "generate.max_new_tokens": _AT_ONCE,
+    "generate.num_beams": _DECODING,
+    "generate.length_penalty": _DECODING,
+    "generate.no_repeat_ngram_size": _DECODING,
+    "generate.do_sample": _DECODING,
+    "generate.temperature": _DECODING,
+    "generate.top_p": _DECODING,
+    "generate.batch_size": _AT_ONCE,
+    "generate.seed": _DECODING,
+    "train.output": _KEEPING,
+    "train.steps": f"{_TRACKING}::test_tensorboard_reads_back_every_number",
+    "train.epochs": f"{_OPTIONS}::test_epochs_are_passes_over_the_data",
+    "train.batch_size": _POLICY,
+    "train.micro_batch_size": f"{_OPTIONS}::test_so_many_sequences_are_computed_at_once",
+    "train.lr": _SCHEDULE,
+    "train.schedule": _SCHEDULE,
+    "train.warmup_steps": _SCHEDULE,
+    "train.min_lr": _SCHEDULE,
+    "train.decay_steps": _SCHEDULE,
+    "train.cycle": "tests/unit/test_schedule.py::test_cycle_is_straight_lines_through_its_points",
+    "train.weight_decay": f"{_OPTIMIZER}::test_all_is_decayed_unless_asked_otherwise",
+    "train.decay_biases_and_norms": f"{_OPTIMIZER}::test_biases_and_norms_are_left_out_as_in_transformers",
+    "train.beta1": _POLICY,
+    "train.beta2": _POLICY,
+    "train.eps": _POLICY,
+    "train.max_grad_norm": _POLICY,
+    "train.label_smoothing": _SFT,
+    "train.objective": _POLICY,
+    "train.clip_low": _POLICY,
+    "train.clip_high": _POLICY,
+    "train.kl_coef": _POLICY,
+    "train.dpo_beta": _DPO,
+    "train.router_aux_loss_coef": (f"{_EXPERTS}::test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology"),
+    "train.recompute": f"{_OPTIONS}::test_layers_are_computed_twice_where_the_run_file_says_so",
+    "train.routing_record": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",
+    "train.routing_replay": f"{_EXPERTS}::test_record_of_another_order_of_the_data_is_refused",
+    "train.lora_plus_ratio": f"{_OPTIMIZER}::test_biases_and_norms_are_left_out_beside_lora_plus",
+    "train.lora_plus_embedding_lr": f"{_OPTIMIZER}::test_embedding_has_its_own_rate_beside_lora_plus",
+    "train.seed": _DPO,
+    "train.eval_every": f"{_TRACKING}::test_tensorboard_reads_back_every_number",
+    "train.save_every": _KEEPING,
+    "train.sample_every": (
+        "tests/ranks/test_samples.py::test_prompts_are_those_of_the_held_out_data_where_none_are_given"
+    ),
+    "train.log_every": f"{_OPTIONS}::test_every_so_many_steps_are_said",
+    "train.merge_at_end": (
+        "tests/ranks/test_merge_at_end.py::test_what_cannot_be_merged_ends_the_run_before_its_first_step"
+    ),
+    "train.track": f"{_TRACKING}::test_tensorboard_reads_back_every_number",
+    "train.replica_check_every": "tests/ranks/test_replicas.py::test_zero_turns_the_check_off",
+    "train.keep_last": _KEEPING,
+    "train.keep_best": _KEEPING,
+    "train.on_save_error": (
+        "tests/ranks/test_full_disk.py::test_full_disk_for_a_while_is_gone_through_where_the_run_file_says_so"
+    ),
+    "train.on_nonfinite": "tests/ranks/test_not_finite.py::test_ten_skipped_steps_in_a_row_end_the_run",
+    "train.timeout_s": f"{_OPTIONS}::test_ranks_are_waited_for_as_long_as_the_run_file_says",
+    "train.overwrite": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",
+    "lora": f"{_OPTIONS}::test_adapter_and_topology_are_those_of_the_run_file",
+    "adapter": "tests/ranks/test_trainer.py::test_going_on_from_an_adapter_starts_where_it_ended",
+    "topology": f"{_OPTIONS}::test_adapter_and_topology_are_those_of_the_run_file",
+    "device": "tests/unit/test_user_mistakes.py::test_fewer_gpus_than_processes",
+    "preset": "tests/unit/test_presets.py::test_microsoft_e2e_is_the_recipe_of_the_paper",
+}

@@ -1,0 +1,167 @@
+"""What options of a run file do, where no other test shows it: seen in a run that is prepared, or is run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, dynamic_module_utils
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from meshlora.data import Batch, read_records, tokenize
+from meshlora.parallel.groups import Mesh
+from meshlora.run_file import read_run
+from meshlora.train.prepare import Prepared, prepare
+from meshlora.train.run import train
+from meshlora.train.trainer import Trainer
+from tests.unit.mistakes import Setup
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def prepared(setup: Setup, **options: object) -> Prepared:
+    """The good run with these options, as in `data__max_length=12`."""
+    for name, value in options.items():
+        setup.set(name.replace("__", "."), value)
+    setup.write()
+    return prepare(read_run(setup.folder / "run.yaml"))
+
+
+def test_data_are_those_of_the_files_that_are_named(setup: Setup) -> None:
+    (setup.folder / "eval.jsonl").write_text('{"prompt": "def g():", "completion": " return g"}\n')
+    run, tokenizer = prepared(setup), AutoTokenizer.from_pretrained(setup.model)
+    assert run.eval_data is not None
+    for data, file in ((run.train_data, "train.jsonl"), (run.eval_data, "eval.jsonl")):
+        expected = tokenize(read_records(setup.folder / file), tokenizer, max_length=64)
+        assert data.input_ids.tolist() == expected.input_ids.tolist()
+
+
+def test_columns_of_the_run_file_are_read(setup: Setup) -> None:
+    expected = prepared(setup).train_data
+    lines = [json.loads(line) for line in (setup.folder / "train.jsonl").read_text().splitlines()]
+    setup.data(*({"question": line["prompt"], "answer": line["completion"]} for line in lines))
+    setup.drop("data.eval")
+    found = prepared(setup, data__columns={"prompt": "question", "completion": "answer"}).train_data
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert found.is_trained.tolist() == expected.is_trained.tolist()
+
+
+def test_sequences_are_cut_to_the_length_of_the_run_file(setup: Setup) -> None:
+    setup.config(max_position_embeddings=2048)
+    setup.data(*[{"text": f"def f_{number}(): return {number}" * 20} for number in range(8)])
+    assert {len(sequence.input_ids) for sequence in prepared(setup, data__max_length=12).train_data} == {12}
+
+
+def test_prompts_are_trained_where_the_run_file_says_so(setup: Setup) -> None:
+    data = prepared(setup, data__loss_on="all").train_data
+    assert data.num_trained_tokens == len(data.input_ids) - len(data), "all but the first of each sequence"
+
+
+def test_tokens_are_cached_where_the_run_file_says(setup: Setup, tmp_path: Path) -> None:
+    prepared(setup, data__cache_dir=str(tmp_path / "tokens"))
+    assert [file for file in (tmp_path / "tokens").rglob("*.safetensors") if file.stat().st_size]
+
+
+def test_epochs_are_passes_over_the_data(setup: Setup) -> None:
+    setup.drop("train.steps")
+    assert prepared(setup, train__epochs=2.5, train__batch_size=3).steps == 8  # 2.5 times 3 steps of 8 sequences
+
+
+def test_adapter_and_topology_are_those_of_the_run_file(setup: Setup) -> None:
+    run = prepared(setup, lora={"r": 3, "target_modules": ["v_proj"]}, topology="dp=2,tp=2")
+    assert run.lora.r == 3
+    assert {name.rpartition(".")[2] for name in run.targets} == {"v_proj"}
+    assert (run.topology.dp, run.topology.tp) == (2, 2)
+
+
+def test_weights_without_a_place_are_left_out_where_the_run_file_allows_it(setup: Setup) -> None:
+    """Without the option: `weight_of_unexpected_name` in test_user_mistakes_model.py."""
+    setup.weights(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
+    assert prepared(setup, model__allow_unused_weights=True).steps == 4
+
+
+def test_dropout_that_is_not_supported_is_disabled_where_the_run_file_says_so(setup: Setup) -> None:
+    setup.config(attention_dropout=0.1)
+    assert prepared(setup, model__disable_dropout=True).steps == 4
+
+
+def test_code_beside_a_model_runs_where_the_run_file_trusts_it(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the library adds its folder
+    file = setup.model / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (setup.model / "tokenization_own.py").write_text(OWN_TOKENIZER)
+    assert prepared(setup, model__trust_remote_code=True).steps == 4
+    assert (tmp_path / "modules").is_dir()
+
+
+def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[tuple[int, torch.dtype]]:
+    """(rows, dtype of the model) of each micro-batch of a run of one step on one process."""
+    found, loss_sum = [], Trainer._loss_sum
+
+    def noted(self: Trainer, batch: Batch, base: Any) -> Any:
+        found.append((len(batch.input_ids), self.model.dtype))
+        return loss_sum(self, batch, base)
+
+    monkeypatch.setattr(Trainer, "_loss_sum", noted)
+    train(prepared(setup, train__steps=1, topology="", **options))
+    return found
+
+
+def test_so_many_sequences_are_computed_at_once(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = micro_batches(setup, monkeypatch, train__batch_size=5, train__micro_batch_size=2)
+    assert [rows for rows, _ in found] == [2, 2, 1]
+
+
+def test_sequences_share_a_row_where_the_run_file_says_so(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = micro_batches(setup, monkeypatch, train__micro_batch_size=1, data__packing=True)
+    assert [rows for rows, _ in found] == [1], "four sequences, none of which is as long as a quarter of a row"
+
+
+def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {dtype for _, dtype in micro_batches(setup, monkeypatch, model__dtype="float64")} == {torch.float64}
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+def test_layers_are_computed_twice_where_the_run_file_says_so(
+    recompute: str, times: int, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, forward = [], LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, *args: calls.append(1) or forward(self, *args))
+    setup.drop("data.eval")
+    run = prepared(setup, train__steps=1, train__recompute=recompute, topology="")
+    train(run)
+    assert len(calls) == times * run.plan.num_layers, "one micro-batch"
+
+
+def test_every_so_many_steps_are_said(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"train__steps": 5, "train__log_every": 2, "topology": ""}
+    train(prepared(setup, **options))
+    said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [word for word in said if word.endswith("/5")] == ["1/5", "2/5", "4/5", "5/5", "5/5"], "and an evaluation"
+
+
+def test_ranks_are_waited_for_as_long_as_the_run_file_says(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That they then are given up is in tests/ranks/test_failures.py."""
+    waited: list[float] = []
+
+    def noted(_: Mesh, timeout_s: float) -> contextlib.nullcontext[None]:
+        waited.append(timeout_s)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(Mesh, "patient_for", noted)
+    train(prepared(setup, train__steps=1, train__timeout_s=7.0, topology=""))
+    assert waited == [7.0]
