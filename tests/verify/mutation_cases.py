@@ -315,6 +315,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "sequences that share a row": (
         {"family": "qwen3", "packing": True, "topologies": ("dp=2",)},
         {
+            "packing_left_out": ("sequences", "packed rows", "a row of its own"),
             "packing_positions_run_on": ("sequences", "sequence 0", "takes other sequences"),
             "packing_seen_across": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
             "packing_with_a_mask": ("sequences", "sequence 0", "takes other sequences"),

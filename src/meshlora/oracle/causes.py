@@ -35,6 +35,8 @@ from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
 
 
 def _sequences(case: Failure) -> str:
+    if case.result.name == "packed rows":
+        return "packing is asked for, and each sequence has a row of its own"
     if case.result.name.startswith("sequence"):
         known = set(Tokens(case.evidence.reference).sequences)
         taken = {s for trace in case.evidence.ranks for m in trace.micro_batches for s in sequences_of(m)}

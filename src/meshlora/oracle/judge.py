@@ -41,6 +41,7 @@ from meshlora.oracle.unshard import (
     Tokens,
     canonical,
     factor_pieces,
+    most_in_a_row,
     sequences_of,
     token_pieces,
 )
@@ -73,7 +74,8 @@ _NOISE = 4.0
 class Evidence:
     """Everything that is compared: the reference, ours by rank, and what ours left on disk.
 
-    rounded: the reference in the precision of ours, several times; empty in float64.
+    rounded: the reference in the precision of ours, several times; empty in float64. packing: ours was to put several
+        sequences into a row.
     """
 
     topology: Topology
@@ -84,6 +86,7 @@ class Evidence:
     saved: Saved
     fresh_init: bool | str
     seed: int
+    packing: bool = False
 
 
 def judge(evidence: Evidence) -> list[Phase]:
@@ -115,6 +118,10 @@ class _Judge:
             note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
             error = max(abs(n - number) / number for n in ours)
             results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))
+        if self.evidence.packing:
+            most = max(most_in_a_row(micro) for trace in self.ranks for micro in trace.micro_batches)
+            note = "" if most > 1 else "no row holds more than one sequence"
+            results.append(TensorResult("packed rows", math.inf if note else 0.0, 0.0, note=note))
         return results
 
     def loaded_adapter(self) -> list[TensorResult]:

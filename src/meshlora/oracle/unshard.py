@@ -9,6 +9,7 @@ Canonical: all real tokens of all sequences of a step, one after another, `[T, .
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -112,6 +113,11 @@ class Tokens:
 def sequences_of(micro: MicroBatchCapture) -> list[tuple[int, ...]]:
     """The token ids of each sequence, without padding."""
     return [sequence for _, _, sequence in spans(micro.input_ids, micro.attention_mask)]
+
+
+def most_in_a_row(micro: MicroBatchCapture) -> int:
+    """The most sequences that a row holds."""
+    return max(Counter(row for row, _, _ in spans(micro.input_ids, micro.attention_mask)).values(), default=0)
 
 
 def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[Tensor, Layout] | None:

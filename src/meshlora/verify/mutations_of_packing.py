@@ -10,7 +10,7 @@ import torch
 from transformers import masking_utils
 
 from meshlora.data import Batch, Sequence
-from meshlora.train import batches, losses
+from meshlora.train import batches, losses, trainer
 from meshlora.verify.mutation import instead, mutation, then
 
 
@@ -32,8 +32,18 @@ def _with_mask(inputs: dict[str, Any], ids: Any, mask: Any, positions: Any) -> d
     return {**inputs, "attention_mask": mask}
 
 
+def _alone(original: Any) -> Any:
+    return lambda mesh, micro_batch_size, pad_token_id, row_length: original(mesh, micro_batch_size, pad_token_id, None)
+
+
 OF_PACKING = dict(
     [
+        mutation(
+            "packing_left_out",
+            "sequences share rows where that is asked for",
+            "packing",
+            (trainer, "Batching", _alone),
+        ),
         mutation(
             "packing_positions_run_on",
             "position ids begin again with each sequence of a row",

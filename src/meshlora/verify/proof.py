@@ -231,6 +231,7 @@ def evidence_of(
         saved,
         LoraConfig(**case.lora).init_lora_weights,
         case.seed,
+        case.packing,
     )
 
 
