@@ -54,6 +54,7 @@ CHANGED: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.999,
     "weight_decay": 0.0,
+    "decay_biases_and_norms": True,
     "pad_token_id": 1,
     "trust_remote_code": True,
     "attn_implementation": "sdpa",

@@ -53,8 +53,8 @@ class Case:
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences in each, over all ranks; micro_batch_size: at once on one rank.
         lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip in every step.
-        beta1, beta2, weight_decay: of AdamW, none of them the default, so that one that is ignored
-            shows.
+        beta1, beta2, weight_decay, decay_biases_and_norms: of AdamW, none of them the default, so that one that is
+            ignored shows.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs.
@@ -88,6 +88,7 @@ class Case:
     beta1: float = 0.8
     beta2: float = 0.95
     weight_decay: float = 0.1
+    decay_biases_and_norms: bool = False
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
     label_smoothing: float = 0.0

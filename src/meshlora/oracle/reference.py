@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class AdamW:
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
+    decay_biases_and_norms: bool = True
 
 
 def reference_model(
@@ -218,9 +219,23 @@ def make_optimizer(model: nn.Module, settings: AdamW) -> torch.optim.Optimizer:
             loraplus_lr_embedding=settings.lora_plus_embedding_lr,
             **options,
         )
+    if not settings.decay_biases_and_norms and any(".lora_" not in name for name in trainable(model)):
+        from transformers import Trainer  # takes a second
+
+        decayed = set(Trainer.get_decay_parameter_names(None, model))
+        _leave_out(optimizer, {p for name, p in model.named_parameters() if name not in decayed})
     for group in optimizer.param_groups:
         group["share"] = group["lr"] / peak
     return optimizer
+
+
+def _leave_out(optimizer: torch.optim.Optimizer, undecayed: Set[nn.Parameter]) -> None:
+    """Let weight decay be of all parameters but these."""
+    for group in [*optimizer.param_groups]:
+        apart = [p for p in group["params"] if p in undecayed]
+        group["params"] = [p for p in group["params"] if p not in undecayed]
+        if apart:
+            optimizer.add_param_group({**group, "params": apart, "weight_decay": 0.0})
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -291,6 +306,7 @@ def train_run(
         options.router_aux_loss_coef,
         options.lora_plus_ratio,
         options.lora_plus_embedding_lr,
+        options.decay_biases_and_norms,
     )
     freeze_outside_pieces(model, pieces_in(adapter))
     masks = Masks(model, seed=options.seed)

@@ -79,6 +79,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         case.weight_decay,
         lora_plus_ratio=case.lora_plus_ratio,
         lora_plus_embedding_lr=case.lora_plus_embedding_lr,
+        decay_biases_and_norms=case.decay_biases_and_norms,
     )
     losses: dict[str, Any] = {
         "objective": objective_of(case),

@@ -316,6 +316,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             lr=case.lr,
             warmup_steps=case.warmup_steps,
             weight_decay=case.weight_decay,
+            decay_biases_and_norms=case.decay_biases_and_norms,
             beta1=case.beta1,
             beta2=case.beta2,
             eps=case.eps,
