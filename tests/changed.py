@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import meshlora
 
 PACKAGE = Path(meshlora.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of the package, and what fails with it.
+
+    Attributes:
+        breaks: the invariant that does not hold any more.
+        file: of the package. old, new: text that is in it exactly once, and what takes its place.
+        test: id of the test that fails.
+    """
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def sources(self) -> dict[str, str]:
+        """The file of the package, with its text, that has this fault; for `run_under`."""
+        text = (PACKAGE / self.file).read_text("utf-8")
+        assert text.count(self.old) == 1, f"{self.file} has {text.count(self.old)} times: {self.old}"
+        return {self.file: text.replace(self.old, self.new)}
+
+
+def is_there(test: str) -> bool:
+    """Whether there is a test of this id, as in `tests/unit/test_many.py::test_name[case]`, whatever its cases are."""
+    file, _, name = test.partition("::")
+    if not (ROOT / file).is_file():
+        return False
+    found = ast.parse((ROOT / file).read_text("utf-8")).body
+    return name.partition("[")[0] in {node.name for node in found if isinstance(node, ast.FunctionDef)}
 
 
 def run_under(

@@ -40,7 +40,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "train": {"steps": 4, "batch_size": 5, "lr": 5e-3, "warmup_steps": 2, "seed": 1, "eval_every": 2},
     },
     "second": {
-        "lora": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+        "lora": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1},
         "data": {"train": "second.jsonl", "max_length": 64, "loss_on": "all"},
         "train": {
             "steps": 5,

@@ -151,6 +151,12 @@ def test_replayed_routing_decides_on_every_mesh(
     assert bool(router.any()), "scores of replayed choices have a gradient"
 
 
+def test_replay_of_its_own_record_changes_nothing(folder: Path, plain: Path, pools: Callable[[int], Pool]) -> None:
+    """Each layer, step and token has its own choices."""
+    _run(pools, folder, "own", "dp=2,ep=2", routing_replay=str(folder / "routing"))
+    assert compare_adapters(folder / "own" / "adapter", plain).relative < 1e-6
+
+
 def test_replay_without_the_file_of_a_step_is_refused_before_anything_is_loaded(folder: Path, plain: Path) -> None:
     file = _run_file(folder, "short", "dp=1", routing_replay=str(folder / "routing"), steps=STEPS + 1)
     with pytest.raises(UserError, match=r"step-000004.safetensors is not there \(1 of 4 steps"):
@@ -198,6 +204,18 @@ def test_run_that_goes_on_keeps_the_record_of_the_steps_before(folder: Path, poo
     assert step_file(routing, 0).read_bytes() == b"kept"
     for step in range(1, STEPS):
         assert len(RoutingRecord.load(step_file(routing, step)).choices) > 0
+
+
+def test_run_with_experts_goes_on_as_if_it_had_not_been_stopped(
+    folder: Path, plain: Path, pools: Callable[[int], Pool]
+) -> None:
+    """On other ranks, each of which takes up the moments of the experts that it now has."""
+    name, output = "stopped", folder / "stopped"
+    _run(pools, folder, name, "dp=2,ep=2", save_every=1)
+    shutil.rmtree(output / "adapter")
+    pools(2).run(run_and_keep_groups, _run_file(folder, name, "tp=2,etp=2", save_every=1), 2, "auto")
+    assert [line["step"] for line in _metrics(folder, name)] == [1, 2, 3]
+    assert compare_adapters(output / "adapter", plain).relative < 1e-6
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

@@ -207,6 +207,14 @@ def test_smaller_ranks_of_the_same_scale_are_padded_with_zeros(
     assert_same_model(peft_logits("qwen3_moe", tmp_path / "out"), peft_logits("qwen3_moe", adapter))
 
 
+def test_the_largest_rank_may_be_that_of_a_pattern(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Then alpha is larger too."""
+    patterns = {"rank_pattern": {".*down_proj": 4}, "alpha_pattern": {".*down_proj": 12}}
+    adapter = make_adapter("qwen3_moe", tmp_path / "adapter", target_parameters=BOTH, r=2, lora_alpha=6, **patterns)
+    export_per_expert(adapter, tmp_path / "out", **meta(models("qwen3_moe")))
+    assert_same_model(peft_logits("qwen3_moe", tmp_path / "out"), peft_logits("qwen3_moe", adapter))
+
+
 def test_patterns_of_other_targets_are_followed(engine: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
     """As in files of other hands: PEFT had experts of linears once."""
     shutil.copytree(engine, tmp_path / "engine")

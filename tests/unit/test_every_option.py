@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 import types
 
 import pytest
 
-from tests.changed import ROOT, run_under
+from tests.changed import is_there, run_under
 from tests.ignored_options import CAUGHT_BY, ignoring, options
 
 TIMEOUT_S = 500.0  # of a copy of the package with its tests, for which a second is usual
@@ -23,9 +22,7 @@ def test_every_option_has_a_test_that_shows_it() -> None:
 
 def test_every_named_test_is_there() -> None:
     for option, test in CAUGHT_BY.items():
-        file, _, name = test.partition("::")
-        names = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
-        assert name.partition("[")[0] in names, f"{option}: there is no test {test}"
+        assert is_there(test), f"{option}: there is no test {test}"
 
 
 def test_what_is_given_is_checked_and_then_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,25 @@ def test_engine_keys_and_back(model_type: str, start: str) -> None:
     assert equal(joined, factors(into=HIDDEN, out=2 * INNER))
 
 
+def test_more_than_ten_experts_keep_their_order() -> None:
+    """As text 10 comes before 2."""
+    names, experts, own = engine_names("olmoe"), "model.layers.0.mlp.experts", {"up": factors(12)}
+    tensors = engine_tensors(experts, own, num_experts=12, names=names)
+    for e in range(12):
+        assert torch.equal(tensors[f"base_model.model.{experts}.{e}.up_proj.lora_A.weight"], own["up"].a[e])
+    assert equal(read_engine_tensors(tensors, experts, num_experts=12, names=names)["up"], own["up"])
+
+
+def test_fresh_adapter_comes_back_from_engines() -> None:
+    """B is zero: it adds nothing yet, and A is what training goes on from."""
+    names, experts = engine_names("olmoe"), "model.layers.0.mlp.experts"
+    a, b = factors()
+    tensors = engine_tensors(experts, {"up": ExpertFactors(a, b.zero_())}, num_experts=E, names=names)
+    back = read_engine_tensors(tensors, experts, num_experts=E, names=names)
+    assert list(back) == ["up"]
+    assert torch.equal(back["up"].a, a)
+
+
 @pytest.mark.parametrize("given", ["gate", "up", "down"])
 def test_engines_get_zeros_where_there_is_no_adapter(given: str) -> None:
     names, experts = engine_names("olmoe"), "model.layers.0.mlp.experts"

@@ -31,7 +31,12 @@ RANKS = {"a": 2, "b": 3, "c": 1}
 
 
 def _linear(
-    names: str, *, ranks: dict[str, int] = RANKS, dropout: float = 0.0, width: int = IN, packed: str | None = None
+    names: str,
+    *,
+    ranks: dict[str, int] = RANKS,
+    dropout: dict[str, float] | None = None,
+    width: int = IN,
+    packed: str | None = None,
 ) -> tuple[ParallelLinear, ManyTokens]:
     torch.manual_seed(0)
     rule = LinearRule("proj", Split.WHOLE, width, OUT, has_bias=True)
@@ -42,12 +47,12 @@ def _linear(
         leaf.bias.normal_()
     if packed is not None:
         leaf.pack_weight(leaf.weight, packed)
+    tokens = DropoutTokens(ALONE, sp=False)
     for number, name in enumerate(names):
         r = ranks[name]
         factors = {"A": torch.randn(r, width, dtype=torch.float64), "B": torch.randn(OUT, r, dtype=torch.float64)}
         leaf.add_adapter(name, factors, scaling=0.5 + number)
-        if dropout and name == "b":
-            leaf.set_dropout(name, dropout, DropoutTokens(ALONE, sp=False))
+        leaf.set_dropout(name, (dropout or {}).get(name, 0.0), tokens)
     for factor in (*leaf.lora_A.values(), *leaf.lora_B.values()):
         factor.requires_grad_(True)
     leaf.many = ManyTokens(ALONE, sp=False)
@@ -101,7 +106,8 @@ def _largest(ours: list[Tensor], alone: list[Tensor]) -> float:
 
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "unequal": ({"a": 1, "b": 3, "c": 2}, {}),
-    "with dropout": ({"a": 1, "b": 3, "c": 2}, {"dropout": 0.5}),
+    "with dropout": ({"a": 1, "b": 3, "c": 2}, {"dropout": {"b": 0.5}}),
+    "with dropouts of their own": ({"a": 1, "b": 3, "c": 2}, {"dropout": {"a": 0.2, "c": 0.5}}),
     "alike": ({"a": 2, "b": 2, "c": 2}, {"ranks": dict.fromkeys("abc", 2)}),
     "one of them alone": ({"b": 2}, {}),
     "in another order": ({"c": 1, "a": 2, "b": 1}, {}),

@@ -184,6 +184,19 @@ def test_what_is_changed_alike_stays_tied(kind: str, tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
+def test_tied_weights_that_are_scaled_apart_are_untied(tmp_path: Path) -> None:
+    """The same factors on the embedding and, the other way round, on the head, which has another alpha."""
+    model = make_model(tmp_path / "model", "gemma")
+    lora = {"target_modules": ["embed_tokens", "lm_head"], "alpha_pattern": {"lm_head": 3}}
+    file = make_adapter(model, tmp_path / "adapter", **lora) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for side, other in ("AB", "BA"):
+        own = tensors[f"base_model.model.model.embed_tokens.lora_embedding_{side}"]
+        tensors[f"base_model.model.lm_head.lora_{other}.weight"] = own.T.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert_merged(model, file.parent, tmp_path / "out")
+
+
 def test_keys_of_old_checkpoints_are_kept(tmp_path: Path) -> None:
     """GPT-2 on the hub has no `transformer.` in its keys, and causal masks that nobody reads."""
     model = make_model(tmp_path / "model", "gpt2")
@@ -234,6 +247,18 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     a, b = (lora[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, (base.double() + 3 * b @ a).float().bfloat16())
+
+
+def test_float64_is_merged_in_float64(tmp_path: Path) -> None:
+    """transformers + peft run models of float64, and their comparison lets the rounding of float32 pass."""
+    model = make_model(tmp_path / "model", "llama", dtype=torch.float64)
+    adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
+    merge(model, adapter, tmp_path / "out", config=read_model_config(model), check_logits=False)
+    name = "model.layers.1.self_attn.q_proj"
+    base, ours = (load_file(f / "model.safetensors")[f"{name}.weight"] for f in (model, tmp_path / "out"))
+    lora = load_file(adapter / "adapter_model.safetensors")
+    a, b = (lora[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
+    assert (ours - (base + 3 * b @ a)).norm() <= 1e-15 * ours.norm()
 
 
 def test_dtype_is_that_of_the_weights_and_of_config(tmp_path: Path) -> None:

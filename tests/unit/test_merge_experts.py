@@ -93,6 +93,25 @@ def test_the_same_bytes_as_peft_writes(kind: str, tmp_path: Path) -> None:
             assert torch.allclose(ours[key], theirs[key], rtol=1e-6, atol=1e-6), key
 
 
+def assert_merged_as_by_peft(folder: Path, family: str, **sizes: Any) -> None:
+    config = make_checkpoint(folder / "model", family, **sizes)
+    adapter = make_adapter(folder / "model", folder / "adapter", [], BOTH)
+    merge(folder / "model", adapter, folder / "out", config=config, check_logits=False)
+    ours, theirs = load_file(folder / "out" / FILE), merged_by_peft(folder / "model", adapter, folder / "peft")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_square_matrices_of_experts_are_merged_the_right_way_round(tmp_path: Path) -> None:
+    """As in gpt-oss: hidden size and intermediate size are the same, and the shape does not tell which is which."""
+    assert_merged_as_by_peft(tmp_path, "gpt_oss", intermediate_size=64)
+
+
+def test_more_than_ten_experts_are_merged_in_their_order(tmp_path: Path) -> None:
+    """As text 10 comes before 2."""
+    assert_merged_as_by_peft(tmp_path, "qwen3_moe", num_experts=12)
+
+
 @pytest.mark.parametrize("family", [family for family, is_apart in FAMILIES.items() if is_apart])
 def test_fused_and_one_by_one_become_the_same_model(family: str, tmp_path: Path) -> None:
     config = make_checkpoint(tmp_path / "model", family)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, LlamaConfig
 
 from meshlora.adapter.peft_format import lora_config
@@ -33,6 +36,18 @@ def test_gpt2_medium_on_q_and_v_trains_393216_parameters(topology: str) -> None:
     # PEFT's words for it: one adapter of both ranks, and the same scale.
     assert (lora.rank_pattern, lora.alpha_pattern) == ({"c_attn": 8}, {"c_attn": 64})
     assert {target.scaling for target in targets.values()} == {32 / 4}
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_scale_of_pieces_is_that_of_one_of_them(use_rslora: bool) -> None:
+    """To us, and to PEFT, which knows them as one adapter of both ranks."""
+    small = GPT2Config(n_embd=64, n_layer=1, n_head=4)
+    model, plan = build_meta(small, Topology(), dtype=torch.float32, disable_dropout=True)
+    lora = lora_config({**ON_Q_AND_V, "use_rslora": use_rslora, "fan_in_fan_out": True}, "lora", unknown_is_error=True)
+    (target,) = resolve_targets(model, plan, lora).values()
+    assert target.scaling == 32 / (math.sqrt(4) if use_rslora else 4)
+    (layer,) = (m for m in get_peft_model(model, lora).modules() if isinstance(m, LoraLayer))
+    assert layer.scaling["default"] == pytest.approx(target.scaling, rel=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,19 @@ def test_replay_takes_the_recorded_choices_in_any_order_of_tokens(kind: str) -> 
     assert "forward" not in model.mlp.__dict__
 
 
+@pytest.mark.parametrize("kind", ["values", "method", "groups"])
+def test_weights_are_those_of_the_replayed_choices(kind: str) -> None:
+    model, x = Model(kind), _tokens()
+    record, _ = _recorded(model, x, torch.arange(T))
+    with Routing(model, record, replays=True) as routing:
+        routing.tokens = torch.arange(T - 1, -1, -1)
+        index, weights = model(x)
+    expected = (x @ model.mlp.weight.T).softmax(-1).gather(1, index)
+    if kind == "values":
+        expected /= expected.sum(-1, keepdim=True)
+    assert torch.equal(weights, expected)
+
+
 def test_padding_routes_itself_and_a_missing_token_is_an_error() -> None:
     model, x = Model("values"), _tokens()
     tokens = torch.arange(T)

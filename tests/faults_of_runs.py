@@ -1,0 +1,157 @@
+"""Faults in what of a run is outside of its proof, each with the test that fails with it.
+
+That is routing recorded and replayed, several adapters in one run, `meshlora evaluate`, and checkpoints with experts.
+The faults are of the kind that nobody sees: wrong numbers, and no error.
+"""
+
+from __future__ import annotations
+
+from tests.changed import Fault
+
+_ROUTING, _OF_RUN = "routing.py", "train/routing.py"
+_TRAINING = "tests/ranks/test_training_experts.py"
+_IN_ANY_ORDER = "tests/unit/test_routing.py::test_replay_takes_the_recorded_choices_in_any_order_of_tokens"
+_RECORDED = f"{_TRAINING}::test_routing_that_is_recorded_on_a_mesh_is_that_of_one_process"
+
+OF_ROUTING: dict[str, Fault] = {
+    "weights_of_other_choices": Fault(
+        "the weights of replayed choices are theirs",
+        _ROUTING,
+        "return torch.return_types.topk((scores.gather(1, index), index))",
+        "return torch.return_types.topk((found[0], index))",
+        "tests/unit/test_routing.py::test_weights_are_those_of_the_replayed_choices",
+    ),
+    "choices_of_the_first_layer": Fault(
+        "each layer replays its own choices",
+        _ROUTING,
+        "self.record.get(self.step, name, self.tokens)",
+        "self.record.get(self.step, min(self._blocks), self.tokens)",
+        f"{_TRAINING}::test_replay_of_its_own_record_changes_nothing",
+    ),
+    "routers_watched_after_the_step": Fault(
+        "outside of the steps of training routers choose by themselves",
+        _ROUTING,
+        "                del block.forward\n",
+        "                pass\n",
+        f"{_IN_ANY_ORDER}[values]",
+    ),
+    "rows_of_a_micro_batch_exchanged": Fault(
+        "a row of a micro-batch has the numbers of its own tokens",
+        _OF_RUN,
+        "whole[: tokens.shape[0], : tokens.shape[1]] = tokens",
+        "whole[: tokens.shape[0], : tokens.shape[1]] = tokens.flip(0)",
+        f"{_RECORDED}[dp=2,ep=2]",
+    ),
+    "slice_of_the_first_rank": Fault(
+        "under sp a rank's choices are those of its own slice",
+        _OF_RUN,
+        "flat.tensor_split(self.mesh.tp.size)[self.mesh.tp.rank]",
+        "flat.tensor_split(self.mesh.tp.size)[0]",
+        f"{_TRAINING}::test_replayed_routing_decides_on_every_mesh[tp=2,sp,ep=2]",
+    ),
+    "record_of_another_order": Fault(
+        "a record is replayed on the tokens that it is of",
+        _OF_RUN,
+        "if record.digest != digest:",
+        "if len(record.digest) != len(digest):",
+        f"{_TRAINING}::test_record_of_another_order_of_the_data_is_refused",
+    ),
+}
+
+_MANY, _GRADIENTS, _LINEAR = "train/many.py", "train/many_gradients.py", "parallel/many.py"
+_SINGLE = "tests/ranks/test_many.py::test_each_of_many_is_the_adapter_of_its_single_run[]"
+_ALONE = "tests/unit/test_many.py::test_each_adapter_of_many_computes_what_it_computes_alone"
+
+OF_MANY: dict[str, Fault] = {
+    "gradient_of_the_neighbour": Fault(
+        "the gradient of an adapter is of its own rows",
+        _LINEAR,
+        "da = (dz.mT @ _stack_of(x, ctx.segments))",
+        "da = (dz.mT @ _stack_of(x, ctx.segments)).roll(1, 0)",
+        f"{_ALONE}[alike]",
+    ),
+    "scale_of_the_first": Fault(
+        "each adapter has its own scale",
+        _LINEAR,
+        "Segment(start, stop, leaf.scaling[share.adapter], mask)",
+        "Segment(start, stop, next(iter(leaf.scaling.values())), mask)",
+        f"{_ALONE}[unequal]",
+    ),
+    "dropout_of_the_first": Fault(
+        "each adapter has its own rate of dropout",
+        _LINEAR,
+        "leaf.dropout[share.adapter])",
+        "next(iter(leaf.dropout.values())))",
+        f"{_ALONE}[with dropouts of their own]",
+    ),
+    "seed_of_the_first": Fault(
+        "the masks of an adapter are of its own seed",
+        _MANY,
+        "seed = self.runs[names[number]].config.train.seed",
+        "seed = self.runs[names[0]].config.train.seed",
+        _SINGLE,
+    ),
+    "masks_of_the_step_of_the_first": Fault(
+        "the masks of an adapter are of its own step",
+        _MANY,
+        "tokens, seed, self.done[names[number]]))",
+        "tokens, seed, self.done[names[0]]))",
+        "tests/ranks/test_many.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
+    ),
+    "rate_of_the_step_of_the_first": Fault(
+        "the learning rate of an adapter is that of its own step",
+        _MANY,
+        "course, step = self.courses[name], self.done[name]",
+        "course, step = self.courses[name], self.done[names[0]]",
+        "tests/ranks/test_many.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
+    ),
+    "clipped_by_the_joint_norm": Fault(
+        "an adapter is clipped by its own norm",
+        _GRADIENTS,
+        "(most / (norms[piece.adapter] + 1e-6))",
+        "(most / (norms.norm() + 1e-6))",
+        _SINGLE,
+    ),
+    "divided_by_the_tokens_of_all": Fault(
+        "an adapter's gradient is a mean over its own tokens",
+        _GRADIENTS,
+        "counts[piece.adapter] *",
+        "counts.sum() *",
+        _SINGLE,
+    ),
+}
+
+_EVALUATE = "train/evaluate.py"
+_LOSS = "tests/unit/test_evaluate.py::test_loss_is_that_of_transformers_and_peft_over_the_whole_file"
+
+OF_DATA_AND_STATE: dict[str, Fault] = {
+    "evaluated_with_label_smoothing": Fault(
+        "an evaluation has no label smoothing",
+        _EVALUATE,
+        "objective_of(dataclasses.replace(run.config.train, label_smoothing=0.0))",
+        "objective_of(run.config.train)",
+        _LOSS,
+    ),
+    "mean_of_means": Fault(
+        "an evaluated loss is a mean over all tokens",
+        _EVALUATE,
+        "sums[0] += loss\n        sums[1] += objective.count(batch)\n",
+        "sums[0] += loss / objective.count(batch)\n        sums[1] += 1\n",
+        _LOSS,
+    ),
+    "remainder_not_evaluated": Fault(
+        "every sequence is evaluated",
+        _EVALUATE,
+        "np.arange(run.data.num_examples))",
+        "np.arange(run.data.num_examples // batching.micro_batch_size * batching.micro_batch_size))",
+        _LOSS,
+    ),
+    "moments_of_the_neighbouring_expert": Fault(
+        "a run goes on with the moments of each expert",
+        "train/checkpoint.py",
+        "                if part.shape != value.shape:",
+        "                part = part.roll(1, 0) if part.ndim == 3 else part\n"
+        "                if part.shape != value.shape:",
+        f"{_TRAINING}::test_run_with_experts_goes_on_as_if_it_had_not_been_stopped",
+    ),
+}
