@@ -26,7 +26,7 @@ OF_ROUTING: dict[str, Fault] = {
         _ROUTING,
         "self.record.get(self.step, name, self.tokens)",
         "self.record.get(self.step, min(self._blocks), self.tokens)",
-        f"{_TRAINING}::test_replay_of_its_own_record_changes_nothing",
+        "tests/unit/test_routing.py::test_each_layer_replays_its_own_choices",
     ),
     "routers_watched_after_the_step": Fault(
         "outside of the steps of training routers choose by themselves",
@@ -125,13 +125,6 @@ _EVALUATE = "train/evaluate.py"
 _LOSS = "tests/unit/test_evaluate.py::test_loss_is_that_of_transformers_and_peft_over_the_whole_file"
 
 OF_DATA_AND_STATE: dict[str, Fault] = {
-    "evaluated_with_label_smoothing": Fault(
-        "an evaluation has no label smoothing",
-        _EVALUATE,
-        "objective_of(dataclasses.replace(run.config.train, label_smoothing=0.0))",
-        "objective_of(run.config.train)",
-        _LOSS,
-    ),
     "mean_of_means": Fault(
         "an evaluated loss is a mean over all tokens",
         _EVALUATE,

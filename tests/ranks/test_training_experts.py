@@ -151,12 +151,6 @@ def test_replayed_routing_decides_on_every_mesh(
     assert bool(router.any()), "scores of replayed choices have a gradient"
 
 
-def test_replay_of_its_own_record_changes_nothing(folder: Path, plain: Path, pools: Callable[[int], Pool]) -> None:
-    """Each layer, step and token has its own choices."""
-    _run(pools, folder, "own", "dp=2,ep=2", routing_replay=str(folder / "routing"))
-    assert compare_adapters(folder / "own" / "adapter", plain).relative < 1e-6
-
-
 def test_replay_without_the_file_of_a_step_is_refused_before_anything_is_loaded(folder: Path, plain: Path) -> None:
     file = _run_file(folder, "short", "dp=1", routing_replay=str(folder / "routing"), steps=STEPS + 1)
     with pytest.raises(UserError, match=r"step-000004.safetensors is not there \(1 of 4 steps"):

@@ -97,6 +97,17 @@ def test_weights_are_those_of_the_replayed_choices(kind: str) -> None:
     assert torch.equal(weights, expected)
 
 
+def test_each_layer_replays_its_own_choices() -> None:
+    blocks = nn.ModuleDict({"first": Block("values"), "second": Block("values")})
+    record, tokens = RoutingRecord(T, {"first": E, "second": E}), torch.arange(T)
+    x, own = _tokens(), {"first": torch.arange(K).expand(T, K), "second": torch.arange(K, 2 * K).expand(T, K)}
+    for name, choices in own.items():
+        record.put(0, name, tokens, choices)
+    with Routing(blocks, record, replays=True) as routing:
+        routing.tokens = tokens
+        assert all(torch.equal(blocks[name](x)[0], choices) for name, choices in own.items())
+
+
 def test_padding_routes_itself_and_a_missing_token_is_an_error() -> None:
     model, x = Model("values"), _tokens()
     tokens = torch.arange(T)
