@@ -175,9 +175,7 @@ def _add_verify(commands: Any) -> None:
         dest="overrides",
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
-    verify.add_argument(
-        "--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all, dropout 0.12"
-    )
+    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
@@ -185,6 +183,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
     verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
     verify.add_argument("--json", metavar="FILE", help="write the result, as docs/verify.md describes")
@@ -318,6 +317,7 @@ def _verify(options: argparse.Namespace) -> None:
         resume=options.resume,
         quantization=options.quantization,
         steps=options.steps,
+        micro_batch_size=options.micro_batch_size,
         seed=SEED if options.seed is None else options.seed,
         data=options.data,
         nproc=options.nproc,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.verify.micro_batch_cases import MICRO_BATCHES
 from tests.verify.resuming_cases import RESUMING
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
@@ -394,4 +395,5 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     **RESUMING,
+    **MICRO_BATCHES,
 }

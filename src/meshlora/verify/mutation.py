@@ -38,7 +38,8 @@ class Mutation:
             "trained" (what is no LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it
             needs the frozen base); "seed" (that is not 0), "short_batch" (the last of an epoch), "embedding_padding" (a
             target that knows its padding token), "lora_dropout", "odd_dropout" (no tenth), "model_dropout",
-            "dropout" (either), "packing", "resume"; of the frozen base "dp_shard", "quantized".
+            "dropout" (either), "packing", "resume", "one_micro_batch" (a step has), "four_micro_batches"
+            (or more); of the frozen base "dp_shard", "quantized".
         changes: the functions it replaces.
     """
 

@@ -8,6 +8,8 @@ Does not own: how a fault is put in (`verify.mutation`), the wrong code (`verify
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -30,6 +32,7 @@ from meshlora.verify.mutation import Mutation, instead, mutation, then
 from meshlora.verify.mutations_of_dropout import OF_DROPOUT
 from meshlora.verify.mutations_of_experts import OF_EXPERTS
 from meshlora.verify.mutations_of_layout import OF_LAYOUT
+from meshlora.verify.mutations_of_micro_batches import OF_MICRO_BATCHES
 from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
 from meshlora.verify.mutations_of_packing import OF_PACKING
 from meshlora.verify.mutations_of_resuming import OF_RESUMING
@@ -390,6 +393,5 @@ _OF_TRAINING: dict[str, Mutation] = dict(
         ),
     ]
 )
-MUTATIONS: dict[str, Mutation] = (
-    _OF_TRAINING | OF_LAYOUT | OF_EXPERTS | OF_OBJECTIVES | OF_DROPOUT | OF_PACKING | OF_RUNS | OF_RESUMING
-)
+_MORE = (OF_LAYOUT, OF_EXPERTS, OF_OBJECTIVES, OF_DROPOUT, OF_PACKING, OF_RUNS, OF_RESUMING, OF_MICRO_BATCHES)
+MUTATIONS: dict[str, Mutation] = functools.reduce(operator.or_, _MORE, _OF_TRAINING)

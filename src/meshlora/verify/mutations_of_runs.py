@@ -81,14 +81,6 @@ def _rounded_rate(mask: Mask, *_: Any) -> Mask:
 # --- steps
 
 
-def _before_each_micro_batch(original: Any) -> Any:
-    def backward(self: Trainer, number: int, batch: Any, *, is_only: bool) -> Any:
-        self.optimizer.zero_grad(set_to_none=True)
-        return original(self, number, batch, is_only=is_only)
-
-    return backward
-
-
 def _state_forgotten(original: Any) -> Any:
     def update(self: Trainer, step: int, **rest: Any) -> Any:
         self.optimizer.state.clear()
@@ -237,12 +229,6 @@ OF_RUNS: dict[str, Mutation] = dict(
             "a fresh adapter is the identity",
             "",
             (manage, "draw_factors", then(_b_drawn)),
-        ),
-        mutation(
-            "earlier_micro_batches_dropped",
-            "the gradient of a step is the sum over its micro-batches",
-            "",
-            (Trainer, "_backward", _before_each_micro_batch),
         ),
         mutation(
             "prompts_and_padding_counted",

@@ -47,7 +47,6 @@ SEED = 3  # 0 is the default of a run
 _AUTO_PROCESSES = 4
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _KL_COEF = 0.1  # the same
-_MICRO_BATCH_SIZE = 2
 _DTYPES = ("float64", "float32", "bfloat16")
 
 
@@ -60,9 +59,10 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
-        dtype, steps, seed: of the run. label_smoothing, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization:
-            as in a run file. recompute: of all layers. resume: our side is stopped before its last step, and goes on
-            from its checkpoint. objective: sft, policy (held to the base) or dpo.
+        dtype, steps, seed: of the run. micro_batch_size: sequences that are computed at once. label_smoothing,
+            lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers.
+            resume: our side is stopped before its last step, and goes on from its checkpoint. objective: sft, policy
+            (held to the base) or dpo.
         attn_implementation: as in transformers; None: its choice.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
@@ -78,6 +78,7 @@ class Request:
     default_dropout: float = 0.0
     dtype: str = "float64"
     steps: int = 3
+    micro_batch_size: int = 2
     seed: int = SEED
     label_smoothing: float = 0.0
     objective: str = "sft"
@@ -131,6 +132,7 @@ class Proof:
         """What a run on `topology` has for a mutation to show; the words are those of `verify.mutation.Mutation`."""
         case, config = self.case, LoraConfig(**self.case.lora)
         has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
+        micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
         facts = {
             "steps": case.steps > 1,
             "digits": case.dtype != "bfloat16",
@@ -145,6 +147,8 @@ class Proof:
             "smoothing": case.label_smoothing > 0,
             "packing": case.packing,
             "resume": case.resumes,
+            "one_micro_batch": micro_batches == 1,
+            "four_micro_batches": micro_batches > 3,
             "quantized": case.quantization is not None,
             "base": case.objective == "dpo" or case.kl_coef > 0,
             **{name: case.objective == name for name in OBJECTIVES},
@@ -161,6 +165,8 @@ def prepare_proof(request: Request) -> Proof:
     """
     if request.steps < 1:
         raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
+    if request.micro_batch_size < 1:
+        raise UserError(f"--micro-batch-size {request.micro_batch_size}", "at least 1 sequence is computed at once")
     if request.resume and request.steps < 2:
         raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
     if request.nproc is not None and request.nproc < 1:
@@ -249,7 +255,7 @@ def prepare_proof(request: Request) -> Proof:
         offsets=tuple(data.offsets.tolist()),
         steps=request.steps,
         batch_size=batch_size,
-        micro_batch_size=_MICRO_BATCH_SIZE,
+        micro_batch_size=request.micro_batch_size,
         seed=request.seed,
         warmup_steps=min(1, request.steps - 1),
         pad_token_id=pad,
