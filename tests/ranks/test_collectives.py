@@ -116,7 +116,7 @@ def _direct_and_torchs(size: int, number: int, dtype: torch.dtype, has_links: bo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [5, 20_000])  # one round, and two
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("has_links", [True, False], ids=["sockets", "gloo"])
 def test_direct_messages_give_what_torchs_collectives_give(
     has_links: bool, size: int, number: int, dtype: torch.dtype, pools: Callable[[int], Pool]

@@ -18,7 +18,7 @@ from meshlora.data import collate
 from meshlora.data.tokenization import Sequence
 from meshlora.dropout import keep_mask, mask_key, token_numbers
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.guards import handle_dropout
+from meshlora.guards import check_dropouts, handle_dropout
 from meshlora.parallel.dropout import DropoutTokens, Mask, TokenDropout, input_features
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.linear import LoraLinearFunction, ParallelLinear
@@ -261,6 +261,14 @@ def test_each_field_of_the_table_is_the_rate_of_its_modules_and_of_no_other(fami
     for end in ends:
         assert any(name.endswith(end.rpartition("*")[2]) for name in dropping), end
     assert all(any(name.endswith(end.rpartition("*")[2]) for end in ends) for name in dropping)
+
+
+def test_dropout_that_no_field_names_is_refused_by_its_module() -> None:
+    model, _ = build_meta(twin_config("llama"), Topology(), dtype=torch.float32)
+    check_dropouts(model)
+    model.model.layers[0].mlp.of_its_own = nn.Dropout(0.25)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.of_its_own: dropout 0\.25"):
+        check_dropouts(model)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import meshlora
+from meshlora.api import build_meta
 from meshlora.cli import main
 from meshlora.errors import UnsupportedError
 from meshlora.plan import families
@@ -66,6 +68,12 @@ def test_a_proof_of_less_is_none_of_the_family(words: list[str], home: Path, mon
     assert main(["verify", "--family", "llama", "--topology", "tp=2", "--steps", "1", *words]) == 0
     with pytest.raises(UnsupportedError, match="prove it with yours"):
         check_proved_here("llama", Topology(tp=2), has_experts=False)
+
+
+def test_bloom_that_slices_a_weight_past_its_adapter_is_refused() -> None:
+    config = twin_config("bloom", pretraining_tp=2, slow_but_exact=True)
+    with pytest.raises(UnsupportedError, match="slow_but_exact: it slices a weight past its adapter"):
+        build_meta(config, Topology(tp=2), dtype=torch.float32)
 
 
 def test_a_proof_on_two_replicas_stands_for_one_on_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
