@@ -28,13 +28,17 @@ _PREFIX = "base_model.model."
 
 
 def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
-    """A checkpoint with random weights; norms are moved off 1 and biases off 0, which would hide faults."""
+    """A checkpoint with random weights; norms are moved off 1, and biases and stored buffers off 0, which would hide
+    faults.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            stored = model.state_dict().keys()
+            buffers = (b for name, b in model.named_buffers() if name in stored and b.is_floating_point())
+            for tensor in (*model.parameters(), *buffers):
+                tensor.add_(torch.randn_like(tensor), alpha=0.05)
     model.to(dtype).save_pretrained(folder)
 
 
