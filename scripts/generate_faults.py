@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/generate_faults.py --sample 300 --seed 1
     .venv/bin/python scripts/generate_faults.py --list train/gradsync.py
-    .venv/bin/python scripts/generate_faults.py --under plan/layout.py:125:89-90:constant tests/unit/test_layout.py
+    .venv/bin/python scripts/generate_faults.py --under FAULT tests/unit/test_layout.py
 
 Small changes of the product's code (`meshlora.verify.generated`) are drawn from all lines that a proof comes by, each
 is put into the proofs that come by its line, one after another, until one differs. Caught: by a difference, or loudly,
@@ -22,7 +22,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from tests.changed import run_under
 
 from meshlora.oracle.diagnose import first_divergence
 from meshlora.oracle.judge import judge
-from meshlora.verify.generated import ROOT, Generated, faults_of, generated
+from meshlora.verify.generated import ROOT, Generated, NotPutInError, faults_of, files, generated
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of
@@ -132,8 +131,8 @@ class Runner:
         except RankEndedError:
             return "hangs", ""
         except RankError as error:
-            text = str(error).strip().splitlines()[-1]
-            return ("not put in" if "NotPutInError" in text else "error"), text[:120]
+            how = "not put in" if isinstance(error.cause, NotPutInError) else "error"
+            return how, str(error).strip().splitlines()[-1][:120]
         except Exception as error:  # noqa: BLE001 - what the judge cannot read is no adapter
             return "error", f"{type(error).__name__}: {str(error)[:100]}"
         found = first_divergence(phases, evidence)
@@ -150,12 +149,9 @@ class Runner:
         return Verdict("survives", "", len(names))
 
 
-def files() -> Iterator[str]:
-    """The product's, from the package's folder."""
-    for path in sorted(ROOT.rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        if not name.startswith(NOT_PRODUCT):
-            yield name
+def files_of_product() -> list[str]:
+    """Those that a rank of a proof may run."""
+    return [name for name in files() if not name.startswith(NOT_PRODUCT)]
 
 
 def known_survivors() -> dict[str, str]:
@@ -184,7 +180,7 @@ def interval(part: int, whole: int) -> str:
 def draw(reached: dict[str, set[tuple[str, int]]], sample: int | None, seed: int) -> list[tuple[Generated, list[str]]]:
     """The faults, each with the cases that come by its line; by hashes, so that most stay when the code changes."""
     found = []
-    for file in files():
+    for file in files_of_product():
         for fault in faults_of(file):
             names = [name for name, lines in reached.items() if (file, fault.line) in lines]
             if names:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from meshlora.cli import main
 from meshlora.config import TrainConfig
 from meshlora.errors import UserError
 from meshlora.parallel import direct
+from meshlora.plan.topology import Topology
 from meshlora.train import schedule
+from meshlora.verify import proof
 from meshlora.verify.generated import Generated, NotPutInError, faults_of, generated
-from tests.conftest import Prove
+from meshlora.verify.pool import RankError
 from tests.scripts import load_script
 
 KINDS = ("equivalent", "speed or words", "test: ", "open")
@@ -45,18 +50,31 @@ def test_what_cannot_be_put_in_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
-def test_a_change_that_there_is_not_is_refused() -> None:
-    for name in ("train/schedule.py:1:0-1:constant", "nowhere.py:1:0-1:constant"):
-        with pytest.raises(UserError, match="no such change can be made"):
-            generated(name)
+@pytest.mark.parametrize(
+    "file", ["train/schedule.py", "nowhere.py", "/etc/passwd", "../../../../../../etc/passwd", "a" * 5000, "a\0", ""]
+)
+def test_a_change_that_there_is_not_is_refused(file: str) -> None:
+    with pytest.raises(UserError, match="no such change can be made"):
+        generated(f"{file}:1:0-1:constant")
 
 
-def test_a_silent_one_is_caught_on_ranks(prove: Prove) -> None:
+def test_a_change_that_no_rank_can_make_is_no_kill() -> None:
+    def cannot(*_: object, **__: object) -> None:
+        raise RankError("on rank 0", NotPutInError("--mutation x", "no function has this line"))
+
+    with pytest.raises(NotPutInError):
+        proof._run(Topology(), "x", cannot)  # type: ignore[arg-type]
+
+
+def test_a_silent_one_is_caught_on_ranks(tmp_path: Path) -> None:
     scale = "1 {} (total[0].clamp(min=1).double() * mesh.over(mean_axes).size)"
     fault = _fault("train/gradsync.py", scale.format("/"), scale.format("*"))
-    plain, with_fault = prove(family="llama", topologies=("tp=2,sp",), mutations=(fault.name,), steps=1)
-    assert plain.passed
-    assert not with_fault.passed
+    file = tmp_path / "proof.json"
+    words = ["--family", "llama", "--topology", "tp=2,sp", "--steps", "1", "--mutation", fault.name]
+    assert main(["verify", *words, "--json", str(file)]) == 0
+    plain, with_fault = json.loads(file.read_text())["runs"]
+    assert (plain["passed"], with_fault["passed"]) == (True, False)
+    assert with_fault["invariant"] == fault.invariant
 
 
 def test_survivors_that_are_written_down_are_changes_that_can_be_made() -> None:
@@ -68,6 +86,8 @@ def test_survivors_that_are_written_down_are_changes_that_can_be_made() -> None:
 
 
 def test_names_are_of_one_change_each() -> None:
-    names = Counter(fault.name for file in load_script("generate_faults").files() for fault in faults_of(file))
+    names = Counter(
+        fault.name for file in load_script("generate_faults").files_of_product() for fault in faults_of(file)
+    )
     assert len(names) > 10_000
     assert set(names.values()) == {1}

@@ -47,7 +47,7 @@ _SAYING = {"say", "doing", "debug", "info", "warning", "warn", "print", "registe
 Change = Callable[[Any], ast.AST | None]
 
 
-class NotPutInError(Exception):
+class NotPutInError(UserError):
     """A change that cannot be made in a running process: no verdict."""
 
 
@@ -83,9 +83,9 @@ class Generated(Mutation):
         functions = [(f, f.__code__) for f in _functions(self.file) if _holds(f.__code__, self.line)]
         codes = {_place(c): c for c in _codes(compile(_changed(self), str(ROOT / self.file), "exec"))}
         if not functions:
-            raise NotPutInError(f"{self.name}: no function has this line")
+            raise NotPutInError(f"--mutation {self.name}", "no function has this line")
         if any(code.co_freevars != codes.get(_place(code), code).co_freevars for _, code in functions):
-            raise NotPutInError(f"{self.name}: its function would need other variables around it")
+            raise NotPutInError(f"--mutation {self.name}", "its function would need other variables around it")
         try:
             for function, code in functions:
                 function.__code__ = codes.get(_place(code), code)
@@ -104,10 +104,16 @@ def generated(name: str) -> Generated:
         UserError: there is none.
     """
     file = name.partition(":")[0]
-    found = next((fault for fault in faults_of(file) if fault.name == name), None) if (ROOT / file).is_file() else None
+    of_file = faults_of(file) if file in files() else ()
+    found = next((fault for fault in of_file if fault.name == name), None)
     if found is None:
         raise UserError(f"--mutation {name}", "no such change can be made", "see scripts/generate_faults.py --list")
     return found
+
+
+def files() -> list[str]:
+    """The package's, as names have them."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from meshlora.plan.topology import Topology
 from meshlora.private import NotOwnError, check_tree, close_tree
 from meshlora.proof_records import proofs_folder
 from meshlora.state.files import new_folder
+from meshlora.verify.generated import NotPutInError
 from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
@@ -185,7 +186,7 @@ def _run(topology: Topology, mutation: str | None, compare: Callable[[], Evidenc
         run = f"{topology}" + (f" with {mutation}" if mutation else "")
         raise RankEndedError(f"{run}: no verdict: {error}") from None
     except RankError as error:
-        if isinstance(error.cause, UserError) and mutation is None:
+        if isinstance(error.cause, NotPutInError) or (isinstance(error.cause, UserError) and mutation is None):
             raise error.cause from None
         text = str(error).strip()
         return Outcome(topology, mutation, [], None, time.perf_counter() - started, text)
