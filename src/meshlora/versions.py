@@ -1,10 +1,12 @@
 """What numbers are computed with: meshlora's code, Python, and the libraries whose behaviour they depend on.
 
-Owns: their names and versions, and when two are alike enough for a proof. Does not own: what is done where they differ.
+Owns: their names and versions, when two are alike enough for a proof, and keys of what depends on them.
+Does not own: what is done where they differ.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Iterable, Mapping
@@ -30,6 +32,14 @@ def other_minors(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]
 def _minor(version: str) -> list[str]:
     """`2.13.0+cpu` -> 2, 13."""
     return version.split(".")[:2]
+
+
+def digest(parts: Iterable[str]) -> str:
+    """The first 24 hexadecimal digits of a hash over `parts`."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(f"{len(part)}:{part}".encode())
+    return whole.hexdigest()[:24]
 
 
 def own_sources() -> Iterable[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import meshlora
 from meshlora.data import Sequence, TokenizedDataset
 from meshlora.errors import UserError
-from meshlora.versions import versions
+from meshlora.versions import digest, versions
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
@@ -209,14 +209,6 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     library = [importlib.metadata.version("bitsandbytes")] if case.quantization is not None else []
     made_with = [json.dumps(versions()), *library, *_own_sources()]
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
-
-
-def digest(parts: Iterable[str]) -> str:
-    """The first 24 hexadecimal digits of a hash over `parts`."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(f"{len(part)}:{part}".encode())
-    return whole.hexdigest()[:24]
 
 
 def file_fingerprint(folder: Path) -> list[str]:

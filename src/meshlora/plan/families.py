@@ -11,7 +11,6 @@ than those proofs were run with, a family counts as proved where it was proved w
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from meshlora.errors import UnsupportedError
 from meshlora.plan.topology import Topology
 from meshlora.proof_records import CACHE, proved_on
-from meshlora.versions import other_minors, own_sources, versions
+from meshlora.versions import digest, other_minors, own_sources, versions
 
 # Written by `scripts/prove_families.py --record`: family -> topology -> worst relative error of its proof.
 _FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
@@ -99,8 +98,7 @@ def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool,
 def proof_of_family(model_type: str, topology: Topology) -> dict[str, Any]:
     """What a record says of a family that was proved on `topology` with the libraries and the code that are here."""
     asked = {"family": model_type, "topology": str(_smallest(topology)), "libraries": versions()}
-    code = hashlib.sha256(json.dumps([asked, *own_sources()], sort_keys=True).encode())
-    return {"key": f"family-{code.hexdigest()[:24]}", **asked}
+    return {"key": f"family-{digest([json.dumps(asked, sort_keys=True), *own_sources()])}", **asked}
 
 
 def _is_split(topology: Topology) -> bool:

@@ -25,7 +25,6 @@ from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.console import Console
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
-from meshlora.oracle.case import digest
 from meshlora.oracle.compare import Worst, compare_adapters
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
@@ -38,6 +37,7 @@ from meshlora.train.trainer import Trainer
 from meshlora.verify.preflight import preflight, preflight_state, proof_of
 from meshlora.verify.proof import Processes
 from meshlora.verify.stand_in import StandIn, provable
+from meshlora.versions import digest
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6

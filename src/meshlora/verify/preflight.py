@@ -15,7 +15,6 @@ from typing import Any
 
 from meshlora.console import Console
 from meshlora.errors import MeshloraError, UnsupportedError
-from meshlora.oracle.case import digest
 from meshlora.plan.families import check_proved_here
 from meshlora.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora.train.launch import signals_end_what_was_started
@@ -25,7 +24,7 @@ from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report import write_report
 from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.stand_in import StandIn
-from meshlora.versions import own_sources, versions
+from meshlora.versions import digest, own_sources, versions
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
