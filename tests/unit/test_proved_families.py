@@ -62,9 +62,11 @@ def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: 
         check_proved_here("llama", Topology(tp=2, sp=True), has_experts=False)
 
 
-@pytest.mark.parametrize("words", [["--set", "vocab_size=250"], ["--dtype", "float32"]])
+@pytest.mark.parametrize("words", [["--set", "vocab_size=250"], ["--dtype", "float32"], ["--lora", "lora.yaml"]])
 def test_a_proof_of_less_is_none_of_the_family(words: list[str], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, **OTHER)
+    monkeypatch.chdir(home)
+    Path("lora.yaml").write_text("target_modules: [q_proj]\n", "utf-8")
     assert main(["verify", "--family", "llama", "--topology", "tp=2", "--steps", "1", *words]) == 0
     with pytest.raises(UnsupportedError, match="prove it with yours"):
         check_proved_here("llama", Topology(tp=2), has_experts=False)
@@ -83,3 +85,6 @@ def test_a_proof_on_two_replicas_stands_for_one_on_more(tmp_path: Path, monkeypa
         check_proved_here("qwen3_moe", Topology(dp=dp, tp=2, sp=True, ep=2), has_experts=True, cache_dir=tmp_path)
     with pytest.raises(UnsupportedError):  # its experts are not replicated
         check_proved_here("qwen3_moe", Topology(tp=2, sp=True, ep=2), has_experts=True, cache_dir=tmp_path)
+    assert remember(tmp_path, proof_of_family("qwen3_moe", Topology(dp=4, ep=4)), {}) == ""
+    with pytest.raises(UnsupportedError):  # its experts are replicated
+        check_proved_here("qwen3_moe", Topology(dp=8, ep=4), has_experts=True, cache_dir=tmp_path)

@@ -41,6 +41,8 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*FAMILY, "--topology", "dp=2,tp=2", "--nproc", "2"], "it needs 4 processes, --nproc is 2"),
         ([*FAMILY, *TP2, "--nproc", "0"], "at least 1 process"),
         ([*FAMILY, *TP2, "--steps", "0"], "at least 1 optimizer step"),
+        ([*FAMILY, *TP2, "--micro-batch-size", "0"], "at least 1 sequence is computed at once"),
+        ([*FAMILY, *TP2, "--resume", "--steps", "1"], "a step is needed before it and one after it"),
         ([*FAMILY, *TP2, "--dtype", "float16"], "one of float64, float32, bfloat16"),
         ([*FAMILY, *TP2, "--dtype", "fp64"], "must be one of"),
         ([*FAMILY, *TP2, "--mutation", "row_output_not_reducd"], "did you mean 'row_output_not_reduced'?"),
