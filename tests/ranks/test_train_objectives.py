@@ -61,6 +61,9 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
         assert largest_loss_gap(read_losses(output / "metrics.jsonl"), losses) < 1e-11
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         assert all(reported < line.keys() for line in lines if "loss" in line)
+        evaluated = [line for line in lines if "eval_loss" in line]
+        assert evaluated
+        assert not any("eval_perplexity" in line for line in evaluated), "no loss of these is one of text"
     assert largest_loss_gap(*[_column(output, sorted(reported)[0]) for output in list(outputs.values())[:2]]) < 1e-11
 
 

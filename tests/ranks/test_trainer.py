@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -142,7 +143,9 @@ def test_everything_a_user_expects_lies_in_the_output_folder(folder: Path, refer
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "step_time_s"}
     assert [line["lr"] for line in steps] == pytest.approx([2.5e-3, 5e-3, 5e-3, 2.5e-3])
-    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [2, 4]
+    assert [line["eval_perplexity"] for line in evaluated] == [math.exp(line["eval_loss"]) for line in evaluated]
     assert steps[2]["tokens"] < steps[0]["tokens"], "the third batch is the short end of the epoch"
 
 

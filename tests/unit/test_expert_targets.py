@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from transformers import GPT2Config
 
+from meshlora.adapter.expert_targets import out_of_reach
 from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.targets import Target, final_config, resolve_targets
 from meshlora.api import build_meta
@@ -83,6 +84,18 @@ def test_one_pattern_for_parts_that_are_named_by_layer() -> None:
     given = [f"layers.{layer}.mlp.experts.up_proj" for layer in (0, 1)]
     targets = _experts(target_parameters=given, rank_pattern={"up_proj": 2})
     assert [(t.r, t.scaling, t.pieces) for t in targets.values()] == [(2, 8, ("up",))] * 2
+
+
+@pytest.mark.parametrize(
+    "given", [r".*\.(q_proj|down_proj)", ["q_proj", "down_proj"], ["layers.0.self_attn.q_proj", "proj"]]
+)
+def test_linears_that_peft_leaves_stay_targets_beside_those_it_would_read_as_experts(given: str | list[str]) -> None:
+    kept, reached = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+    found = out_of_reach(LoraConfig(target_modules=given), [kept, reached], "qwen3_moe")
+    assert found.target_parameters == [f"{reached}.weight"]
+    assert isinstance(found.target_modules, set)
+    ends = tuple(f".{end}" for end in found.target_modules)
+    assert [name for name in (kept, reached) if f".{name}".endswith(ends)] == [kept]
 
 
 def test_the_first_pattern_that_matches_the_parts_counts() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from meshlora.parallel import groups
 from meshlora.parallel.groups import Place, first_host, launcher_place
 
 VARIABLES = (
@@ -49,3 +52,19 @@ def test_batch_script_is_not_a_rank_of_its_job(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_first_host_of_a_node_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def test_a_rank_of_torchrun_has_its_own_gpu_though_the_script_opened_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the script has set a device, the current one is the first on every rank."""
+    taken: list[torch.device] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups, "on_gpus", lambda *_, **__: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device, requires_grad: torch.ones((), requires_grad=requires_grad))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    _set(monkeypatch, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1)
+    assert groups.join() == torch.device("cuda", 1)
+    assert taken == [torch.device("cuda", 1)]
+    monkeypatch.delenv("RANK")  # it opened the group by itself, and chose
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert groups.join() == torch.device("cuda", 2)

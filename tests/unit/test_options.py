@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from meshlora.api import read_model_config
+from meshlora.config import _MOST, DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import Batch, read_records, tokenize
+from meshlora.errors import UserError
 from meshlora.parallel.groups import Mesh
 from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
@@ -27,6 +31,20 @@ from transformers import PreTrainedTokenizerFast
 class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
+
+# What an option has an effect with.
+GOES_WITH: dict[str, dict[str, Any]] = {
+    "kl_coef": {"objective": "policy"},
+    "clip_high": {"objective": "policy"},
+    "dpo_beta": {"objective": "dpo"},
+    "decay_steps": {"schedule": "warmup_stable_decay"},
+    "epochs": {"steps": None},
+    "eval_limit": {"eval": "y"},
+    "keep_last": {"save_every": 1},
+    "lora_plus_embedding_lr": {"lora_plus_ratio": 2.0},
+    "temperature": {"do_sample": True},
+    "length_penalty": {"num_beams": 2},
+}
 
 
 def prepared(setup: Setup, **options: object) -> Prepared:
@@ -106,6 +124,32 @@ def test_code_beside_a_model_runs_where_the_run_file_trusts_it(
     (setup.model / "tokenization_own.py").write_text(OWN_TOKENIZER)
     assert prepared(setup, model__trust_remote_code=True).steps == 4
     assert (tmp_path / "modules").is_dir()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_a_configuration_runs_where_it_is_trusted(
+    trusted: bool, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the library adds its folder
+    setup.config(auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    (setup.model / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\nclass OwnConfig(LlamaConfig):\n    pass\n"
+    )
+    found = read_model_config(setup.model, trust_remote_code=trusted)
+    assert type(found).__name__ == ("OwnConfig" if trusted else "LlamaConfig")
+
+
+@pytest.mark.parametrize("option", _MOST)
+def test_the_most_of_an_option_is_taken_and_no_more(option: str) -> None:
+    group, _, name = option.partition(".")
+    made = {"data": DataConfig, "generate": GenerateConfig, "train": TrainConfig}[group]
+    values = {"data": {"train": "x"}, "generate": {}, "train": {"output": "x", "steps": 3, "lr": 1e-3}}[group]
+    most, values = _MOST[option], values | GOES_WITH.get(name, {})
+    for value in (int(most), float(most)):
+        assert getattr(made(**values | {name: value}), name) == most
+    with pytest.raises(UserError, match=re.escape(f"at most {most:,.0f}")):
+        made(**values | {name: int(most) + 1})
 
 
 def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[tuple[int, torch.dtype]]:

@@ -103,3 +103,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
     with pytest.raises(UserError) as caught:
         options(**settings)
     assert words in str(caught.value)
+
+
+def test_a_floor_as_high_as_the_peak_is_a_constant_rate() -> None:
+    assert set(rates(options(schedule="cosine", min_lr=PEAK))) == {PEAK}

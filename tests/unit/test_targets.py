@@ -171,3 +171,8 @@ def test_bare_and_dotted_suffix_differ() -> None:
     assert all(name.endswith("mlp.c_proj") for name in dotted)
     with pytest.raises(UserError, match="matches no linear"):
         resolve_targets(model, plan, LoraConfig(target_modules=["self_attn.c_proj"]))
+
+
+def test_a_text_of_exclude_modules_that_matches_some_leaves_the_others() -> None:
+    targets, _ = _resolved("llama", target_modules="all-linear", exclude_modules=r".*\.(mlp\..*|[qkv]_proj)")
+    assert targets == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
