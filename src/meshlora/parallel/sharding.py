@@ -39,11 +39,10 @@ def check_units(model: nn.Module, plan: ModelPlan) -> None:
         return
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            unit = next((unit for unit in plan.units if path == unit or path.startswith(f"{unit}.")), "")
-            owners.setdefault(id(parameter), set()).add(unit)
-            names[id(parameter)] = f"{path}.{leaf}"
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in plan.units if name.startswith(f"{unit}.")), "")
+        owners.setdefault(id(parameter), set()).add(unit)
+        names[id(parameter)] = name
     shared = [names[key] for key, units in owners.items() if len(units) > 1]
     if shared:
         raise UnsupportedError(

@@ -138,7 +138,7 @@ class _Planner:
                 continue
             if any(expert.startswith(f"{name}.") for expert in self.experts):
                 self._plan_children(prefix, path, child, present, family)
-            elif not any(leaf.split is not Split.WHOLE for leaf in inside.values()):
+            elif not inside:
                 if not kept_whole(child):
                     continue
                 self.regions.append(Region(name, is_split=False))
@@ -162,7 +162,7 @@ class _Planner:
         """A block whose linears are split: an attention or an MLP."""
         name = f"{prefix}.{block}"
         heads = Heads.of(child, self.config)
-        splits = {leaf.split for leaf in inside.values()} - {Split.WHOLE}
+        splits = {leaf.split for leaf in inside.values()}
         if splits != {Split.COLUMN, Split.ROW}:
             raise UnsupportedError(name, f"a split region needs column and row linears, its plan has {sorted(splits)}")
         for path, leaf in inside.items():
@@ -188,8 +188,6 @@ class _Planner:
         rule = self.linears.get(name)
         if rule is None:
             raise UnsupportedError(name, "its tensor-parallel plan splits it, and it is not a linear layer", "use tp=1")
-        if leaf.split is Split.WHOLE:
-            return
         layout = leaf_layout(path, leaf, rule.out_features if leaf.split is Split.COLUMN else rule.in_features, heads)
         self.linears[name] = replace(rule, split=leaf.split, layout=layout)
         width = "out_features" if leaf.split is Split.COLUMN else "in_features"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshlora.plan.explicit_sparse import SPARSE
-from meshlora.plan.family import COLUMN, ROW, WHOLE, FamilyPlan, fused, fused_mlp, gated_mlp, separate
+from meshlora.plan.family import COLUMN, ROW, FamilyPlan, fused, fused_mlp, gated_mlp, separate
 
 _GPT_MLP = {"mlp.c_fc": COLUMN, "mlp.c_proj": ROW}
 _CODEGEN_MLP = {"mlp.fc_in": COLUMN, "mlp.fc_out": ROW}
@@ -106,13 +106,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "lfm3": FamilyPlan({**_LFM2.leaves, "self_attn.g_proj": COLUMN}),
     "mamba": _WHOLE,
     "mamba2": _WHOLE,
-    "minicpm3": FamilyPlan(
-        {
-            **dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), WHOLE),
-            **separate("self_attn", names="q_b_proj q_proj kv_b_proj"),
-            **gated_mlp(),
-        }
-    ),
+    "minicpm3": FamilyPlan({**separate("self_attn", names="q_b_proj q_proj kv_b_proj"), **gated_mlp()}),
     "modernbert-decoder": FamilyPlan({**separate("attn", out="Wo"), **fused_mlp("mlp", "Wi", "Wo")}),
     "moshi": FamilyPlan(
         {

@@ -7,15 +7,12 @@ Transformers' own plans of these families leave attention or shared experts out;
 
 from __future__ import annotations
 
-from meshlora.plan.family import COLUMN, ROW, WHOLE, FamilyPlan, fused_mlp, gated_mlp, separate
+from meshlora.plan.family import COLUMN, ROW, FamilyPlan, fused_mlp, gated_mlp, separate
 
 _ATTENTION = separate("self_attn")
 _GATED_ATTENTION = {**_ATTENTION, "self_attn.gate_proj": COLUMN}
 # Multi-head latent attention.
-_LATENT = {
-    **dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), WHOLE),
-    **separate("self_attn", names="q_proj q_b_proj kv_b_proj"),
-}
+_LATENT = separate("self_attn", names="q_proj q_b_proj kv_b_proj")
 _DENSE = gated_mlp()
 _SHARED = gated_mlp("mlp.shared_experts")
 _ONE_SHARED = gated_mlp("mlp.shared_expert")

@@ -14,11 +14,11 @@ from meshlora.plan.layout import Split
 
 @dataclass(frozen=True)
 class Leaf:
-    """One linear.
+    """One linear that is split.
 
     Attributes:
-        split: of its weight. pieces: of a fused one, in order: q (as many units as heads), k and v (as many as
-            key/value heads), else equal parts of single rows.
+        split: of its weight, by columns or rows. pieces: of a fused one, in order: q (as many units as heads), k and v
+            (as many as key/value heads), else equal parts of single rows.
         groups: how often the pieces repeat: a number, "heads" or "kv_heads". local_groups: on a rank, where it does
             not shrink.
     """
@@ -34,7 +34,7 @@ class FamilyPlan:
     """One family.
 
     Attributes:
-        leaves: the linears of split blocks. A block of which no linear stands here is kept whole on every rank.
+        leaves: the linears that are split. A block of which no linear stands here is kept whole on every rank.
         local: block -> attributes that count heads or measure widths, besides those that are known by name; what is
             "config.x" the block reads from the configuration.
         sliced: block -> names of arguments whose heads dim is cut, and that dim; "batch*heads" is one dim of both.
@@ -55,7 +55,7 @@ class FamilyPlan:
     after: tuple[str, ...] = ()
 
 
-COLUMN, ROW, WHOLE = Leaf(Split.COLUMN), Leaf(Split.ROW), Leaf(Split.WHOLE)
+COLUMN, ROW = Leaf(Split.COLUMN), Leaf(Split.ROW)
 
 
 def fused(pieces: str, *, groups: int | str = 1, local_groups: int = 0) -> Leaf:

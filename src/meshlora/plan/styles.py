@@ -14,14 +14,11 @@ from torch import nn
 
 from meshlora.errors import UnsupportedError
 from meshlora.plan.explicit import explicit_plan
-from meshlora.plan.family import COLUMN, ROW, WHOLE, FamilyPlan, Leaf
+from meshlora.plan.family import COLUMN, ROW, FamilyPlan, Leaf
 
-_LEAVES = {
-    "colwise": COLUMN,
-    "rowwise": ROW,
-    "replicated_with_grad_allreduce": WHOLE,
-    "mla_kv_a_proj": WHOLE,
-}
+_LEAVES = {"colwise": COLUMN, "rowwise": ROW}
+# What is not split needs no word.
+_WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 # A block with one of these is kept whole on every rank: transformers gathers inside it.
 _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 
@@ -52,7 +49,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     inside = {key: style for key, style in inside.items() if any(re.fullmatch(_regex(key), path) for path in paths)}
     apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
     inside = {key: style for key, style in inside.items() if not any(re.fullmatch(_regex(key), p) for p in apart)}
-    unknown = sorted(set(inside.values()) - _LEAVES.keys() - _GATHERS)
+    unknown = sorted(set(inside.values()) - _LEAVES.keys() - _WHOLE - _GATHERS)
     if unknown:
         raise UnsupportedError(
             f"model_type {model_type!r}", f"its plan has styles that are not supported yet: {unknown}", "use tp=1"
@@ -60,13 +57,10 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     gathering = {_block(path) for path, style in inside.items() if style in _GATHERS}
     leaves: dict[str, Leaf] = {}
     for layer in layers:
-        for path, module in layer.named_modules():
+        for path, _ in layer.named_modules():
             style = next((s for pattern, s in inside.items() if re.fullmatch(_regex(pattern), path)), None)
-            if style is None or _block(path) in gathering:
-                continue
-            leaf = _LEAVES[style]
-            if leaf is not WHOLE or isinstance(module, nn.Linear):  # norms need no word
-                leaves[path] = leaf
+            if style in _LEAVES and _block(path) not in gathering:
+                leaves[path] = _LEAVES[style]
     return FamilyPlan(leaves)
 
 

@@ -216,9 +216,9 @@ def _base_name(path: str, module: nn.Module, leaf: str) -> str:
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Name -> all names under which the same tensor may be stored (tied weights)."""
     by_id: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            by_id.setdefault(id(parameter), []).append(_base_name(path, module, leaf))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        by_id.setdefault(id(parameter), []).append(_base_name(path, model.get_submodule(path), leaf))
     return {name: names for names in by_id.values() for name in names}
 
 
