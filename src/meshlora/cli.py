@@ -161,9 +161,7 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--model", metavar="FOLDER", help="checkpoint")
     verify.add_argument("--family", metavar="MODEL_TYPE", help="any model_type of transformers; needs no files")
-    verify.add_argument(
-        "--twin", action="store_true", help="shrink the model's configuration; its weights are not read"
-    )
+    verify.add_argument("--twin", action="store_true", help="shrink the configuration; weights are not read")
     verify.add_argument(
         "--topology", required=True, action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated"
     )
@@ -184,6 +182,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")
+    verify.add_argument("--adapters", type=int, default=1, metavar="N", help="also train so many at once")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
     verify.add_argument("--json", metavar="FILE", help="write the result, as docs/verify.md describes")
@@ -318,6 +317,7 @@ def _verify(options: argparse.Namespace) -> None:
         quantization=options.quantization,
         steps=options.steps,
         micro_batch_size=options.micro_batch_size,
+        adapters=options.adapters,
         seed=SEED if options.seed is None else options.seed,
         data=options.data,
         nproc=options.nproc,

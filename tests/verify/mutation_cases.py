@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.verify.micro_batch_cases import MICRO_BATCHES
-from tests.verify.resuming_cases import RESUMING
+from tests.verify.run_cases import RUNS
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
 LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
@@ -394,6 +393,5 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "trained_weights_missing_in_file": ("saved_file", "adapter_model.safetensors", "PEFT expects another file"),
         },
     ),
-    **RESUMING,
-    **MICRO_BATCHES,
+    **RUNS,
 }

@@ -63,7 +63,7 @@ def test_a_change_that_no_rank_can_make_is_no_kill() -> None:
         raise RankError("on rank 0", NotPutInError("--mutation x", "no function has this line"))
 
     with pytest.raises(NotPutInError):
-        proof._run(Topology(), "x", cannot)  # type: ignore[arg-type]
+        proof._run(Topology(), "x", cannot, list)  # type: ignore[arg-type]
 
 
 def test_a_silent_one_is_caught_on_ranks(tmp_path: Path) -> None:

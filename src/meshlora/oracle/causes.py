@@ -335,6 +335,10 @@ def _collectives(case: Failure) -> str:
     return f"{case.result.note}: the {phase} communicates once per linear instead of once per region"
 
 
+def _adapters(case: Failure) -> str:
+    return "what one adapter alone has is another's: its tokens, their number, its scale, its limit or its rate"
+
+
 CAUSES: dict[str, Callable[[Failure], str]] = {
     "sequences": _sequences,
     "loaded_adapter": _loaded_adapter,
@@ -350,6 +354,7 @@ CAUSES: dict[str, Callable[[Failure], str]] = {
     "saved_file": _saved_file,
     "fresh_adapter": _fresh_adapter,
     "collectives": _collectives,
+    "adapters": _adapters,
 }
 
 

@@ -63,8 +63,10 @@ PHASES = {
     "saved_file": "saved file, read by PEFT",
     "fresh_adapter": "fresh adapter, bit for bit",
     "collectives": "collectives within the plan",
+    "adapters": "several adapters at once",
 }
 OF_ROUTERS = ("router_scores", "router_choices")
+_OTHERS = ("adapters",)  # of runs of their own
 _AFTER_ADAM = ("deltas", "saved_file")
 _EXACT = ("sequences", "router_choices", "fresh_adapter", "collectives")
 _NOISE = 4.0
@@ -93,7 +95,8 @@ def judge(evidence: Evidence) -> list[Phase]:
     """The phases in order; those of routers where there are some."""
     results = _Judge(evidence)
     has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
-    return [Phase(name, getattr(results, name)()) for name in PHASES if has_experts or name not in OF_ROUTERS]
+    left_out = _OTHERS if has_experts else (*OF_ROUTERS, *_OTHERS)
+    return [Phase(name, getattr(results, name)()) for name in PHASES if name not in left_out]
 
 
 class _Judge:

@@ -282,6 +282,7 @@ def train_run(
         adapter,
         dtype=torch_dtype,
         attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
         quantization=config.model.quantization,
     )
 

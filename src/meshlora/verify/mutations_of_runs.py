@@ -18,7 +18,8 @@ from meshlora.data.sampler import GlobalBatches
 from meshlora.parallel import dropout
 from meshlora.parallel.dropout import DropoutTokens, Mask
 from meshlora.parallel.embedding import ParallelEmbedding
-from meshlora.train import batches, gradsync, objectives, trainer
+from meshlora.train import batches, gradsync, many, objectives, trainer
+from meshlora.train.many_gradients import ManyGradients
 from meshlora.train.objectives import Sft
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults
@@ -362,6 +363,30 @@ OF_RUNS: dict[str, Mutation] = dict(
             "one adapter for all experts has the gradient of the experts of all ranks",
             "ep shared_experts_adapter",
             (gradsync, "_segments", faults.segments_with(faults.without_axes(lambda axis: axis == "ep"))),
+        ),
+        mutation(
+            "adapters_divided_by_tokens_of_all",
+            "each adapter's gradients are divided by the number of its own tokens",
+            "adapters",
+            (ManyGradients, "finish", lambda f: lambda self, counts: f(self, counts.sum().expand_as(counts))),
+        ),
+        mutation(
+            "adapters_clipped_as_the_next",
+            "each adapter is clipped to a norm of its own",
+            "adapters",
+            (ManyGradients, "clip", lambda f: lambda self, limits: f(self, limits[1:] + limits[:1])),
+        ),
+        mutation(
+            "adapters_gradients_kept",
+            "a step begins without the gradients of the last one",
+            "adapters",
+            (ManyGradients, "zero", instead(lambda self: None)),
+        ),
+        mutation(
+            "adapters_dropped_as_the_first",
+            "each adapter's dropout is drawn by its own seed",
+            "adapters lora_dropout",
+            (many, "Share", lambda f: lambda name, tokens, seed, step: f(name, tokens, 1, step)),
         ),
     ]
 )

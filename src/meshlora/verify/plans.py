@@ -18,6 +18,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.expert_targets import with_whole_projections
+from meshlora.adapter.many import check_many
 from meshlora.adapter.targets import resolve_targets
 from meshlora.api import build_meta
 from meshlora.errors import UserError
@@ -44,12 +45,14 @@ def plans_and_adapter(
     trust_remote_code: bool,
     attn_implementation: str | None = "eager",
     quantization: str | None = None,
+    several: bool = False,
 ) -> tuple[dict[Topology, ModelPlan], LoraConfig]:
     """Topology -> plan; and the adapter.
 
     given: topologies that were asked for by name; one that is refused is an error. processes: also every topology that
     the model allows on so many. is_default: nobody chose the adapter; of a model with experts it is on them too, and
     else it has `default_dropout`: PEFT has none for experts. recomputes: refuse layers that cannot be computed twice.
+    several: and what several adapters at once cannot have.
     """
     final = lora
 
@@ -71,7 +74,10 @@ def plans_and_adapter(
             wanted = dataclasses.replace(
                 lora, target_parameters=list(plan.projections), exclude_modules=left_out or None
             )
-        final = _in_full(wanted, resolve_targets(model, plan, wanted), plan)
+        targets = resolve_targets(model, plan, wanted)
+        if several:
+            check_many("adapter-1", wanted, targets, plan)
+        final = _in_full(wanted, targets, plan)
         return plan
 
     plans = {topology: plan(topology) for topology in given}

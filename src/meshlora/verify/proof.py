@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from meshlora.oracle.diagnose import Divergence, first_divergence
 from meshlora.oracle.experts import Stack
 from meshlora.oracle.holders import by_expert, with_prints_of_each
 from meshlora.oracle.judge import Evidence, judge
-from meshlora.oracle.results import Phase
+from meshlora.oracle.results import Phase, TensorResult
 from meshlora.oracle.saved import read_saved, read_with_peft
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.worker import make_reference
@@ -34,6 +35,7 @@ from meshlora.plan.topology import Topology
 from meshlora.private import NotOwnError, check_tree, close_tree
 from meshlora.proof_records import proofs_folder
 from meshlora.state.files import new_folder
+from meshlora.verify.at_once import LIMIT, Base, adapters_of, compare_at_once
 from meshlora.verify.generated import NotPutInError
 from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
@@ -116,7 +118,8 @@ def run_proof(
             compare = functools.partial(
                 evidence_of, case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s
             )
-            yield _run(topology, mutation, compare)
+            beside = functools.partial(_adapters, proof, case, topology, mutation, pool, worker)
+            yield _run(topology, mutation, compare, beside)
 
 
 def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
@@ -178,10 +181,35 @@ def _timeout_s(proof: Proof) -> float:
     return _TIMEOUT_OF_TWINS_S if proof.is_twin else _TIMEOUT_S
 
 
-def _run(topology: Topology, mutation: str | None, compare: Callable[[], Evidence]) -> Outcome:
+def _adapters(
+    proof: Proof, case: Case, topology: Topology, mutation: str | None, pool: Pool, worker: Pool
+) -> list[Phase]:
+    """The phase of several adapters at once, where the request has several."""
+    if proof.request.adapters == 1:
+        return []
+    adapters = adapters_of(case, proof.request.adapters)
+    with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
+        base = Base(Path(case.model), Path(folder), case.trust_remote_code, case.quantization, case.attn_implementation)
+        worst = compare_at_once(
+            base, adapters, topology, ranks=pool, alone=worker, mutation=mutation, timeout_s=_timeout_s(proof)
+        )
+    named = {
+        f"{name}: {one.name.removeprefix('base_model.model.').removesuffix('.weight')}": one.relative
+        for name, one in worst.items()
+    }
+    return [Phase("adapters", [TensorResult(name, error, LIMIT) for name, error in named.items()])]
+
+
+def _run(
+    topology: Topology, mutation: str | None, compare: Callable[[], Evidence], beside: Callable[[], list[Phase]]
+) -> Outcome:
+    """beside: further phases, for which nothing is run where one before them fails."""
     started = time.perf_counter()
     try:
         evidence = compare()
+        phases = judge(evidence)
+        if all(phase.passed for phase in phases):
+            phases += beside()
     except RankEndedError as error:
         run = f"{topology}" + (f" with {mutation}" if mutation else "")
         raise RankEndedError(f"{run}: no verdict: {error}") from None
@@ -191,7 +219,6 @@ def _run(topology: Topology, mutation: str | None, compare: Callable[[], Evidenc
         text = str(error).strip()
         return Outcome(topology, mutation, [], None, time.perf_counter() - started, text)
     ranks, reference = evidence.ranks, evidence.reference
-    phases = judge(evidence)
     return Outcome(
         topology,
         mutation,

@@ -62,7 +62,7 @@ class Request:
         dtype, steps, seed: of the run. micro_batch_size: sequences that are computed at once. label_smoothing,
             lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers.
             resume: our side is stopped before its last step, and goes on from its checkpoint. objective: sft, policy
-            (held to the base) or dpo.
+            (held to the base) or dpo. adapters: from 2 on so many are trained at once too, each as by itself.
         attn_implementation: as in transformers; None: its choice.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
@@ -79,6 +79,7 @@ class Request:
     dtype: str = "float64"
     steps: int = 3
     micro_batch_size: int = 2
+    adapters: int = 1
     seed: int = SEED
     label_smoothing: float = 0.0
     objective: str = "sft"
@@ -147,6 +148,7 @@ class Proof:
             "smoothing": case.label_smoothing > 0,
             "packing": case.packing,
             "resume": case.resumes,
+            "adapters": self.request.adapters > 1,
             "one_micro_batch": micro_batches == 1,
             "four_micro_batches": micro_batches > 3,
             "quantized": case.quantization is not None,
@@ -167,6 +169,8 @@ def prepare_proof(request: Request) -> Proof:
         raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
     if request.micro_batch_size < 1:
         raise UserError(f"--micro-batch-size {request.micro_batch_size}", "at least 1 sequence is computed at once")
+    if request.adapters < 1:
+        raise UserError(f"--adapters {request.adapters}", "at least 1 adapter is trained")
     if request.resume and request.steps < 2:
         raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
     if request.nproc is not None and request.nproc < 1:
@@ -175,6 +179,9 @@ def prepare_proof(request: Request) -> Proof:
         raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
     if request.packing and request.objective == "dpo":
         raise UserError("--packing with --objective dpo", "a pair is two rows", "leave out --packing")
+    if request.adapters > 1 and (request.objective != "sft" or request.packing or request.resume):
+        what = "--packing" if request.packing else "--resume" if request.resume else f"--objective {request.objective}"
+        raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")
     for name in request.mutations:
         find(name)
     given = _topologies(request)
@@ -183,6 +190,12 @@ def prepare_proof(request: Request) -> Proof:
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
+    if request.adapters > 1 and (dtype != "float64" or not is_twin):
+        raise UserError(
+            f"--adapters {request.adapters}",
+            "several adapters are proved on twins, in float64",
+            "give --family or --twin",
+        )
     if request.packing:
         check_packing(
             config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
@@ -199,6 +212,7 @@ def prepare_proof(request: Request) -> Proof:
         trust_remote_code=request.trust_remote_code,
         attn_implementation=request.attn_implementation,
         quantization=request.quantization,
+        several=request.adapters > 1,
     )
     pieces = getattr(lora, "pieces", None) or {}
     plain = {name: value for name, value in request.lora.items() if name not in ("pieces", "share_experts")}

@@ -1,0 +1,183 @@
+"""Several adapters that ranks train at once, each against transformers + peft, which train it by itself on one process.
+
+Owns: adapters that are unlike in all that may be mixed up, both sides, and how far apart they end. Does not own: the
+proof of one adapter (`verify.proof`), the preflight (`verify.many`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshlora.adapter.manage import add_adapter, runtime
+from meshlora.adapter.peft_format import lora_config
+from meshlora.api import load_without_proof, read_model_config
+from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.data import TokenizedDataset
+from meshlora.oracle.case import Case
+from meshlora.oracle.compare import Worst, compare_adapters
+from meshlora.oracle.reference import train_run
+from meshlora.plan.topology import Topology
+from meshlora.train.many import ManyTrainer
+from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.prepare import Prepared
+from meshlora.verify.mutations import applied
+from meshlora.verify.pool import Pool
+
+# As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
+LIMIT = 1e-6
+_TOGETHER, _ALONE = "together", "alone"
+
+
+@dataclass(frozen=True)
+class OneOfMany:
+    """One adapter: its LoRA options, its sequences, and how it is trained. Travels between processes."""
+
+    lora: Mapping[str, Any]
+    lengths: tuple[int, ...]
+    train: TrainConfig
+
+
+@dataclass(frozen=True)
+class Base:
+    """What all adapters have in common. model: its folder; outputs: a folder for all of them. The rest: as of a run."""
+
+    model: Path
+    outputs: Path
+    trust_remote_code: bool
+    quantization: str | None
+    attn_implementation: str | None
+
+    def config(self, own: OneOfMany, output: Path, topology: str) -> RunConfig:
+        """The run of one adapter."""
+        names = ("attn_implementation", "trust_remote_code", "quantization")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        model = ModelConfig(str(self.model), dtype="float64", **options)
+        train = TrainConfig(**{**vars(own.train), "output": str(output)})
+        return RunConfig(model, DataConfig("unused"), train, lora={}, topology=topology)
+
+    def data(self, own: OneOfMany) -> TokenizedDataset:
+        """Sequences of random tokens."""
+        vocab = read_model_config(self.model, trust_remote_code=self.trust_remote_code).get_text_config().vocab_size
+        generator, number = np.random.Generator(np.random.PCG64(own.train.seed)), sum(own.lengths)
+        tokens = generator.integers(0, vocab, number).astype(np.int32)
+        offsets = np.cumsum([0, *own.lengths]).astype(np.int64)
+        return TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
+
+
+def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> OneOfMany:
+    """An adapter with the loss and LoRA+ of `train`, and all else of its own, so that mixed-up adapters show.
+
+    Both factors are drawn, every other adapter is clipped, and they end one after another. eps is of the size of the
+    gradients: with the usual one AdamW forgets a gradient's scale, and with it a wrong count.
+    """
+    options = TrainConfig(
+        output="unused",
+        steps=2 + number % 2,
+        batch_size=2 + number % 3,
+        micro_batch_size=3,
+        lr=1e-2 / (1 + number),
+        max_grad_norm=0.02 * (number % 2),
+        eps=1e-3,
+        label_smoothing=train.label_smoothing,
+        lora_plus_ratio=train.lora_plus_ratio,
+        lora_plus_embedding_lr=train.lora_plus_embedding_lr,
+        seed=number + 1,
+        replica_check_every=0,
+    )
+    lengths = tuple(4 + (3 * number + 5 * place) % 9 for place in range(5))
+    return OneOfMany({**lora, "init_lora_weights": False}, lengths, options)
+
+
+def adapters_of(case: Case, number: int) -> dict[str, OneOfMany]:
+    """`number` adapters as that of `case`, of other ranks, scales and dropouts."""
+    options = {name: getattr(case, name) for name in ("label_smoothing", "lora_plus_ratio", "lora_plus_embedding_lr")}
+    train, dropout = TrainConfig(output="unused", steps=1, lr=case.lr, **options), case.lora.get("lora_dropout", 0.0)
+    found = {}
+    for n in range(number):
+        own = {"r": case.lora["r"] + n, "lora_alpha": case.lora["lora_alpha"] + 3 * n}
+        own["lora_dropout"] = dropout + 0.1 * n
+        found[f"adapter-{n + 1}"] = one_of_many(n, case.lora | own, train)
+    return found
+
+
+def compare_at_once(
+    base: Base,
+    adapters: Mapping[str, OneOfMany],
+    topology: Topology,
+    *,
+    ranks: Pool,
+    alone: Pool,
+    mutation: str | None = None,
+    timeout_s: float = 300.0,
+) -> dict[str, Worst]:
+    """Adapter -> what differs most between training at once on `ranks` and by itself in `alone`: a factor or a loss."""
+    found = ranks.run(train_at_once, base, adapters, str(topology), mutation, timeout_s=timeout_s)[0]
+    expected = alone.run(train_alone, base, adapters, timeout_s=timeout_s)[0]
+    worst = {}
+    for name in adapters:
+        factors = compare_adapters(base.outputs / _TOGETHER / name / "adapter", base.outputs / _ALONE / name)
+        losses = Worst("loss of a step", _largest_gap(found[name], expected[name]))
+        worst[name] = max(factors, losses, key=lambda one: one.relative)
+    return worst
+
+
+def _largest_gap(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference; infinite where the numbers of steps differ, or a loss is no number."""
+    if len(ours) != len(theirs) or not all(map(math.isfinite, ours)):
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _Recorder(Reporter):
+    """The loss of each step, instead of a file."""
+
+    def __init__(self, own: OneOfMany) -> None:
+        super().__init__(Path("unused"), steps=own.train.steps or 0, log_every=1, is_main=False)
+        self.losses: list[float] = []
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one step."""
+        self.losses.append(metrics.loss)
+
+
+def train_at_once(
+    base: Base, adapters: Mapping[str, OneOfMany], topology: str, mutation: str | None = None
+) -> dict[str, list[float]]:
+    """Train all of `adapters` at once, on the calling ranks; returns the losses of each."""
+    shape = Topology.parse(topology)
+    with applied(mutation):
+        model = load_without_proof(
+            base.model,
+            topology=shape,
+            dtype="float64",
+            device="cpu",
+            attn_implementation=base.attn_implementation,
+            trust_remote_code=base.trust_remote_code,
+            disable_dropout=True,
+            quantization=base.quantization,
+        )
+        plan, runs = runtime(model).plan, {}
+        for name, own in adapters.items():
+            lora, config = lora_config(own.lora, "lora"), base.config(own, base.outputs / _TOGETHER / name, topology)
+            runs[name] = Prepared(config, shape, plan, lora, {}, 0, 0, base.data(own), None, own.train.steps or 0)
+            add_adapter(model, name, lora, seed=own.train.seed)
+        recorders = {name: _Recorder(own) for name, own in adapters.items()}
+        ManyTrainer(runs, model, recorders).train()
+    return {name: recorder.losses for name, recorder in recorders.items()}
+
+
+def train_alone(base: Base, adapters: Mapping[str, OneOfMany]) -> dict[str, list[float]]:
+    """Train each of `adapters` by itself with transformers and peft, from where it began on the ranks."""
+    losses = {}
+    for name, own in adapters.items():
+        begin, end = base.outputs / _TOGETHER / name / "initial", base.outputs / _ALONE / name
+        steps = own.train.steps or 0
+        config = base.config(own, end, "")
+        losses[name] = train_run(config, base.data(own), steps=steps, pad_token_id=0, adapter=begin, out=end)
+    return losses

@@ -1,0 +1,57 @@
+"""Runs that are stopped, with few or many micro-batches, or of several adapters: what of their faults must come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlora.verify.mutations_of_resuming import OF_RESUMING
+from meshlora.verify.request import DROPOUT
+
+_FIRST = "model.layers.0.self_attn.q_proj"
+_LAST_MLP = "model.layers.1.mlp"
+_MOMENTS = ("deltas", f"{_FIRST}.lora_A", "what the optimizer makes of them")
+RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
+    "a run that is stopped and goes on": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "resume": True, "default_dropout": DROPOUT},
+        dict.fromkeys(OF_RESUMING, _MOMENTS)
+        | {
+            "moments_of_another_rank": ("deltas", f"{_FIRST}.lora_B", "what the optimizer makes of them"),
+            "resumed_one_step_late": ("deltas", f"{_FIRST}.lora_A", "2 optimizer steps were taken, not 3"),
+            "order_begins_again": ("deltas", f"{_FIRST}.lora_A", "later ones take other sequences"),
+            "schedule_begins_again": ("deltas", f"{_FIRST}.lora_A", "learning rate of step 3 is 0.01, not 0.005"),
+        },
+    ),
+    "five micro-batches a step": (
+        {"family": "llama", "topologies": ("tp=2",), "micro_batch_size": 1},
+        {"fourth_micro_batch_dropped": ("gradients", f"{_LAST_MLP}.down_proj.lora_B", "")},
+    ),
+    "one micro-batch a step": (
+        {"family": "qwen3_moe", "topologies": ("dp=2",), "micro_batch_size": 5},
+        {"balance_of_one_micro_batch_counted_locally": ("loss", "load-balancing loss of step 1", "")},
+    ),
+    "several adapters at once": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "adapters": 3, "default_dropout": DROPOUT},
+        {
+            "adapters_divided_by_tokens_of_all": (
+                "adapters",
+                "adapter-1: model.layers.1.mlp.down_proj.lora_A",
+                "what one adapter alone has",
+            ),
+            "adapters_clipped_as_the_next": (
+                "adapters",
+                "adapter-1: model.layers.0.mlp.down_proj.lora_A",
+                "what one adapter alone has",
+            ),
+            "adapters_gradients_kept": (
+                "adapters",
+                "adapter-1: model.layers.0.self_attn.q_proj.lora_A",
+                "what one adapter alone has",
+            ),
+            "adapters_dropped_as_the_first": (
+                "adapters",
+                "adapter-2: model.layers.0.self_attn.o_proj.lora_A",
+                "what one adapter alone has",
+            ),
+        },
+    ),
+}
