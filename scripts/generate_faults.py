@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.changed import run_under
 
-from meshlora.oracle.diagnose import first_divergence
+from meshlora.oracle.diagnose import first_divergence, until_found
 from meshlora.oracle.judge import judge
 from meshlora.verify.generated import ROOT, Generated, NotPutInError, faults_of, files, generated
 from meshlora.verify.ours import lines_of
@@ -127,7 +127,7 @@ class Runner:
         pool, worker = self.processes.ranks(topology.world, "cpu"), self.processes.reference("cpu")
         try:
             evidence = evidence_of(case, reference, rounded, topology, fault, pool, worker, timeout_s=TIMEOUT_S)
-            phases = judge(evidence)
+            phases = list(until_found(judge(evidence)))
         except RankEndedError:
             return "hangs", ""
         except RankError as error:

@@ -38,7 +38,7 @@ def evidence(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> 
 def _failing(evidence: Evidence, spoil: Callable[[Evidence], None]) -> tuple[dict[str, list[str]], str]:
     spoiled = copy.deepcopy(evidence)
     spoil(spoiled)
-    phases = judge(spoiled)
+    phases = list(judge(spoiled))
     found = {phase.name: [r.name for r in phase.results if not r.passed] for phase in phases if not phase.passed}
     divergence = first_divergence(phases, spoiled)
     return found, divergence.cause if divergence else ""

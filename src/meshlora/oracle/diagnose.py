@@ -5,7 +5,7 @@ Owns: the order in which phases are looked at. Does not own: the rules from symp
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from meshlora.oracle.causes import CAUSES
@@ -35,6 +35,17 @@ class Divergence:
     ratio: float | None
     cause: str
     num_failed: int
+
+
+def until_found(phases: Iterable[Phase]) -> Iterator[Phase]:
+    """`phases` up to that of the first divergence, as those after it change nothing about it."""
+    failing: set[str] = set()
+    for phase in phases:
+        yield phase
+        failed = [result for result in phase.results if not result.passed]
+        failing |= {result.name for result in failed}
+        if not all(_is_later_step(result, failing) for result in failed):
+            return
 
 
 def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | None:

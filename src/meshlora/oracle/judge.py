@@ -13,6 +13,7 @@ computed in float32, and under autocast with the adapter computed in bfloat16, a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,12 +92,12 @@ class Evidence:
     packing: bool = False
 
 
-def judge(evidence: Evidence) -> list[Phase]:
-    """The phases in order; those of routers where there are some."""
+def judge(evidence: Evidence) -> Iterator[Phase]:
+    """The phases in order, each as it is asked for; those of routers where there are some."""
     results = _Judge(evidence)
     has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
     left_out = _OTHERS if has_experts else (*OF_ROUTERS, *_OTHERS)
-    return [Phase(name, getattr(results, name)()) for name in PHASES if name not in left_out]
+    return (Phase(name, getattr(results, name)()) for name in PHASES if name not in left_out)
 
 
 class _Judge:

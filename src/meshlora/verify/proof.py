@@ -23,7 +23,7 @@ from peft import LoraConfig
 from meshlora.errors import UserError
 from meshlora.locks import locked
 from meshlora.oracle.case import Case, is_whole, write_inventory
-from meshlora.oracle.diagnose import Divergence, first_divergence
+from meshlora.oracle.diagnose import Divergence, first_divergence, until_found
 from meshlora.oracle.experts import Stack
 from meshlora.oracle.holders import by_expert, with_prints_of_each
 from meshlora.oracle.judge import Evidence, judge
@@ -207,7 +207,7 @@ def _run(
     started = time.perf_counter()
     try:
         evidence = compare()
-        phases = judge(evidence)
+        phases = list(judge(evidence) if mutation is None else until_found(judge(evidence)))
         if all(phase.passed for phase in phases):
             phases += beside()
     except RankEndedError as error:
