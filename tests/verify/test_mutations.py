@@ -6,13 +6,15 @@ not have (fused matrices, shared heads, DoRA) are shown on a case that has it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from meshlora.plan.topology import Topology
 from meshlora.verify.document import is_proved
 from meshlora.verify.mutations import MUTATIONS
 from meshlora.verify.proof import Outcome
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, Request, prepare_proof
 from tests.conftest import Prove
 from tests.verify.mutation_cases import CASES, DIAGNOSES
 
@@ -77,6 +79,28 @@ def test_every_fault_is_caught_on_every_topology_where_it_can_show(prove: Prove)
     ran = {t: tuple(o.mutation for o in outcomes if o.mutation and str(o.topology) == t) for t in TOPOLOGIES}
     assert ran == _can_show(*TOPOLOGIES)
     _all_caught(outcomes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"topologies": ("dp=2,ep=2",)}),
+        ("qwen3_moe", {"topologies": ("dp=2,ep=2",), "objective": "policy", "label_smoothing": 0.0}),
+        ("llama", {"objective": "policy", "label_smoothing": 0.0}),
+        ("llama", {"objective": "dpo"}),
+        ("llama", {"packing": True}),
+        ("llama", {"resume": True}),
+        ("llama", {"adapters": 3}),
+    ],
+)
+def test_every_fault_that_can_show_is_caught_whatever_is_asked_for(
+    family: str, options: dict[str, Any], prove: Prove
+) -> None:
+    asked = {"topologies": ("tp=2,sp",), "default_dropout": DROPOUT, "label_smoothing": LABEL_SMOOTHING} | options
+    outcomes = prove(family=family, mutations=tuple(MUTATIONS), **asked)
+    assert not [outcome.mutation for outcome in outcomes if outcome.passed != (outcome.mutation is None)]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

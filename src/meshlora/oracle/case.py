@@ -116,8 +116,8 @@ class Case:
 
     @property
     def eval_every(self) -> int:
-        """As in a run file. There is an evaluation before the last step, and a step after it: dropout is on again."""
-        return max(1, self.steps - 1)
+        """As in a run file. There is an evaluation with a step of the same process after it: dropout is on again."""
+        return 1 if self.resumes else max(1, self.steps - 1)
 
     @property
     def data(self) -> TokenizedDataset:

@@ -36,6 +36,7 @@ def document(
         "device": proof.case.device,
         "lora": case.lora,
         **{key: getattr(case, key) for key in ("objective", "label_smoothing", "packing", "recompute", "resumes")},
+        "adapters": proof.request.adapters,
         "passed": is_proved(outcomes),
         "seconds": round(seconds, 2),
         "runs": [_run(outcome, details=details) for outcome in outcomes],

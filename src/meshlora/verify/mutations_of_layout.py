@@ -150,7 +150,7 @@ OF_LAYOUT: dict[str, Mutation] = (
             mutation(
                 "smoothed_over_local_vocabulary",
                 "label smoothing takes the mean over the whole vocabulary",
-                "tp smoothing",
+                "tp smoothing sft",
                 (vocabulary._ChunkLoss, "__call__", misplaced.smoothed_over_local_vocabulary),
             ),
         ]
