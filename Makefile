@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test bench check lint types setup clean
+.PHONY: demo test bench check lint types house setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -22,11 +22,15 @@ test: check
 bench: $(READY)
 	$(BIN)/python benchmarks/run_all.py
 
-check: lint types
+check: lint types house
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+# The tables of docs/architecture.md are those of the code.
+house: $(READY)
+	$(BIN)/python scripts/describe_house.py --check
 
 types: $(READY)
 	$(BIN)/mypy

@@ -1,0 +1,74 @@
+"""The tables of docs/architecture.md that the code itself can fill: what may import what, and what each file is.
+
+    .venv/bin/python scripts/describe_house.py           # write them
+    .venv/bin/python scripts/describe_house.py --check   # exit code 1 where they differ
+
+Packages are those of `ALLOWED` in tests/unit/test_architecture.py; a file's row is the first paragraph of its
+docstring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.unit.test_architecture import ALLOWED, FREE
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+SOURCE = ROOT / "src" / "meshlora"
+
+
+def imports() -> str:
+    """The table of packages."""
+    rows = [f"| {_names(FREE)} | nothing of meshlora but each other |"]
+    rows += [f"| `{name}` | {_names(allowed) or '–'} |" for name, allowed in ALLOWED.items() if name not in FREE]
+    return "\n".join(["| package | may import, besides the first row |", "|---|---|", *rows])
+
+
+def files() -> str:
+    """The table of files: those beside the packages first."""
+    paths = sorted(SOURCE.rglob("*.py"), key=lambda path: (path.parent != SOURCE, path.relative_to(SOURCE)))
+    found = {str(path.relative_to(SOURCE)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) for path in paths}
+    rows = [f"| `{name}` | {_first_paragraph(text)} |" for name, text in found.items() if text]
+    return "\n".join(["| file | what it is |", "|---|---|", *rows])
+
+
+def described(page: str) -> str:
+    """`page` with its tables as the code has them."""
+    for name, table in {"imports": imports(), "files": files()}.items():
+        before, mark, rest = page.partition(f"<!-- {name}, written by scripts/describe_house.py -->\n\n")
+        _, end, after = rest.partition("\n\n<!-- end -->")
+        assert end, f"{PAGE} has no place for {name}"
+        page = f"{before}{mark}{table}{end}{after}"
+    return page
+
+
+def _names(packages: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(packages))
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where the tables differ")
+    page = PAGE.read_text("utf-8")
+    if (new := described(page)) == page:
+        return 0
+    if parser.parse_args().check:
+        print(f"{PAGE.name} differs from the code: run scripts/describe_house.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(new, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
