@@ -7,7 +7,7 @@ on one process. What comes of it is printed and written to docs/support.md: prov
 refused (with the reason that a user would read), or failed: accepted, and then different. Exit code 1 when one failed.
 With --record families with experts are proved on topologies with ep and etp too, and five families on every topology of
 up to four processes; the numbers are stored in src/meshlora/plan/proved.json, whose families `meshlora.load` accepts,
-and README's matrix is written from them.
+and the tables of docs/proofs.md and README's sentence are written from them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ from meshlora.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "src/meshlora/plan/proved.json"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- proved families: scripts/prove_families.py --record -->", "<!-- end of proved families -->"
-
+# Page -> what is written between these lines of it.
+MATRIX = (
+    ROOT / "docs/proofs.md",
+    "<!-- proved families: scripts/prove_families.py --record -->",
+    "<!-- end of proved families -->",
+)
+SUMMARY = ROOT / "README.md", "<!-- summary: scripts/prove_families.py --record -->", "<!-- end of summary -->"
 
 DENSE, EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
 # These stand for all on every topology of up to four processes, and on those that experts make of them.
@@ -159,15 +163,30 @@ def _record(findings: list[Finding]) -> None:
         if finding.status == "proved":
             errors[finding.family] = errors.get(finding.family, {}) | finding.errors
     RECORD.write_text(json.dumps({"versions": versions(), "families": errors}, indent=2) + "\n", encoding="utf-8")
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    README.write_text(f"{before}{BEGIN}\n{matrix(errors)}{END}{after}", encoding="utf-8")
+    for (page, begin, end), text in ((MATRIX, matrix(errors)), (SUMMARY, summary(errors))):
+        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+        page.write_text(f"{before}{begin}\n{text}{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
+def summary(errors: dict[str, dict[str, float]]) -> str:
+    """README's sentence."""
+    dense, sparse = _kinds(errors)
+    text = f"{len(errors)} families of transformers (worst relative error in float64, limit 1e-11): " + ", ".join(
+        f"{len(families)} {words} ({max(errors[f][t] for f in families for t in common):.1e} on {' and '.join(common)})"
+        for words, families, common in (("dense", dense, DENSE), ("with experts", sparse, EXPERTS))
+    )
+    return textwrap.fill(f"{text}.", width=120, break_on_hyphens=False) + "\n"
+
+
+def _kinds(errors: dict[str, dict[str, float]]) -> tuple[list[str], list[str]]:
+    """(dense, with experts)."""
+    sparse = sorted(family for family, found in errors.items() if EXPERTS[0] in found)
+    return sorted(errors.keys() - set(sparse)), sparse
 
 
 def matrix(errors: dict[str, dict[str, float]]) -> str:
-    """README's support matrix: the worst relative error of each family and topology, from proofs alone."""
-    sparse = sorted(family for family, found in errors.items() if EXPERTS[0] in found)
-    dense = sorted(errors.keys() - set(sparse))
+    """The support matrix: the worst relative error of each family and topology, from proofs alone."""
+    dense, sparse = _kinds(errors)
     topologies = list(dict.fromkeys(t for family in EVERYWHERE for t in errors[family]))
     text = [_table(errors, EVERYWHERE, topologies, dense, DENSE), "With experts, and adapters on them:"]
     text += [_table(errors, EVERYWHERE_EXPERTS, list(WITH_EXPERTS), sparse, EXPERTS)]
@@ -197,7 +216,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--topology", action="append", metavar="T", help="may be repeated; default tp=2 and tp=2,sp")
     parser.add_argument("--family", action="append", metavar="MODEL_TYPE", help="only these; nothing is written")
     parser.add_argument("--out", default=str(ROOT / "docs/support.md"), metavar="FILE")
-    parser.add_argument("--record", action="store_true", help="renew the list of proved families and README's matrix")
+    parser.add_argument(
+        "--record", action="store_true", help="renew the list of proved families, and what pages say of it"
+    )
     options = parser.parse_args()
     options.topology = options.topology or list(DENSE)
     if options.record and (options.family or set(options.topology) != set(DENSE)):

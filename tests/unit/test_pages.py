@@ -1,0 +1,84 @@
+"""Pages say what the record of proofs says, name faults that there are, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from meshlora.cli import main
+from meshlora.plan.families import PROVED
+from meshlora.verify import command
+from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.request import Proof
+from tests.scripts import ROOT, load_script
+
+
+def test_pages_are_written_from_the_record() -> None:
+    script = load_script("prove_families")
+    record = json.loads(script.RECORD.read_text())
+    for (page, begin, end), text in ((script.MATRIX, script.matrix), (script.SUMMARY, script.summary)):
+        block = page.read_text().partition(begin)[2].partition(end)[0]
+        assert block.strip() == text(record["families"]).strip(), page
+    assert max(error for found in record["families"].values() for error in found.values()) <= 1e-11
+
+
+def test_no_family_has_failed_and_the_proved_ones_are_those_of_the_record() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line[:2] == "| "]
+    statuses = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3 and row[1]}
+    assert set(statuses.values()) == {"proved", "refused"}
+    assert {family for family, status in statuses.items() if status == "proved"} == PROVED
+
+
+def test_readme_counts_the_deliberate_faults() -> None:
+    assert f"{len(MUTATIONS)} deliberate" in " ".join((ROOT / "README.md").read_text().split())
+
+
+REASONS = re.findall(r"\| `(--family .*?)` \|$", (ROOT / "docs" / "why.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", REASONS)
+def test_fault_of_a_public_thread_can_show_where_it_is_put(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FoundError(Exception):
+        pass
+
+    def found(proof: Proof, *_: object) -> None:
+        assert proof.mutations_on(proof.topologies[0]) == list(proof.request.mutations)
+        raise FoundError
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "_run", found)
+    with pytest.raises(FoundError):
+        main(["verify", *shlex.split(words)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", REASONS)
+def test_fault_of_a_public_thread_is_caught(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["verify", *shlex.split(words)]) == 0
+
+
+def test_readme_is_short_enough_to_be_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def _places(text: str) -> set[str]:
+    """What a link may name behind `#`."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="(.*?)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8"))
+    found = [(page.parent / file if file else page, place) for file, place in links]
+    assert not [file for file, _ in found if not file.exists()]
+    assert not [f"{file}#{place}" for file, place in found if place and place not in _places(file.read_text("utf-8"))]
