@@ -165,25 +165,7 @@ def prepare_proof(request: Request) -> Proof:
     Raises:
         UserError: the request is wrong, or a topology is refused.
     """
-    if request.steps < 1:
-        raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
-    if request.micro_batch_size < 1:
-        raise UserError(f"--micro-batch-size {request.micro_batch_size}", "at least 1 sequence is computed at once")
-    if request.adapters < 1:
-        raise UserError(f"--adapters {request.adapters}", "at least 1 adapter is trained")
-    if request.resume and request.steps < 2:
-        raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
-    if request.nproc is not None and request.nproc < 1:
-        raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
-    if request.objective not in OBJECTIVES:
-        raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
-    if request.packing and request.objective == "dpo":
-        raise UserError("--packing with --objective dpo", "a pair is two rows", "leave out --packing")
-    if request.adapters > 1 and (request.objective != "sft" or request.packing or request.resume):
-        what = "--packing" if request.packing else "--resume" if request.resume else f"--objective {request.objective}"
-        raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")
-    for name in request.mutations:
-        find(name)
+    _check(request)
     given = _topologies(request)
     largest_tp = max((t.tp for t in given), default=request.nproc or _AUTO_PROCESSES)
     config, is_twin = _config(request, tp=largest_tp)
@@ -215,20 +197,9 @@ def prepare_proof(request: Request) -> Proof:
         several=request.adapters > 1,
     )
     pieces = getattr(lora, "pieces", None) or {}
-    plain = {name: value for name, value in request.lora.items() if name not in ("pieces", "share_experts")}
-    if lora.lora_dropout:
-        plain["lora_dropout"] = lora.lora_dropout
-    if lora.target_parameters:
-        plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
-    if lora.init_lora_weights in WHOLE_MATRIX:
-        plain["init_lora_weights"] = True  # where training starts is proved by itself, in float32
-    if pieces:  # in PEFT's words
-        plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
     for name, rule in next(iter(plans.values())).linears.items():
         for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
             rows_of(config, name, piece, rule.out_features)
-    if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
-        plain["fan_in_fan_out"] = True  # or PEFT warns, and does it by itself
     device = _device(request.device, max(t.world for t in plans))
     batch_size = batch_size_for(max(t.dp for t in plans))
     data, pad = proof_sequences(
@@ -248,7 +219,7 @@ def prepare_proof(request: Request) -> Proof:
         adapter="",
         model_type=config.model_type,
         dtype=dtype,
-        lora=json.loads(json.dumps(plain)),
+        lora=json.loads(json.dumps(_in_peft_words(request.lora, lora, plans))),
         pieces=pieces,
         share_experts=bool(getattr(lora, "share_experts", False)),
         label_smoothing=request.label_smoothing,
@@ -279,6 +250,45 @@ def prepare_proof(request: Request) -> Proof:
     )
     files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
     return Proof(request, config, plans, case, case_hash(case, inputs=files))
+
+
+def _check(request: Request) -> None:
+    """Refuse what is wrong with any model."""
+    if request.steps < 1:
+        raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
+    if request.micro_batch_size < 1:
+        raise UserError(f"--micro-batch-size {request.micro_batch_size}", "at least 1 sequence is computed at once")
+    if request.adapters < 1:
+        raise UserError(f"--adapters {request.adapters}", "at least 1 adapter is trained")
+    if request.resume and request.steps < 2:
+        raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
+    if request.nproc is not None and request.nproc < 1:
+        raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
+    if request.objective not in OBJECTIVES:
+        raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
+    if request.packing and request.objective == "dpo":
+        raise UserError("--packing with --objective dpo", "a pair is two rows", "leave out --packing")
+    if request.adapters > 1 and (request.objective != "sft" or request.packing or request.resume):
+        what = "--packing" if request.packing else "--resume" if request.resume else f"--objective {request.objective}"
+        raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")
+    for name in request.mutations:
+        find(name)
+
+
+def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology, ModelPlan]) -> dict[str, Any]:
+    """The fields of `peft.LoraConfig` that make `lora`, which the user gave as `given`."""
+    plain = {name: value for name, value in given.items() if name not in ("pieces", "share_experts")}
+    if lora.lora_dropout:
+        plain["lora_dropout"] = lora.lora_dropout
+    if lora.target_parameters:
+        plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
+    if lora.init_lora_weights in WHOLE_MATRIX:
+        plain["init_lora_weights"] = True  # where training starts is proved by itself, in float32
+    if getattr(lora, "pieces", None):
+        plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
+    if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
+        plain["fan_in_fan_out"] = True  # or PEFT warns, and does it by itself
+    return plain
 
 
 def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:
