@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
+import meshlora
 from meshlora.adapter.targets import check_supported, resolve_targets, trained_parameters
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
@@ -176,3 +177,12 @@ def test_bare_and_dotted_suffix_differ() -> None:
 def test_a_text_of_exclude_modules_that_matches_some_leaves_the_others() -> None:
     targets, _ = _resolved("llama", target_modules="all-linear", exclude_modules=r".*\.(mlp\..*|[qkv]_proj)")
     assert targets == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("", "is not empty"), ("a.b", "no dot"), ("a/b", "slash"), ("default", "already")]
+)
+def test_name_that_an_adapter_cannot_have_is_refused(name: str, words: str) -> None:
+    model = meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UserError, match=words):
+        meshlora.add_adapter(model, name, LoraConfig(target_modules=["v_proj"]))
