@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import meshlora
 from meshlora.adapter.expert_format import (
     EngineNames,
     ExpertFactors,
@@ -28,8 +29,10 @@ from meshlora.adapter.expert_format import (
     to_peft,
     to_shared,
 )
+from meshlora.adapter.peft_format import lora_config
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.lift import lift
+from meshlora.plan.twin import twin_config
 
 E, R, IN, OUT = 4, 3, 5, 7
 HIDDEN, INNER = 32, 24
@@ -403,3 +406,13 @@ def test_engine_names_say_what_is_not_known() -> None:
     with pytest.raises(UnsupportedError, match="not known what serving engines call its projections; known: deepseek"):
         engine_names("granitemoe")
     assert list(engine_names("nemotron_h").projections) == ["up", "down"]
+
+
+def test_an_adapter_that_experts_share_is_read_back_as_such(tmp_path: Path) -> None:
+    given = {"r": 2, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "share_experts": True}
+    model = meshlora.load(twin_config("qwen3_moe"), lora=lora_config(given, "lora"))
+    meshlora.save_adapter(model, tmp_path / "adapter")
+    again = meshlora.load(twin_config("qwen3_moe"), adapter=tmp_path / "adapter")
+    first, second = (one.meshlora.adapters["default"] for one in (model, again))
+    assert second.config.share_experts
+    assert second.targets == first.targets

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from meshlora.errors import UnsupportedError
+from meshlora.api import build_meta
+from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
+from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 
@@ -45,3 +47,46 @@ def test_what_mixes_tokens_beside_experts_sees_whole_sequences() -> None:
     mlp = "model.layers.1.mlp"
     assert {f"{mlp}.mixer", f"{mlp}.shared_expert"} <= found
     assert not found & {f"{mlp}.gate", f"{mlp}.shared_expert_gate", f"{mlp}.experts"}
+
+
+def test_layers_that_share_a_weight_are_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = LlamaForCausalLM.__init__
+
+    def shared(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.model.layers[1].mlp.up_proj.weight = self.model.layers[0].mlp.up_proj.weight
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", shared)
+    build_meta(twin_config("llama"), Topology(dp=2), dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="a decoder layer shares it with another part of the model"):
+        build_meta(twin_config("llama"), Topology(dp=2, dp_shard=True), dtype=torch.float32)
+
+
+def test_a_quantised_matrix_is_not_trained() -> None:
+    _, plan = build_meta(twin_config("llama", block=64), Topology(), dtype=torch.float32, quantization="nf4")
+    with pytest.raises(UnsupportedError, match=r"mlp\.up_proj\.weight in nf4: a quantised matrix is frozen"):
+        check_not_quantized(plan, "model.layers.0.mlp.up_proj.weight")
+    check_not_quantized(plan, "model.layers.0.mlp.up_proj.bias")
+    check_not_quantized(plan, "model.norm.weight")
+
+
+def test_heads_are_those_of_each_layer() -> None:
+    """The configuration has the number of key/value heads of one kind of layer."""
+    model = _model("mimo_v2_flash")
+    plan = plan_model(model, TP)
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        (piece,) = plan.linears[f"model.layers.{index}.self_attn.k_proj"].layout.pieces
+        assert piece.num_units == model.config.num_attention_heads // attention.num_key_value_groups
+        assert piece.size == attention.k_proj.out_features
+    assert len({layer.self_attn.num_key_value_groups for layer in model.model.layers}) == 2
+
+
+def test_halves_of_a_matrix_of_heads_have_half_of_the_heads() -> None:
+    model = _model("diffllama")
+    for name in ("q", "v"):
+        pieces = plan_model(model, TP).linears[f"model.layers.0.self_attn.{name}_proj"].layout.pieces
+        heads = model.config.num_attention_heads if name == "q" else model.config.num_key_value_heads
+        assert [piece.num_units for piece in pieces] == [heads // 2] * 2
+    with pytest.raises(UserError, match="tp=8: tp must divide"):
+        plan_model(model, Topology(tp=8))

@@ -107,6 +107,12 @@ DIAGNOSES = {
         f"clipped {LAST_MLP}.down_proj.lora_B, step 3",
         "loss of a later step is right",
     ),
+    "clipping_scales_up": (
+        "tp=2",
+        "grad_norm",
+        "clipped model.layers.0.self_attn.q_proj.lora_A, step 3",
+        "loss of a later step is right",
+    ),
     "norm_after_clipping_reported": ("tp=2", "grad_norm", "norm of step 1", "their norm is not"),
 }
 

@@ -52,7 +52,7 @@ class Case:
         lora: the user's LoRA configuration as plain values, for fresh adapters.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences in each, over all ranks; micro_batch_size: at once on one rank.
-        lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip in every step.
+        lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip.
         beta1, beta2, weight_decay, decay_biases_and_norms: of AdamW, none of them the default, so that one that is
             ignored shows.
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
@@ -118,6 +118,10 @@ class Case:
     def eval_every(self) -> int:
         """As in a run file. There is an evaluation with a step of the same process after it: dropout is on again."""
         return 1 if self.resumes else max(1, self.steps - 1)
+
+    def max_grad_norm_at(self, step: int) -> float:
+        """The limit in optimizer step `step`: the last of several has one that is far above its norm."""
+        return self.max_grad_norm * (1e6 if 0 < step == self.steps - 1 else 1)
 
     @property
     def data(self) -> TokenizedDataset:

@@ -109,7 +109,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
             trace.gradients = _gradients(case, model, factors)
         else:
             loss, aux = accumulate(model, batches, **losses)
-        norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm_at(step))
         trace.clipped.append(_gradients(case, model, factors))
         set_rate(optimizer, rate)
         optimizer.step()

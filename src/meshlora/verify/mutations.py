@@ -37,6 +37,7 @@ from meshlora.verify.mutations_of_objectives import OF_OBJECTIVES
 from meshlora.verify.mutations_of_packing import OF_PACKING
 from meshlora.verify.mutations_of_resuming import OF_RESUMING
 from meshlora.verify.mutations_of_runs import OF_RUNS
+from meshlora.verify.mutations_of_several import OF_SEVERAL
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
@@ -393,5 +394,6 @@ _OF_TRAINING: dict[str, Mutation] = dict(
         ),
     ]
 )
-_MORE = (OF_LAYOUT, OF_EXPERTS, OF_OBJECTIVES, OF_DROPOUT, OF_PACKING, OF_RUNS, OF_RESUMING, OF_MICRO_BATCHES)
+_MORE = [OF_LAYOUT, OF_EXPERTS, OF_OBJECTIVES, OF_DROPOUT, OF_PACKING, OF_RUNS]
+_MORE += [OF_RESUMING, OF_MICRO_BATCHES, OF_SEVERAL]
 MUTATIONS: dict[str, Mutation] = functools.reduce(operator.or_, _MORE, _OF_TRAINING)

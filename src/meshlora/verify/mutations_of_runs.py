@@ -18,8 +18,7 @@ from meshlora.data.sampler import GlobalBatches
 from meshlora.parallel import dropout
 from meshlora.parallel.dropout import DropoutTokens, Mask
 from meshlora.parallel.embedding import ParallelEmbedding
-from meshlora.train import batches, gradsync, many, objectives, trainer
-from meshlora.train.many_gradients import ManyGradients
+from meshlora.train import batches, gradsync, objectives, trainer
 from meshlora.train.objectives import Sft
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults
@@ -120,6 +119,18 @@ def _each_by_itself(original: Any) -> Any:
         norm: Tensor = original(model, None)
         for factor in active_factors(model):
             torch.nn.utils.clip_grad_norm_(factor.parameter, max_norm or 0.0)
+        return norm
+
+    return clip
+
+
+@torch.no_grad()
+def _scaled_to_the_limit(original: Any) -> Any:
+    def clip(model: Any, max_norm: float | None) -> Tensor:
+        norm: Tensor = original(model, max_norm)
+        for factor in active_factors(model):
+            assert factor.parameter.grad is not None
+            factor.parameter.grad.mul_(((max_norm or 0.0) / norm[0]).clamp(min=1.0))
         return norm
 
     return clip
@@ -291,6 +302,12 @@ OF_RUNS: dict[str, Mutation] = dict(
             (trainer, "clip_gradients_on_device", _each_by_itself),
         ),
         mutation(
+            "clipping_scales_up",
+            "gradients whose norm is below the limit stay as they are",
+            "steps",
+            (trainer, "clip_gradients_on_device", _scaled_to_the_limit),
+        ),
+        mutation(
             "norm_after_clipping_reported",
             "a step reports the norm before clipping",
             "",
@@ -363,30 +380,6 @@ OF_RUNS: dict[str, Mutation] = dict(
             "one adapter for all experts has the gradient of the experts of all ranks",
             "ep shared_experts_adapter",
             (gradsync, "_segments", faults.segments_with(faults.without_axes(lambda axis: axis == "ep"))),
-        ),
-        mutation(
-            "adapters_divided_by_tokens_of_all",
-            "each adapter's gradients are divided by the number of its own tokens",
-            "adapters",
-            (ManyGradients, "finish", lambda f: lambda self, counts: f(self, counts.sum().expand_as(counts))),
-        ),
-        mutation(
-            "adapters_clipped_as_the_next",
-            "each adapter is clipped to a norm of its own",
-            "adapters",
-            (ManyGradients, "clip", lambda f: lambda self, limits: f(self, limits[1:] + limits[:1])),
-        ),
-        mutation(
-            "adapters_gradients_kept",
-            "a step begins without the gradients of the last one",
-            "adapters",
-            (ManyGradients, "zero", instead(lambda self: None)),
-        ),
-        mutation(
-            "adapters_dropped_as_the_first",
-            "each adapter's dropout is drawn by its own seed",
-            "adapters lora_dropout",
-            (many, "Share", lambda f: lambda name, tokens, seed, step: f(name, tokens, 1, step)),
         ),
     ]
 )

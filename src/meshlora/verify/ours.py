@@ -124,7 +124,8 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
     clip = trainer_module.clip_gradients_on_device
 
     def recording_clip(model: Any, max_norm: float | None) -> Tensor:
-        norm = clip(model, max_norm)
+        raised = case.max_grad_norm_at(len(trace.clipped)) / case.max_grad_norm
+        norm = clip(model, max_norm and max_norm * raised)
         trace.clipped.append(_gradients(model))
         return norm
 
