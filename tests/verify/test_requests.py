@@ -10,6 +10,7 @@ import pytest
 from meshlora.cli import main
 from meshlora.plan.topology import Topology
 from meshlora.verify import command
+from meshlora.verify.at_once import adapters_of
 from meshlora.verify.request import Request, prepare_proof
 
 TINY = "examples/tiny_base"
@@ -44,6 +45,7 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*FAMILY, *TP2, "--micro-batch-size", "0"], "at least 1 sequence is computed at once"),
         ([*FAMILY, *TP2, "--adapters", "0"], "at least 1 adapter"),
         ([*FAMILY, *TP2, "--adapters", "2", "--packing"], "--packing: several adapters are not proved with it"),
+        ([*FAMILY, *TP2, "--adapters", "2", "--recompute"], "--recompute: several adapters are not proved with it"),
         ([*FAMILY, *TP2, "--adapters", "2", "--resume"], "--resume: several adapters are not proved with it"),
         ([*FAMILY, *TP2, "--adapters", "2", "--objective", "dpo"], "dpo: several adapters are not proved with it"),
         ([*FAMILY, *TP2, "--adapters", "2", "--dtype", "float32"], "several adapters are proved on twins, in float64"),
@@ -101,6 +103,15 @@ def test_wrong_lora_file_is_refused(
     (tmp_path / "lora.yaml").write_text(content)
     assert main(["verify", *FAMILY, *TP2, "--lora", str(tmp_path / "lora.yaml")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [{"target_modules": ["q_proj"]}, {"r": 2, "lora_alpha": 4, "lora_dropout": 0.9}])
+def test_adapters_at_once_are_made_of_whatever_the_file_has(lora: dict[str, object]) -> None:
+    case = prepare_proof(Request(("tp=2",), family="llama", lora=lora, adapters=12)).case
+    made = [adapter.lora for adapter in adapters_of(case, 12).values()]
+    assert all(0 <= one["lora_dropout"] < 1 for one in made)
+    for option in ("r", "lora_alpha", "lora_dropout"):
+        assert len({one[option] for one in made}) == 12, option
 
 
 def test_lora_file_may_be_a_part_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peft import LoraConfig
 
 from meshlora.adapter.manage import add_adapter, runtime
 from meshlora.adapter.peft_format import lora_config
@@ -73,9 +74,9 @@ class Base:
 def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> OneOfMany:
     """An adapter with the loss and LoRA+ of `train`, and all else of its own, so that mixed-up adapters show.
 
-    Both factors are drawn; of three adapters one is not clipped, one in each step, one never is, and they end one after
-    another. eps is of the size of the
-    gradients: with the usual one AdamW forgets a gradient's scale, and with it a wrong count.
+    Both factors are drawn; of three adapters one has no limit of its norm, one a low and one a high one, and they end
+    one after another. eps is of the size of the gradients: with the usual one AdamW forgets a gradient's scale, and
+    with it a wrong count.
     """
     options = TrainConfig(
         output="unused",
@@ -98,11 +99,10 @@ def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> One
 def adapters_of(case: Case, number: int) -> dict[str, OneOfMany]:
     """`number` adapters as that of `case`, of other ranks, scales and dropouts."""
     options = {name: getattr(case, name) for name in ("label_smoothing", "lora_plus_ratio", "lora_plus_embedding_lr")}
-    train, dropout = TrainConfig(output="unused", steps=1, lr=case.lr, **options), case.lora.get("lora_dropout", 0.0)
-    found = {}
+    train, lora = TrainConfig(output="unused", steps=1, lr=case.lr, **options), LoraConfig(**case.lora)
+    found, further = {}, min(0.1, (1 - lora.lora_dropout) / number)  # the last one's dropout is below 1 too
     for n in range(number):
-        own = {"r": case.lora["r"] + n, "lora_alpha": case.lora["lora_alpha"] + 3 * n}
-        own["lora_dropout"] = dropout + 0.1 * n
+        own = {"r": lora.r + n, "lora_alpha": lora.lora_alpha + 3 * n, "lora_dropout": lora.lora_dropout + further * n}
         found[f"adapter-{n + 1}"] = one_of_many(n, case.lora | own, train)
     return found
 

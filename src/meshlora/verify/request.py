@@ -172,12 +172,6 @@ def prepare_proof(request: Request) -> Proof:
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
-    if request.adapters > 1 and (dtype != "float64" or not is_twin):
-        raise UserError(
-            f"--adapters {request.adapters}",
-            "several adapters are proved on twins, in float64",
-            "give --family or --twin",
-        )
     if request.packing:
         check_packing(
             config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
@@ -201,6 +195,12 @@ def prepare_proof(request: Request) -> Proof:
         for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
             rows_of(config, name, piece, rule.out_features)
     device = _device(request.device, max(t.world for t in plans))
+    if request.adapters > 1 and (dtype != "float64" or not is_twin or device != "cpu"):
+        raise UserError(
+            f"--adapters {request.adapters}",
+            "several adapters are proved on twins, in float64, on CPUs",
+            "give --family or --twin, and --device cpu",
+        )
     batch_size = batch_size_for(max(t.dp for t in plans))
     data, pad = proof_sequences(
         config,
@@ -268,9 +268,11 @@ def _check(request: Request) -> None:
         raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
     if request.packing and request.objective == "dpo":
         raise UserError("--packing with --objective dpo", "a pair is two rows", "leave out --packing")
-    if request.adapters > 1 and (request.objective != "sft" or request.packing or request.resume):
-        what = "--packing" if request.packing else "--resume" if request.resume else f"--objective {request.objective}"
-        raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")
+    alone = {"--packing": request.packing, "--resume": request.resume, "--recompute": request.recompute}
+    alone[f"--objective {request.objective}"] = request.objective != "sft"
+    for what, is_given in alone.items():
+        if is_given and request.adapters > 1:
+            raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")
     for name in request.mutations:
         find(name)
 
