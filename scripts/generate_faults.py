@@ -37,10 +37,11 @@ from tests.changed import run_under
 from meshlora.oracle.diagnose import first_divergence, until_found
 from meshlora.oracle.judge import judge
 from meshlora.verify.generated import ROOT, Generated, NotPutInError, faults_of, files, generated
+from meshlora.verify.mutations_of_objectives import PROVED
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of
-from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, Proof, Request, prepare_proof
+from meshlora.verify.request import DROPOUT, Proof, Request, prepare_proof
 
 SURVIVORS = Path(__file__).resolve().parents[1] / "docs" / "survivors.md"
 # These are the judge's own, or never run on a rank of a proof.
@@ -54,15 +55,15 @@ OTHERS = 10
 _ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 _EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 _EMBEDDING = {"target_modules": ["embed_tokens", "q_proj", "down_proj"], "modules_to_save": ["model.norm"]}
-_LLAMA = {"family": "llama", "default_dropout": DROPOUT, "label_smoothing": LABEL_SMOOTHING}
+_LLAMA = {"family": "llama", "default_dropout": DROPOUT, "objective": PROVED["sft"]}
 # Two ranks each, so that all run in one pool; the cheapest first.
 CASES: dict[str, dict[str, Any]] = {
     "llama tp=2,sp": {**_LLAMA, "topologies": ("tp=2,sp",)},
     "llama dp=2": {**_LLAMA, "topologies": ("dp=2",)},
     "gpt2 tp=2": {"family": "gpt2", "topologies": ("tp=2",)},
     "llama dp=2 packing": {**_LLAMA, "topologies": ("dp=2",), "packing": True},
-    "llama dp=2 dpo": {**_LLAMA, "topologies": ("dp=2",), "objective": "dpo"},
-    "qwen3 tp=2,sp policy": {"family": "qwen3", "topologies": ("tp=2,sp",), "objective": "policy"},
+    "llama dp=2 dpo": {**_LLAMA, "topologies": ("dp=2",), "objective": PROVED["dpo"]},
+    "qwen3 tp=2,sp policy": {"family": "qwen3", "topologies": ("tp=2,sp",), "objective": PROVED["policy"]},
     "llama dp=2,dp_shard": {**_LLAMA, "topologies": ("dp=2,dp_shard",)},
     "llama tp=2 DoRA, LoRA+": {
         "family": "llama",

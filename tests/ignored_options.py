@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshlora import config as module
+from meshlora.config.objective import KINDS
 from tests.changed import PACKAGE
 
 # Group of the run file -> its options; "" is the file itself.
@@ -13,6 +14,7 @@ GROUPS: dict[str, type] = {
     "data": module.DataConfig,
     "generate": module.GenerateConfig,
     "train": module.TrainConfig,
+    **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
     "": module.RunConfig,
 }
 
@@ -51,7 +53,7 @@ def options() -> list[str]:
         f"{group}.{field.name}".removeprefix(".")
         for group, kind in GROUPS.items()
         for field in dataclasses.fields(kind)
-        if group or field.name not in GROUPS
+        if (group or field.name not in GROUPS) and field.name != "kind"
     ]
 
 
@@ -70,8 +72,9 @@ def ignoring(option: str) -> dict[str, str]:
     has_value = option in _INSTEAD or default is not dataclasses.MISSING
     assert has_value, f"{option} has no default: name another legal value in _INSTEAD"
     instead = _INSTEAD.get(option, repr({name: default}))
-    text = (PACKAGE / "config.py").read_text("utf-8")
-    return {"config.py": text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
+    file = "config/__init__.py" if kind.__module__ == module.__name__ else "config/objective.py"
+    text = (PACKAGE / file).read_text("utf-8")
+    return {file: text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
 
 
 _OPTIONS, _EVALUATE = "tests/unit/test_options.py", "tests/unit/test_evaluate.py"
@@ -83,6 +86,9 @@ _KEEPING = "tests/ranks/test_not_finite.py::test_last_and_best_checkpoints_stay"
 _EXPERTS = "tests/ranks/test_training_experts.py"
 # What the proof itself sees.
 _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
+# Both sides of a proof are given the same value: that its parameters are read is seen by formulas in plain torch.
+_FORMULAS = "tests/unit/test_objectives.py::test_objective_is_the_formula_of_its_paper"
+_RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_process_on_every_mesh[policy]"
 _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
 _SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh[sft]"
 
@@ -132,12 +138,14 @@ CAUGHT_BY: dict[str, str] = {
     "train.beta2": _POLICY,
     "train.eps": _POLICY,
     "train.max_grad_norm": _POLICY,
-    "train.label_smoothing": _SFT,
-    "train.objective": _POLICY,
-    "train.clip_low": _POLICY,
-    "train.clip_high": _POLICY,
-    "train.kl_coef": _POLICY,
-    "train.dpo_beta": _DPO,
+    "train.objective": _RUN,
+    **{
+        f"train.objective.{option}": f"{_FORMULAS}[{option.partition('.')[0]}]"
+        for option in (
+            *("sft.label_smoothing", "policy.clip_low", "policy.clip_high", "policy.kl_coef"),
+            *("dpo.beta", "dpo.label_smoothing"),
+        )
+    },
     "train.router_aux_loss_coef": (f"{_EXPERTS}::test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology"),
     "train.recompute": f"{_OPTIONS}::test_layers_are_computed_twice_where_the_run_file_says_so",
     "train.routing_record": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",

@@ -175,7 +175,7 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
-    verify.add_argument("--objective", default="sft", help="sft (default), policy or dpo")
+    verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
     verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
@@ -288,8 +288,9 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.train.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
+    from meshlora.verify.mutations_of_objectives import as_proved
     from meshlora.verify.plans import read_lora
-    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, LABEL_SMOOTHING, SEED, Request
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -308,9 +309,8 @@ def _verify(options: argparse.Namespace) -> None:
         overrides=_fields(options.overrides),
         lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
         default_dropout=0.0 if options.lora else DROPOUT,
-        label_smoothing=0.0 if options.objective == "policy" else LABEL_SMOOTHING,
         dtype=options.dtype,
-        objective=options.objective,
+        objective=as_proved(options.objective),
         packing=options.packing,
         recompute=options.recompute,
         resume=options.resume,

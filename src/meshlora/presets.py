@@ -77,7 +77,7 @@ def resolved(config: Any) -> str:
     lines = []
     for group, values in PRESETS[config.preset].items():
         own = getattr(config, group)
-        shown = own if group == "lora" else vars(own)
+        shown = own if group == "lora" else vars(own) | vars(getattr(own, "objective", own))
         if shown is not None:
             lines.append(
                 f"{group}: " + ", ".join(f"{key} {shown[key]}" for key in values if shown.get(key) is not None)

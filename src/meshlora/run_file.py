@@ -1,7 +1,8 @@
 """Reading a run file: one YAML -> one tree of dataclasses, every value checked where it stands.
 
 Owns: YAML, overrides, the words for a value of the wrong type or an unknown key, and how a file with several adapters
-is one run for each. Does not own: names, defaults and rules of the fields (`config`).
+is one run for each; also how a value that is one of several kinds is read, and what run files said before objectives
+were such values. Does not own: names, defaults and rules of the fields (`config`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshlora.config import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
+from meshlora.config.objective import KINDS
 from meshlora.errors import UserError, did_you_mean
 from meshlora.presets import with_preset
 from meshlora.reading import parse_yaml, read_text
@@ -85,9 +87,47 @@ def _named(where: str, tree: dict[str, Any]) -> RunConfig:
 
 
 def _run(tree: dict[str, Any]) -> RunConfig:
-    config = _build(RunConfig, with_preset(tree), "")
+    tree = with_preset(tree)
+    if isinstance(tree.get("train"), Mapping):
+        tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
+    config = _build(RunConfig, tree, "")
     assert isinstance(config, RunConfig)
     return config
+
+
+# Parameters of objectives that run files also give beside `objective`: key -> its name inside, and the kinds it is of.
+_BESIDE = {
+    "label_smoothing": ("label_smoothing", ("sft", "dpo")),
+    **{name: (name, ("policy",)) for name in ("clip_low", "clip_high", "kl_coef")},
+    "dpo_beta": ("beta", ("dpo",)),
+}
+
+
+def _with_objective(train: Mapping[str, Any], *, has_preset: bool) -> dict[str, Any]:
+    """The group with its objective as one value, `{kind: dpo, beta: 0.1}`, where it is a name, or has keys beside it.
+
+    has_preset: a key beside may be of the preset, and what the objective says itself stands in its place.
+
+    Raises:
+        UserError: a key beside that this objective does not read, or that it has inside too.
+    """
+    given = train.get("objective", "sft")
+    given = {"kind": given} if isinstance(given, str) else given
+    rest = {key: value for key, value in train.items() if key not in _BESIDE}
+    if not isinstance(given, Mapping) or str(given.get("kind")) not in KINDS:
+        return rest | {"objective": given}  # what is wrong is said where it is read
+    inside = dict(given)
+    for key, (name, kinds) in _BESIDE.items():
+        if key not in train or (has_preset and name in given):
+            continue
+        if given["kind"] in kinds:
+            if name in given:
+                raise UserError(f"train.{key} and train.objective.{name}", "they are the same", "give one")
+            inside[name] = train[key]
+        elif train[key] != getattr(KINDS[kinds[0]](), name):
+            rule = f"it has no effect with train.objective={given['kind']}"
+            raise UserError(f"train.{key}", rule, f"it goes with {' or '.join(kinds)}")
+    return rest | {"objective": inside}
 
 
 def _read_tree(file: Path) -> dict[str, Any]:
@@ -187,6 +227,17 @@ def _build(cls: type, tree: Any, path: str) -> Any:
     return cls(**values)
 
 
+def _kind(value: Any, kinds: tuple[type, ...], where: str) -> type:
+    """Which of several dataclasses `{kind: ...}` is a value of."""
+    known = {kind.kind: kind for kind in kinds}  # type: ignore[attr-defined]
+    named = value.get("kind") if isinstance(value, Mapping) else None
+    if not isinstance(named, str) or named not in known:
+        given = f"{where}: {value!r}" if named is None else f"{where}.kind: {named!r}"
+        rule = f"one of {', '.join(map(repr, known))}"
+        raise UserError(given, rule, _near(named, tuple(known)) or f"give {{kind: {next(iter(known))}}}")
+    return known[named]
+
+
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as the type that the field declares."""
     if dataclasses.is_dataclass(hint):
@@ -197,6 +248,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value not in arguments:
             raise UserError(f"{where}: {value!r}", f"one of {', '.join(map(repr, arguments))}", _near(value, arguments))
         return value
+    if origin is types.UnionType and all(map(dataclasses.is_dataclass, arguments)):
+        return _build(_kind(value, arguments, where), value, where)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from meshlora.config.objective import Sft
 from meshlora.plan.families import PROVED, PROVED_EXPERTS
 from meshlora.verify.proof import Outcome
-from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING
+from meshlora.verify.request import DROPOUT
 
 
 def _check(outcomes: list[Outcome]) -> None:
@@ -20,7 +21,7 @@ def _check(outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize("family", sorted(PROVED - PROVED_EXPERTS))
 def test_family_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
     """With what `meshlora verify` has by itself: dropout and label smoothing."""
-    options = {"default_dropout": DROPOUT, "label_smoothing": LABEL_SMOOTHING}
+    options = {"default_dropout": DROPOUT, "objective": Sft(label_smoothing=0.1)}
     _check(prove_and_note(family=family, topologies=("tp=2", "tp=2,sp"), steps=1, **options))
 
 

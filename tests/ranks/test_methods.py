@@ -17,6 +17,7 @@ import meshlora
 from meshlora.adapter.manage import active_factors, full_factor, runtime
 from meshlora.adapter.peft_format import lora_config
 from meshlora.api import load_without_proof
+from meshlora.config.objective import Sft
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
 from meshlora.parallel.groups import num_processes
@@ -51,7 +52,7 @@ PROOFS: dict[str, dict[str, Any]] = {
     "label smoothing": {
         "family": "llama",
         "lora": {**LORA, "target_modules": [*LINEARS, "lm_head"]},
-        "label_smoothing": 0.1,
+        "objective": Sft(label_smoothing=0.1),
     },
     "pieces": {"family": "gpt2", "lora": PIECES, "topologies": (*TOPOLOGIES, "dp=2")},
     "pieces out of order, of every kind": {

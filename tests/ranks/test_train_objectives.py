@@ -77,7 +77,7 @@ def _column(output: Path, name: str) -> list[float]:
     [
         ("dpo", {"train__kl_coef": 0.1}, "it goes with policy"),
         ("policy", {"train__dpo_beta": 0.5}, "it goes with dpo"),
-        ("policy", {"train__label_smoothing": 0.1}, "no labels to smooth"),
+        ("policy", {"train__label_smoothing": 0.1}, "it goes with sft or dpo"),
         ("dpo", {"train__label_smoothing": 0.5}, "the other answer would be the better"),
         ("policy", {"train__clip_low": 1.5}, "above 0, at most 1"),
         ("policy", {"train__kl_coef": -1.0}, "not negative"),

@@ -34,9 +34,6 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 # What an option has an effect with.
 GOES_WITH: dict[str, dict[str, Any]] = {
-    "kl_coef": {"objective": "policy"},
-    "clip_high": {"objective": "policy"},
-    "dpo_beta": {"objective": "dpo"},
     "decay_steps": {"schedule": "warmup_stable_decay"},
     "epochs": {"steps": None},
     "eval_limit": {"eval": "y"},

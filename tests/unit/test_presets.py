@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from meshlora.config import RunConfig
+from meshlora.config.objective import Sft
 from meshlora.errors import UserError
 from meshlora.presets import PRESETS
 from meshlora.run_file import read_run
@@ -27,7 +28,7 @@ def test_microsoft_e2e_is_the_recipe_of_the_paper(tmp_path: Path) -> None:
     assert lora is not None
     assert (train.lr, train.beta1, train.beta2, train.eps, train.weight_decay) == (2e-4, 0.9, 0.999, 1e-6, 0.01)
     assert (train.warmup_steps, train.epochs, train.steps, train.batch_size) == (500, 5, None, 8)
-    assert (train.schedule, train.label_smoothing, train.max_grad_norm) == ("linear", 0.1, 0)
+    assert (train.schedule, train.objective, train.max_grad_norm) == ("linear", Sft(label_smoothing=0.1), 0)
     assert (train.min_lr, train.decay_biases_and_norms, train.lora_plus_ratio) == (0, True, None)
     assert (lora["r"], lora["lora_alpha"], lora["lora_dropout"]) == (4, 32, 0.1)
     assert (lora["target_modules"], lora["pieces"]) == (["c_attn"], {"c_attn": ["q", "v"]})

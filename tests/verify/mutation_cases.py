@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshlora.verify.mutations_of_objectives import PROVED
 from tests.verify.run_cases import RUNS
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
@@ -188,7 +189,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "topologies": ("tp=2",),
             "overrides": {"vocab_size": 249},
             "lora": _ALL | {"use_dora": True},
-            "label_smoothing": 0.1,
+            "objective": PROVED["sft"],
             "lora_plus_ratio": 4.0,
         },
         {
@@ -304,7 +305,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     "a clipped policy gradient, held to the base": (
-        {"family": "qwen3", "objective": "policy", "topologies": ("dp=2",)},
+        {"family": "qwen3", "objective": PROVED["policy"], "topologies": ("dp=2",)},
         {
             "policy_columns_of_next_token": LOSS,
             "policy_not_clipped": LOSS,
@@ -329,7 +330,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     "pairs of answers": (
-        {"family": "qwen3", "objective": "dpo", "label_smoothing": 0.1, "topologies": ("dp=2",)},
+        {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},
         {
             "dpo_pairs_swapped": LOSS,
             "dpo_per_token": LOSS,
@@ -340,7 +341,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "dropout of the adapter and of the model, held to the base": (
         {
             "family": "gpt2",
-            "objective": "policy",
+            "objective": PROVED["policy"],
             "topologies": ("tp=2,sp",),
             "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
             "lora": _ALL | {"lora_dropout": 0.12},

@@ -24,7 +24,7 @@ from meshlora.verify import command, pool
 from meshlora.verify import mutations as registry
 from meshlora.verify.pool import Pool
 from meshlora.verify.proof import Outcome, Processes, run_proof
-from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, SEED, Request, prepare_proof
+from meshlora.verify.request import DROPOUT, SEED, Request, prepare_proof
 
 PHASES = {
     "sequences",
@@ -67,7 +67,7 @@ def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: p
     assert written["passed"] is True
     assert written["command"].startswith("meshlora verify --family llama --topology tp=2,sp")
     assert {"model_type": "llama", "dtype": "float64", "seed": SEED, "steps": 3}.items() <= written.items()
-    assert {"objective": "sft", "label_smoothing": LABEL_SMOOTHING, "recompute": False}.items() <= written.items()
+    assert {"objective": "sft", "label_smoothing": 0.1, "recompute": False}.items() <= written.items()
     assert written["lora"]["lora_dropout"] == DROPOUT
     assert {"torch", "transformers", "peft", "meshlora", "python"} <= written["versions"].keys()
     assert [(r["topology"], r["mutation"], r["passed"]) for r in written["runs"]] == [

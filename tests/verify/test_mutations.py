@@ -13,8 +13,9 @@ import pytest
 from meshlora.plan.topology import Topology
 from meshlora.verify.document import is_proved
 from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.mutations_of_objectives import PROVED
 from meshlora.verify.proof import Outcome
-from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, Request, prepare_proof
+from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from tests.conftest import Prove
 from tests.verify.mutation_cases import CASES, DIAGNOSES
 
@@ -88,9 +89,9 @@ def test_every_fault_is_caught_on_every_topology_where_it_can_show(prove: Prove)
     ("family", "options"),
     [
         ("qwen3_moe", {"topologies": ("dp=2,ep=2",)}),
-        ("qwen3_moe", {"topologies": ("dp=2,ep=2",), "objective": "policy", "label_smoothing": 0.0}),
-        ("llama", {"objective": "policy", "label_smoothing": 0.0}),
-        ("llama", {"objective": "dpo"}),
+        ("qwen3_moe", {"topologies": ("dp=2,ep=2",), "objective": PROVED["policy"]}),
+        ("llama", {"objective": PROVED["policy"]}),
+        ("llama", {"objective": PROVED["dpo"]}),
         ("llama", {"packing": True}),
         ("llama", {"resume": True}),
         ("llama", {"adapters": 3}),
@@ -99,7 +100,7 @@ def test_every_fault_is_caught_on_every_topology_where_it_can_show(prove: Prove)
 def test_every_fault_that_can_show_is_caught_whatever_is_asked_for(
     family: str, options: dict[str, Any], prove: Prove
 ) -> None:
-    asked = {"topologies": ("tp=2,sp",), "default_dropout": DROPOUT, "label_smoothing": LABEL_SMOOTHING} | options
+    asked = {"topologies": ("tp=2,sp",), "default_dropout": DROPOUT, "objective": PROVED["sft"]} | options
     outcomes = prove(family=family, mutations=tuple(MUTATIONS), **asked)
     assert not [outcome.mutation for outcome in outcomes if outcome.passed != (outcome.mutation is None)]
 

@@ -12,23 +12,25 @@ import torch
 from transformers import AutoTokenizer
 
 from meshlora.cli import main
+from meshlora.config.objective import Policy
 from meshlora.data import collate
 from meshlora.data.preferences import read_preferences
 from meshlora.data.rollouts import read_rollouts
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.oracle.batches import micro_batches
-from meshlora.oracle.objectives import Objective
+from meshlora.oracle.objectives import losses
 from meshlora.oracle.trace import Trace
 from meshlora.verify import command
+from meshlora.verify.mutations_of_objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
-from meshlora.verify.request import DROPOUT, LABEL_SMOOTHING, OBJECTIVES, Request, prepare_proof
+from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2,sp")
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", PROVED)
 def test_objective_is_that_of_one_process_on_every_mesh(
     objective: str, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +55,7 @@ def _check_case(proof: Proof) -> None:
     """Unequal token counts, accumulation with a remainder, dropout, smoothing; clipping in every step."""
     case = proof.case
     assert case.lora["lora_dropout"] == DROPOUT
-    assert case.label_smoothing == (0.0 if case.objective == "policy" else LABEL_SMOOTHING)
+    assert case.objective == PROVED[case.objective.kind]
     data, pairs = case.data, case.rows_per_example
     assert len({int(sequence.is_trained[1:].sum()) for sequence in data}) > 3
     for dp in (1, 2):
@@ -66,28 +68,28 @@ def _check_case(proof: Proof) -> None:
 
 def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: Prove) -> None:
     options = {"default_dropout": DROPOUT, "recompute": True}
-    (outcome,) = prove(family="qwen3", objective="dpo", topologies=("tp=2,sp",), steps=1, **options)
+    (outcome,) = prove(family="qwen3", objective=PROVED["dpo"], topologies=("tp=2,sp",), steps=1, **options)
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
 def test_policy_over_experts_with_load_balancing_is_that_of_one_process(prove: Prove) -> None:
-    (outcome,) = prove(family="qwen3_moe", objective="policy", topologies=("tp=2,sp,ep=2",))
+    (outcome,) = prove(family="qwen3_moe", objective=PROVED["policy"], topologies=("tp=2,sp,ep=2",))
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
 def test_lora_on_the_head_is_off_in_the_base(prove: Prove) -> None:
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head", "down_proj"]}
-    (outcome,) = prove(family="qwen3", objective="policy", topologies=("tp=2,sp",), lora=lora)
+    (outcome,) = prove(family="qwen3", objective=PROVED["policy"], topologies=("tp=2,sp",), lora=lora)
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
 def test_the_case_has_what_its_loss_distinguishes() -> None:
-    proof = prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="policy"))
+    proof = prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective=PROVED["policy"]))
     columns = proof.case.columns
     assert min(columns["advantage"]) < 0 < max(columns["advantage"])
     ratios = np.exp(-np.log(proof.config.vocab_size) - np.array(columns["old_log_prob"]))
     assert 0.1 < (abs(ratios - 1) > 0.2).mean() < 0.9, "some are clipped and some are not"
-    pairs = prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="dpo")).case.data
+    pairs = prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective=PROVED["dpo"])).case.data
     assert pairs.num_examples * 2 == len(pairs)
     lengths = np.diff(pairs.offsets)
     assert (lengths[0::2] != lengths[1::2]).any()
@@ -95,12 +97,12 @@ def test_the_case_has_what_its_loss_distinguishes() -> None:
 
 def test_low_precision_of_experts_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="frozen base routes by itself"):
-        prepare_proof(Request(family="qwen3_moe", topologies=("ep=2",), objective="dpo", dtype="float32"))
+        prepare_proof(Request(family="qwen3_moe", topologies=("ep=2",), objective=PROVED["dpo"], dtype="float32"))
 
 
 def test_unknown_objective_is_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'policy'"):
-        prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="polcy"))
+        as_proved("polcy")
 
 
 # --- the judge's own losses, against numbers worked out by hand
@@ -118,15 +120,15 @@ def test_losses_of_the_judge_are_those_of_the_papers() -> None:
         },
     )
     # Ratios 2 and 1: the first is clipped to 1.2, the second counts as it is.
-    found = Objective("policy").loss_sum(logits, data, None, is_training=True)
+    found = losses(Policy(), logits, data, None, is_training=True).sum()
     assert float(found) == pytest.approx(-1.2 * 1.0 + 3 * 2.0)
     base = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]], dtype=torch.float64))
-    with_kl = Objective("policy", kl_coef=0.5).loss_sum(logits, data, base, is_training=True)
+    with_kl = losses(Policy(kl_coef=0.5), logits, data, base, is_training=True).sum()
     assert float(with_kl - found) == pytest.approx(0.5 * (0.5 - 1 - np.log(0.5)), rel=1e-5)
 
 
 def _rollout():  # type: ignore[no-untyped-def]
-    return prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective="policy")).case.data
+    return prepare_proof(Request(family="qwen3", topologies=("dp=2",), objective=PROVED["policy"])).case.data
 
 
 # --- records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshlora.errors import UnsupportedError, UserError
+from meshlora.verify.mutations_of_objectives import PROVED
 from meshlora.verify.mutations_of_packing import OF_PACKING
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
@@ -16,7 +17,7 @@ def test_packed_rows_are_the_sequences_one_by_one_on_every_mesh(prove: Prove) ->
 
 
 def test_policy_reads_its_columns_and_the_base_in_packed_rows(prove: Prove) -> None:
-    (outcome,) = prove(family="qwen3", objective="policy", packing=True, topologies=("dp=2",))
+    (outcome,) = prove(family="qwen3", objective=PROVED["policy"], packing=True, topologies=("dp=2",))
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
@@ -34,7 +35,7 @@ def test_without_packing_these_faults_are_not_tried() -> None:
 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(UserError, match="a pair is two rows"):
-        prepare_proof(Request(family="qwen3", topologies=("dp=2",), packing=True, objective="dpo"))
+        prepare_proof(Request(family="qwen3", topologies=("dp=2",), packing=True, objective=PROVED["dpo"]))
     with pytest.raises(UnsupportedError, match="its layers mix sequences of one row"):
         prepare_proof(Request(family="lfm2", topologies=("dp=2",), packing=True))
 

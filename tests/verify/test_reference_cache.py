@@ -14,6 +14,7 @@ import pytest
 
 from meshlora.oracle import case as case_module
 from meshlora.oracle.case import Case, case_hash, file_fingerprint
+from meshlora.verify.mutations_of_objectives import PROVED
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 
@@ -25,12 +26,7 @@ CHANGED: dict[str, Any] = {
     "pieces": {"c_attn": ["q"]},
     "router_aux_loss_coef": 0.5,
     "share_experts": True,
-    "label_smoothing": 0.1,
-    "objective": "policy",
-    "clip_low": 0.1,
-    "clip_high": 0.2,
-    "kl_coef": 0.1,
-    "dpo_beta": 0.2,
+    "objective": PROVED["dpo"],
     "columns": {"weight": (1.0,)},
     "rows_per_example": 2,
     "dropout": ("resid_pdrop",),

@@ -4,6 +4,9 @@ Owns: everything up to the tensors of one micro-batch. Does not own: processes; 
 data, the options, and (in `share`) which dp rank asks.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_preferences
@@ -14,8 +17,21 @@ from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
 from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
 
+
+def _read_text(source: Any, tokenizer: Any, *, columns: Any, say: Any, **options: Any) -> TokenizedDataset:
+    return tokenize(read_records(source, columns=columns, say=say), tokenizer, say=say, **options)
+
+
+# How the records of an objective are read, by the name that it gives: paths and a tokenizer in, tokens out.
+READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
+    "text": _read_text,
+    "rollouts": read_rollouts,
+    "pairs": read_preferences,
+}
+
 __all__ = [
     "IGNORED",
+    "READERS",
     "Batch",
     "GlobalBatches",
     "Prompt",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import meshlora
+from meshlora.config.objective import Objective, Sft
 from meshlora.data import Sequence, TokenizedDataset
 from meshlora.errors import UserError
 from meshlora.versions import digest, versions
@@ -26,6 +27,7 @@ from meshlora.versions import digest, versions
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
     "compat.py",
+    "config/objective.py",
     "dropout.py",
     "lift.py",
     "routing.py",
@@ -58,8 +60,7 @@ class Case:
         eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in what it makes of it.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs.
-        label_smoothing, lora_plus_ratio, lora_plus_embedding_lr: of the loss and of the optimizer.
-        objective, clip_low, clip_high, kl_coef, dpo_beta: as in a run file; none at its default or at another's value.
+        objective: what is trained. lora_plus_ratio, lora_plus_embedding_lr: of the optimizer.
         columns, rows_per_example: of the sequences.
         attn_implementation: of both sides, as in transformers.
         quantization: how the frozen base is quantised, nf4 or int8; None: not at all.
@@ -91,12 +92,7 @@ class Case:
     decay_biases_and_norms: bool = False
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
-    label_smoothing: float = 0.0
-    objective: str = "sft"
-    clip_low: float = 0.15
-    clip_high: float = 0.3
-    kl_coef: float = 0.0
-    dpo_beta: float = 0.3
+    objective: Objective = field(default_factory=Sft)
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     rows_per_example: int = 1
     packing: bool = False

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.compat import targets_as_configured
-from meshlora.config import RunConfig, TrainConfig
+from meshlora.config import RunConfig
+from meshlora.config.objective import Objective, Sft
 from meshlora.data import TokenizedDataset
 from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
@@ -35,7 +36,7 @@ from meshlora.oracle.experts import (
     plain_names,
     share_adapters,
 )
-from meshlora.oracle.objectives import Objective
+from meshlora.oracle.objectives import losses
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 from meshlora.oracle.quantized import quantize_base
 
@@ -51,7 +52,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
-    objective: Objective = field(default_factory=Objective)
+    objective: Objective = field(default_factory=Sft)
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -100,7 +101,7 @@ def reference_model(
     return model.train()
 
 
-def loss_sum(
+def losses_of(
     model: nn.Module,
     batch: MicroBatch,
     *,
@@ -108,7 +109,8 @@ def loss_sum(
     base: Tensor | None = None,
     routed: list[tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(summed loss, logits `[B, S, V]`) of one micro-batch, lifted where the model is float64.
+    """(losses, one for each of what a step's is the mean over; logits `[B, S, V]`) of one micro-batch, lifted where the
+    model is float64.
 
     objective: what the loss is; None: cross-entropy. base: logits of the frozen base, where it needs them.
     routed: gets the router logits of its layers, where that is asked for.
@@ -120,8 +122,8 @@ def loss_sum(
         found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
         if routed is not None:
             routed.append(found.router_logits)
-        loss = (objective or Objective()).loss_sum(found.logits, batch, base, is_training=torch.is_grad_enabled())
-    return loss, found.logits
+        each = losses(objective or Sft(), found.logits, batch, base, is_training=torch.is_grad_enabled())
+    return each, found.logits
 
 
 @torch.no_grad()
@@ -130,7 +132,7 @@ def base_logits(model: Any, batch: MicroBatch, objective: Objective) -> Tensor |
     if not objective.needs_base:
         return None
     with model.disable_adapter():
-        return loss_sum(model, batch)[1]
+        return losses_of(model, batch)[1]
 
 
 def accumulate(
@@ -142,28 +144,29 @@ def accumulate(
     router_aux_loss_coef: float = 0.0,
     masks: Masks | None = None,
 ) -> tuple[float, float | None]:
-    """Leave on the factors the gradient of the mean loss over all trained tokens, or pairs, of `batches`, load
+    """Leave on the factors the gradient of the mean loss over what the objective counts in `batches`, load
     balancing included; returns that loss without it, and the loss of load balancing.
 
     bases: `base_logits` of each batch, where they are there already. masks: of the model's dropouts; None: it has none.
     """
-    objective = objective or Objective()
+    objective = objective or Sft()
     bases = bases if bases is not None else [base_logits(model, batch, objective) for batch in batches]
-    tokens = sum(objective.count(batch) for batch in batches)
+    number = 0
     routed: list[tuple[Tensor, ...]] | None = [] if router_aux_loss_coef else None
-    losses: list[Tensor] = []
+    sums: list[Tensor] = []
     for batch, base in zip(batches, bases, strict=True):
         with masks.of_batch(batch) if masks is not None else contextlib.nullcontext():
-            loss, _ = loss_sum(model, batch, objective=objective, base=base, routed=routed)
-        losses.append(loss)
+            each, _ = losses_of(model, batch, objective=objective, base=base, routed=routed)
+        number += len(each)
+        sums.append(each.sum())
         if routed is None:
-            loss.backward()
+            sums[-1].backward()
     aux = None
     if routed is not None:  # it is of all micro-batches together, so they go back together
         with lift(next(model.parameters()).dtype == torch.float64):
             inner = model.get_base_model()  # type: ignore[operator]
             balance = load_balancing_loss(inner, routed, [batch.attention_mask for batch in batches])
-            (torch.stack(losses).sum() + router_aux_loss_coef * tokens * balance).backward()
+            (torch.stack(sums).sum() + router_aux_loss_coef * number * balance).backward()
         aux = float(balance.detach())
     for name, parameter in trainable(model).items():
         if parameter.grad is None:
@@ -172,8 +175,8 @@ def accumulate(
                 "one process gives it no gradient: text does not pass through it",
                 "leave it out with exclude_modules",
             )
-        parameter.grad /= tokens
-    return sum(float(loss.detach()) for loss in losses) / tokens, aux
+        parameter.grad /= number
+    return sum(float(each.detach()) for each in sums) / number, aux
 
 
 def train(
@@ -303,7 +306,7 @@ def train_run(
         options.eps,
         options.weight_decay,
         options.max_grad_norm or None,
-        run_objective(options),
+        options.objective,
         options.router_aux_loss_coef,
         options.lora_plus_ratio,
         options.lora_plus_embedding_lr,
@@ -314,12 +317,6 @@ def train_run(
     losses = train(model, (batches(step) for step in range(steps)), settings, masks)
     model.save_pretrained(str(out))
     return losses
-
-
-def run_objective(options: TrainConfig) -> Objective:
-    """That of a run file."""
-    names = ("label_smoothing", "clip_low", "clip_high", "kl_coef", "dpo_beta")
-    return Objective(options.objective, **{name: getattr(options, name) for name in names})
 
 
 def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:

@@ -21,7 +21,6 @@ from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import adapted_stacks, expert_modules, has_shared_adapters, in_experts
-from meshlora.oracle.objectives import Objective
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.quantized import quantize_base
@@ -31,7 +30,7 @@ from meshlora.oracle.reference import (
     base_logits,
     freeze_outside_pieces,
     linear_rates,
-    loss_sum,
+    losses_of,
     make_optimizer,
     reference_model,
     scalings,
@@ -82,7 +81,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         decay_biases_and_norms=case.decay_biases_and_norms,
     )
     losses: dict[str, Any] = {
-        "objective": objective_of(case),
+        "objective": case.objective,
         "router_aux_loss_coef": case.router_aux_loss_coef,
         "masks": (masks := Masks(model, seed=case.seed)),
     }
@@ -100,7 +99,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
-            bases = [base_logits(model, batch, objective_of(case)) for batch in batches]
+            bases = [base_logits(model, batch, case.objective) for batch in batches]
             with Capture(inner) as capture:
                 loss, aux = accumulate(model, batches, bases=bases, **losses)
             trace.micro_batches = capture.micro_batches
@@ -161,16 +160,16 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 
 @torch.no_grad()
 def evaluate(case: Case, model: Any) -> float:
-    """Mean loss over the trained tokens, or pairs, of all sequences of the case."""
-    total, tokens, objective = 0.0, 0, objective_of(case)
+    """Mean loss over what the objective counts in all sequences of the case."""
+    total, number = 0.0, 0
     for batch in micro_batches(
         case.data, range(case.data.num_examples), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
     ):
         batch = batch.to(case.device)
-        base = base_logits(model, batch, objective)
-        total += float(loss_sum(model, batch, objective=objective, base=base)[0])
-        tokens += objective.count(batch)
-    return total / tokens
+        base = base_logits(model, batch, case.objective)
+        each, _ = losses_of(model, batch, objective=case.objective, base=base)
+        total, number = total + float(each.sum()), number + len(each)
+    return total / number
 
 
 def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
@@ -203,12 +202,6 @@ def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bo
     return model.to(case.device)
 
 
-def objective_of(case: Case) -> Objective:
-    """That of a case."""
-    names = ("label_smoothing", "clip_low", "clip_high", "kl_coef", "dpo_beta")
-    return Objective(case.objective, **{name: getattr(case, name) for name in names})
-
-
 def _case_batches(case: Case, step: int) -> list[MicroBatch]:
     batches = micro_batches_of(
         case.data,
@@ -224,7 +217,7 @@ def _case_batches(case: Case, step: int) -> list[MicroBatch]:
 @torch.no_grad()
 def _first_logits(case: Case, model: Any) -> Tensor:
     case = dataclasses.replace(case, micro_batch_size=2)  # the same ones, however many are computed at once
-    return copy(loss_sum(model, _case_batches(case, 0)[0])[1])
+    return copy(losses_of(model, _case_batches(case, 0)[0])[1])
 
 
 def _copies(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:

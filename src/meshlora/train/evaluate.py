@@ -7,7 +7,6 @@ Does not own: the loss itself (`train.objectives`), when a run evaluates (`train
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from meshlora.adapter.per_expert import engine_config
 from meshlora.adapter.targets import resolve_targets
 from meshlora.api import build_meta, load, read_model_config, resolve_dtype
 from meshlora.config import RunConfig
+from meshlora.config.objective import Objective
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import UserError
 from meshlora.lift import lift
@@ -32,14 +32,14 @@ from meshlora.plan.families import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.batches import Batching
-from meshlora.train.objectives import Objective, base_log_probabilities, objective_of
+from meshlora.train.objectives import base_log_probabilities, count, loss_sum
 from meshlora.train.prepare import check_fits, read_data
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 
 @torch.no_grad()
 def mean_loss(model: Any, batches: Iterable[Batch], objective: Objective) -> tuple[float, int]:
-    """(mean loss over what the objective counts: trained tokens, or pairs; how many these are), over all ranks.
+    """(mean loss over what the objective counts, and how many these are), over all ranks.
 
     batches: this dp rank's share, of which every rank has the same number. Collective. Sums are float64.
     """
@@ -50,12 +50,12 @@ def mean_loss(model: Any, batches: Iterable[Batch], objective: Objective) -> tup
     for batch in batches:
         with lift(model.dtype == torch.float64):
             base = base_log_probabilities(model, batch) if objective.needs_base else None
-            loss, _ = objective.loss(model, batch, base)
+            loss, _ = loss_sum(objective, model, batch, base)
         sums[0] += loss
-        sums[1] += objective.count(batch)
+        sums[1] += count(objective, batch)
     model.train(is_training)
-    loss_sum, count = all_reduce_sum(sums, mesh.dp).tolist()
-    return loss_sum / count, int(count)
+    total, number = all_reduce_sum(sums, mesh.dp).tolist()
+    return total / number, int(number)
 
 
 def perplexity(loss: float) -> float:
@@ -90,9 +90,9 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     """
     if config.data.eval is None:
         raise UserError("data.eval", "there is nothing to evaluate on", "give it, or --data FILE")
-    if adapter is None and objective_of(config.train).needs_base:
+    if adapter is None and config.train.objective.needs_base:
         raise UserError(
-            f"train.objective={config.train.objective} without an adapter",
+            f"train.objective={config.train.objective.kind} without an adapter",
             "it compares the adapter with the base",
             "give --adapter FOLDER",
         )
@@ -142,10 +142,10 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     """Loss, and of supervised fine-tuning perplexity, over all of the data. Every rank calls this and gets the same."""
     join(run.config.device)
     model = load_for_evaluation(run)
-    objective = objective_of(dataclasses.replace(run.config.train, label_smoothing=0.0))
+    objective = run.config.train.objective
     batching = Batching(runtime(model).mesh, run.config.train.micro_batch_size, run.pad_token_id)
     batches = batching.batches(run.data, np.arange(run.data.num_examples))
-    loss, count = mean_loss(model, batches, objective)
+    loss, number = mean_loss(model, batches, objective)
     found: dict[str, Any] = {
         "model": run.config.model.path,
         "adapter": str(run.adapter) if run.adapter is not None else None,
@@ -154,10 +154,8 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
         "examples": run.data.num_examples,
         "loss": loss,
     }
-    if run.config.train.objective == "dpo":
-        return {**found, "pairs": count}
-    found["trained_tokens"] = count
-    if run.config.train.objective == "sft":
+    found["trained_tokens" if objective.per == "token" else f"{objective.per}s"] = number
+    if objective.is_of_text:
         value = perplexity(loss)
         found["perplexity"] = value if math.isfinite(value) else None  # JSON has no word for infinity
     return found

@@ -28,6 +28,7 @@ from meshlora.adapter.manage import add_adapter, runtime
 from meshlora.adapter.many import one_of_many, train_many
 from meshlora.adapter.peft_format import load_adapter
 from meshlora.api import load_without_proof
+from meshlora.config.objective import Sft
 from meshlora.console import Console
 from meshlora.data import Batch, collate, share
 from meshlora.lift import lift
@@ -59,7 +60,8 @@ class ManyTrainer:
         train_many(self.model, self.runs)
         self.mesh = runtime(self.model).mesh
         options = next(iter(self.runs.values())).config.train
-        self.micro_batch_size, self.label_smoothing = options.micro_batch_size, options.label_smoothing
+        assert isinstance(options.objective, Sft), options.objective
+        self.micro_batch_size, self.label_smoothing = options.micro_batch_size, options.objective.label_smoothing
         self.courses: dict[str, Trainer] = {}
         self.done: dict[str, int] = {}  # optimizer steps of each
         for name, run in self.runs.items():

@@ -16,6 +16,7 @@ import torch
 from meshlora.adapter.many import check_many
 from meshlora.api import read_model_config, resolve_dtype
 from meshlora.config import RunConfig
+from meshlora.config.objective import Sft
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.train.lock import hold
@@ -117,7 +118,7 @@ def _check_options(config: RunConfig) -> None:
     """
     train, data = config.train, config.data
     given = {
-        f"train.objective={train.objective}": train.objective != "sft",
+        f"train.objective={train.objective.kind}": not isinstance(train.objective, Sft),
         f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
         f"train.sample_every={train.sample_every}": train.sample_every > 0,
         f"train.track={train.track}": bool(train.track),

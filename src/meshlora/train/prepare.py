@@ -31,7 +31,7 @@ from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
 from meshlora.api import build_meta, read_model_config, resolve_dtype
 from meshlora.compat import attention_of
 from meshlora.config import RUN_CONTENT, RunConfig
-from meshlora.data import GlobalBatches, TokenizedDataset, read_preferences, read_records, read_rollouts, tokenize
+from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import longest_fixed_length
 from meshlora.plan.rules import ModelPlan
@@ -41,7 +41,6 @@ from meshlora.state.weights import CheckpointSource, check_checkpoint, checkpoin
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.identity import Contents, contents, identity
 from meshlora.train.manifest import Saved
-from meshlora.train.objectives import objective_of
 from meshlora.train.packing import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.resuming import going_on
@@ -128,9 +127,9 @@ def prepare(
         lora = engine_config(Path(config.adapter) / WEIGHTS_FILE, lora, plan)
     targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
     check_whole_matrix(lora, targets, plan, dtype)
-    if objective_of(config.train).needs_base and lora.init_lora_weights in WHOLE_MATRIX:
+    if config.train.objective.needs_base and lora.init_lora_weights in WHOLE_MATRIX:
         raise UnsupportedError(
-            f"train.objective={config.train.objective} with init_lora_weights={lora.init_lora_weights!r}",
+            f"train.objective={config.train.objective.kind} with init_lora_weights={lora.init_lora_weights!r}",
             "it needs the frozen base, which has given its principal part to the adapter",
             "use init_lora_weights: true",
         )
@@ -330,19 +329,17 @@ def read_data(
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """The tokens of the files `paths`, read as the run's objective and `data` say. say: is told what is not read."""
-    data, objective = config.data, config.train.objective
-    options: dict[str, Any] = {
-        "max_length": data.max_length,
-        "loss_on": data.loss_on,
-        "cache_dir": Path(data.cache_dir).expanduser(),
-        "vocab_size": vocab_size,
-        "say": say,
-    }
-    if objective == "dpo":
-        return read_preferences(paths, tokenizer, columns=data.columns, **options)
-    if objective == "policy":
-        return read_rollouts(paths, tokenizer, columns=data.columns, **options)
-    return tokenize(read_records(paths, columns=data.columns, say=say), tokenizer, **options)
+    data = config.data
+    return READERS[config.train.objective.reader](
+        paths,
+        tokenizer,
+        columns=data.columns,
+        max_length=data.max_length,
+        loss_on=data.loss_on,
+        cache_dir=Path(data.cache_dir).expanduser(),
+        vocab_size=vocab_size,
+        say=say,
+    )
 
 
 def _num_steps(config: RunConfig, num_sequences: int) -> int:

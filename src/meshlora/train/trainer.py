@@ -38,7 +38,7 @@ from meshlora.train.loss_scale import LossScale
 from meshlora.train.manifest import Kind, Manifest, write_manifest
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.nonfinite import find_not_finite
-from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, objective_of
+from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, count, loss_sum
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
@@ -81,7 +81,7 @@ class Trainer:
         )
         row_length = self.run.config.data.max_length if self.run.config.data.packing else None
         self.batching = Batching(self.mesh, options.micro_batch_size, self.run.pad_token_id, row_length)
-        self.objective = objective_of(options)
+        self.objective = options.objective
         recompute_layers(self.model, options.recompute)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
@@ -181,8 +181,8 @@ class Trainer:
                 with self.masks(step, batch):  # the backward too: it may run forwards once more
                     sums.add(batch, *self._backward(number, batch, is_only=len(batches) == 1))
         aux_loss = self.balance.finish() if self.balance is not None else None
-        count = sum(self.objective.count(batch) for batch in batches)
-        total = finish_gradients_on_device(self.model, num_tokens=count)
+        number = sum(count(self.objective, batch) for batch in batches)
+        total = finish_gradients_on_device(self.model, num_tokens=number)
         if self.loss_scale is not None:
             self.loss_scale.unscale(self.model)
         norm = clip_gradients_on_device(self.model, options.max_grad_norm)
@@ -276,7 +276,7 @@ class Trainer:
         return loss.detach(), sums
 
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
-        """(mean loss over the trained tokens of `data`, or over its pairs; how many these are), over all ranks."""
+        """(mean loss over what the objective counts of `data`, and how many these are), over all ranks."""
         size = self.run.config.train.micro_batch_size * self.mesh.dp.size
         with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
             batches = _each_then(advance, self._micro_batches(data, np.arange(data.num_examples)))
@@ -337,9 +337,9 @@ class Trainer:
     def _report_evaluation(self, step: int) -> float | None:
         if self.run.eval_data is None:
             return None
-        loss, count = self.evaluate(self.run.eval_data)
-        per_token = self.run.config.train.objective == "sft"
-        self.reporter.evaluation(step, loss, count, perplexity=perplexity(loss) if per_token else None)
+        loss, number = self.evaluate(self.run.eval_data)
+        of_text = self.objective.is_of_text
+        self.reporter.evaluation(step, loss, number, perplexity=perplexity(loss) if of_text else None)
         return loss
 
     def _of_base(self, batch: Batch) -> Tensor | None:
@@ -351,7 +351,7 @@ class Trainer:
 
     def _loss_sum(self, batch: Batch, base: Tensor | None) -> tuple[Tensor, Sums]:
         with lift(self.model.dtype == torch.float64):
-            return self.objective.loss(self.model, batch, base)
+            return loss_sum(self.objective, self.model, batch, base)
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         return self.batching.batches(data, indices)

@@ -86,7 +86,7 @@ def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> One
         lr=1e-2 / (1 + number),
         max_grad_norm=(0.0, 0.02, 20.0)[number % 3],
         eps=1e-3,
-        label_smoothing=train.label_smoothing,
+        objective=train.objective,
         lora_plus_ratio=train.lora_plus_ratio,
         lora_plus_embedding_lr=train.lora_plus_embedding_lr,
         seed=number + 1,
@@ -98,7 +98,7 @@ def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> One
 
 def adapters_of(case: Case, number: int) -> dict[str, OneOfMany]:
     """`number` adapters as that of `case`, of other ranks, scales and dropouts."""
-    options = {name: getattr(case, name) for name in ("label_smoothing", "lora_plus_ratio", "lora_plus_embedding_lr")}
+    options = {name: getattr(case, name) for name in ("objective", "lora_plus_ratio", "lora_plus_embedding_lr")}
     train, lora = TrainConfig(output="unused", steps=1, lr=case.lr, **options), LoraConfig(**case.lora)
     found, further = {}, min(0.1, (1 - lora.lora_dropout) / number)  # the last one's dropout is below 1 too
     for n in range(number):

@@ -1,18 +1,60 @@
-"""Mutations of objectives: which faults there are in what is made of log-probabilities, and what each breaks."""
+"""Mutations of objectives: which faults there are in what is made of log-probabilities, and what each breaks.
+
+Owns: also the parameters that `meshlora verify` proves an objective with. At a default nothing shows that it is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from meshlora.config.objective import Dpo, Objective, Policy, Sft
 from meshlora.data import Batch
+from meshlora.errors import UserError, did_you_mean
 from meshlora.train import batches, objectives, trainer
-from meshlora.train.objectives import Dpo, Policy
 from meshlora.train.trainer import Trainer
-from meshlora.verify.mutation import instead, mutation, then
+from meshlora.verify.mutation import Change, instead, mutation, then
+
+# Kind -> what the command proves it with: no value at its default, nor at that of another parameter.
+PROVED: dict[str, Objective] = {
+    "sft": Sft(label_smoothing=0.1),
+    "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1),
+    "dpo": Dpo(beta=0.3, label_smoothing=0.1),
+}
+
+
+def as_proved(kind: str) -> Objective:
+    """The objective that `--objective KIND` proves.
+
+    Raises:
+        UserError: no such kind.
+    """
+    if kind not in PROVED:
+        raise UserError(f"--objective {kind}", did_you_mean(kind, PROVED))
+    return PROVED[kind]
+
+
+def of_formula(change: Callable[[Any], Any]) -> Change:
+    """`change` of the formula of the run's objective."""
+    return objectives, "FORMULAS", lambda found: {kind: change(formula) for kind, formula in found.items()}
+
+
+def with_parameters(**fields: Callable[[Any], Any]) -> Change:
+    """The formula is given each parameter of `fields` by a function of the objective as it should be."""
+
+    def change(formula: Any) -> Any:
+        def of_changed(objective: Any, *seen: Any) -> Any:
+            return formula(
+                dataclasses.replace(objective, **{name: of(objective) for name, of in fields.items()}), *seen
+            )
+
+        return of_changed
+
+    return of_formula(change)
 
 
 def _columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
@@ -53,7 +95,7 @@ OF_OBJECTIVES = dict(
             "policy_not_clipped",
             "a ratio that has left its interval gains nothing",
             "policy",
-            (trainer, "objective_of", then(lambda found, *_: dataclasses.replace(found, clip_low=1.0, clip_high=1e9))),
+            with_parameters(clip_low=lambda o: 1.0, clip_high=lambda o: 1e6),
         ),
         mutation(
             "policy_ratio_always_one",
@@ -71,7 +113,7 @@ OF_OBJECTIVES = dict(
             "policy_sign",
             "what had an advantage becomes more likely",
             "policy",
-            (Policy, "loss", then(lambda found, *_: (-found[0], found[1]))),
+            of_formula(then(lambda found, *_: (-found[0], found[1]))),
         ),
         mutation(
             "base_with_adapter_on",
@@ -95,13 +137,37 @@ OF_OBJECTIVES = dict(
             "dpo_per_token",
             "the loss of pairs is a mean over the pairs of all ranks",
             "dpo",
-            (Dpo, "count", instead(lambda self, batch: batch.num_trained_tokens)),
+            (trainer, "count", instead(lambda objective, batch: batch.num_trained_tokens)),
         ),
         mutation(
             "dpo_labels_not_smoothed",
             "the loss of pairs is smoothed as configured",
             "dpo smoothing",
-            (trainer, "objective_of", then(lambda found, *_: dataclasses.replace(found, label_smoothing=0.0))),
+            with_parameters(label_smoothing=lambda o: 0.0),
+        ),
+        mutation(
+            "policy_clip_sides_swapped",
+            "a ratio is clipped below at 1 - clip_low, above at 1 + clip_high",
+            "policy",
+            with_parameters(clip_low=lambda o: o.clip_high, clip_high=lambda o: o.clip_low),
+        ),
+        mutation(
+            "policy_clip_at_default",
+            "a ratio is clipped as configured",
+            "policy",
+            with_parameters(clip_low=lambda o: 0.2, clip_high=lambda o: 0.2),
+        ),
+        mutation(
+            "policy_kl_doubled",
+            "the divergence from the base weighs as configured",
+            "policy base",
+            with_parameters(kl_coef=lambda o: 2 * o.kl_coef),
+        ),
+        mutation(
+            "dpo_beta_at_default",
+            "pairs are held to the base as configured",
+            "dpo",
+            with_parameters(beta=lambda o: 0.1),
         ),
     ]
 )

@@ -19,7 +19,6 @@ from meshlora.parallel import dropout
 from meshlora.parallel.dropout import DropoutTokens, Mask
 from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.train import batches, gradsync, objectives, trainer
-from meshlora.train.objectives import Sft
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults
 from meshlora.verify.mutation import Change, Mutation, in_call, instead, mutation, then
@@ -42,7 +41,7 @@ def _evaluated(change: Callable[[np.ndarray, int], np.ndarray]) -> Change:
 
 def _smoothed(original: Any) -> Any:
     def evaluate(self: Trainer, data: Any) -> Any:
-        own, loss = self.run.config.train.label_smoothing, objectives.language_model_loss
+        own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_loss
 
         def smoothed(*args: Any, label_smoothing: float, **rest: Any) -> Tensor:
             return loss(*args, label_smoothing=own, **rest)
@@ -59,15 +58,6 @@ def _left_in_evaluation(found: Any, model: Any, *_: Any) -> Any:
 
 
 # --- options
-
-
-def _objective_with(**fields: Any) -> Change:
-    """Each field by a function of the objective as it should be."""
-
-    def change(found: Any, *_: Any) -> Any:
-        return dataclasses.replace(found, **{name: of(found) for name, of in fields.items()})
-
-    return trainer, "objective_of", then(change)
 
 
 def _groups_with(change: Callable[[Any], Any]) -> Change:
@@ -145,7 +135,7 @@ def _norm_afterwards(original: Any) -> Any:
     return clip
 
 
-def _all_tokens(self: Sft, batch: Any) -> int:
+def _all_tokens(objective: Any, batch: Any) -> int:
     return 0 if batch.is_dummy else batch.input_ids.numel()
 
 
@@ -246,7 +236,7 @@ OF_RUNS: dict[str, Mutation] = dict(
             "prompts_and_padding_counted",
             "gradients are divided by the number of tokens that are trained",
             "sft",
-            (Sft, "count", instead(_all_tokens)),
+            (trainer, "count", instead(_all_tokens)),
         ),
         mutation(
             "tokens_of_one_rank_reported",
@@ -350,30 +340,6 @@ OF_RUNS: dict[str, Mutation] = dict(
             "the load-balancing loss weighs as configured",
             "aux_loss",
             (trainer, "LoadBalancing", lambda f: lambda model, *, coef: f(model, coef=0.001)),
-        ),
-        mutation(
-            "policy_clip_sides_swapped",
-            "a ratio is clipped below at 1 - clip_low, above at 1 + clip_high",
-            "policy",
-            _objective_with(clip_low=lambda o: o.clip_high, clip_high=lambda o: o.clip_low),
-        ),
-        mutation(
-            "policy_clip_at_default",
-            "a ratio is clipped as configured",
-            "policy",
-            _objective_with(clip_low=lambda o: 0.2, clip_high=lambda o: 0.2),
-        ),
-        mutation(
-            "policy_kl_doubled",
-            "the divergence from the base weighs as configured",
-            "policy base",
-            _objective_with(kl_coef=lambda o: 2 * o.kl_coef),
-        ),
-        mutation(
-            "dpo_beta_at_default",
-            "pairs are held to the base as configured",
-            "dpo",
-            _objective_with(beta=lambda o: 0.1),
         ),
         mutation(
             "shared_experts_not_summed_over_ep",

@@ -306,11 +306,6 @@ def _terms(model: Any) -> list[str]:
     return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
 
 
-def _of_objective(case: Case) -> dict[str, Any]:
-    readers = {"policy": ("clip_low", "clip_high", "kl_coef"), "dpo": ("dpo_beta",)}
-    return {name: getattr(case, name) for name in readers.get(case.objective, ())}
-
-
 def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
     longest = max(map(len, (sequence.input_ids for sequence in case.data)))
@@ -332,9 +327,7 @@ def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
             beta1=case.beta1,
             beta2=case.beta2,
             eps=case.eps,
-            label_smoothing=case.label_smoothing,
-            objective=case.objective,  # type: ignore[arg-type]
-            **_of_objective(case),
+            objective=case.objective,
             router_aux_loss_coef=case.router_aux_loss_coef,
             lora_plus_ratio=case.lora_plus_ratio,
             lora_plus_embedding_lr=case.lora_plus_embedding_lr,

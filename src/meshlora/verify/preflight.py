@@ -114,7 +114,6 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         topologies=(str(topology),),
         model=config,
         lora=stand_in.lora(run),
-        label_smoothing=run.config.train.label_smoothing,
         objective=run.config.train.objective,
         packing=run.config.data.packing,
         recompute=run.config.train.recompute != "none",
@@ -135,6 +134,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
 def _asked(proof: Proof, key: str) -> dict[str, Any]:
     """What a record of `proof` must say; of the model its kind, the rest of its configuration is in the key."""
     request = {name: value for name, value in vars(proof.request).items() if name not in ("model", "cache_dir")}
+    request["objective"] = vars(proof.request.objective)
     return {
         "key": key,
         "model_type": proof.case.model_type,

@@ -21,6 +21,7 @@ from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.api import read_model_config, resolve_dtype
 from meshlora.compat import READ_FROM
+from meshlora.config.objective import Objective, Sft
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.oracle.balance import has_load_balancing
@@ -39,14 +40,11 @@ from meshlora.verify.mutations import find
 from meshlora.verify.plans import plans_and_adapter
 from meshlora.verify.sequences import proof_sequences
 
-OBJECTIVES = ("sft", "policy", "dpo")
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-# What the command proves with, unless told otherwise; smoothing where the objective has it.
-DROPOUT, LABEL_SMOOTHING = 0.12, 0.1
+DROPOUT = 0.12  # what the command proves with, unless told otherwise
 SEED = 3  # 0 is the default of a run
 _AUTO_PROCESSES = 4
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
-_KL_COEF = 0.1  # the same
 _DTYPES = ("float64", "float32", "bfloat16")
 
 
@@ -59,10 +57,10 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
-        dtype, steps, seed: of the run. micro_batch_size: sequences that are computed at once. label_smoothing,
+        dtype, steps, seed: of the run. micro_batch_size: sequences that are computed at once. objective,
             lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers.
-            resume: our side is stopped before its last step, and goes on from its checkpoint. objective: sft, policy
-            (held to the base) or dpo. adapters: from 2 on so many are trained at once too, each as by itself.
+            resume: our side is stopped before its last step, and goes on from its checkpoint. adapters: from 2 on so
+            many are trained at once too, each as by itself.
         attn_implementation: as in transformers; None: its choice.
         router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
         overrides: fields of the twin's configuration.
@@ -81,8 +79,7 @@ class Request:
     micro_batch_size: int = 2
     adapters: int = 1
     seed: int = SEED
-    label_smoothing: float = 0.0
-    objective: str = "sft"
+    objective: Objective = field(default_factory=Sft)
     packing: bool = False
     recompute: bool = False
     resume: bool = False
@@ -145,15 +142,15 @@ class Proof:
             "dropout": bool(case.dropout) or config.lora_dropout > 0,
             "lora_dropout": config.lora_dropout > 0,
             "model_dropout": bool(case.dropout),
-            "smoothing": case.label_smoothing > 0,
+            "smoothing": getattr(case.objective, "label_smoothing", 0) > 0,
             "packing": case.packing,
             "resume": case.resumes,
             "adapters": self.request.adapters > 1,
             "one_micro_batch": micro_batches == 1,
             "four_micro_batches": micro_batches > 3,
             "quantized": case.quantization is not None,
-            "base": case.objective == "dpo" or case.kl_coef > 0,
-            **{name: case.objective == name for name in OBJECTIVES},
+            "base": case.objective.needs_base,
+            case.objective.kind: True,
             "lora_plus": case.lora_plus_ratio is not None,
         }
         return has | {name for name, is_there in facts.items() if is_there}
@@ -211,9 +208,9 @@ def prepare_proof(request: Request) -> Proof:
         model=request.model if isinstance(request.model, str) and not request.twin else None,
         trust_remote_code=request.trust_remote_code,
     )
-    if request.objective != "sft" and dtype != "float64" and any(plan.experts for plan in plans.values()):
+    if request.objective.needs_base and dtype != "float64" and any(plan.experts for plan in plans.values()):
         why = "routing is replayed below float64, and the frozen base routes by itself"
-        raise UnsupportedError(f"--objective {request.objective} of experts in {dtype}", why, "use float64")
+        raise UnsupportedError(f"--objective {request.objective.kind} of experts in {dtype}", why, "use float64")
     case = Case(
         model="" if is_twin else str(request.model),
         adapter="",
@@ -222,14 +219,12 @@ def prepare_proof(request: Request) -> Proof:
         lora=json.loads(json.dumps(_in_peft_words(request.lora, lora, plans))),
         pieces=pieces,
         share_experts=bool(getattr(lora, "share_experts", False)),
-        label_smoothing=request.label_smoothing,
         objective=request.objective,
         packing=request.packing,
         recompute=request.recompute,
         resumes=request.resume,
         attn_implementation=request.attn_implementation,
         quantization=request.quantization,
-        kl_coef=_KL_COEF if request.objective == "policy" else 0.0,
         columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
         rows_per_example=data.rows_per_example,
         router_aux_loss_coef=_aux_loss_coef(request, config, plans),
@@ -264,12 +259,12 @@ def _check(request: Request) -> None:
         raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
     if request.nproc is not None and request.nproc < 1:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
-    if request.objective not in OBJECTIVES:
-        raise UserError(f"--objective {request.objective}", did_you_mean(request.objective, OBJECTIVES))
-    if request.packing and request.objective == "dpo":
-        raise UserError("--packing with --objective dpo", "a pair is two rows", "leave out --packing")
+    objective = request.objective
+    if request.packing and objective.per != "token":
+        given = f"--packing with --objective {objective.kind}"
+        raise UserError(given, f"a {objective.per} is two rows", "leave out --packing")
     alone = {"--packing": request.packing, "--resume": request.resume, "--recompute": request.recompute}
-    alone[f"--objective {request.objective}"] = request.objective != "sft"
+    alone[f"--objective {objective.kind}"] = not isinstance(objective, Sft)
     for what, is_given in alone.items():
         if is_given and request.adapters > 1:
             raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")

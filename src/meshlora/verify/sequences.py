@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from meshlora.config.objective import Objective
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.errors import UserError
 from meshlora.oracle.case import as_pairs, distinct_sequences, random_tokens, with_rollouts
@@ -19,7 +20,7 @@ def proof_sequences(
     config: PretrainedConfig,
     *,
     number: int,
-    objective: str,
+    objective: Objective,
     seed: int,
     data: str | None,
     model: str | None,
@@ -35,15 +36,15 @@ def proof_sequences(
     """
     found, pad = _tokens(
         config,
-        number=2 * number if objective == "dpo" else number,
+        number=number if objective.per == "token" else 2 * number,
         seed=seed,
         data=data,
         model=model,
         trust_remote_code=trust_remote_code,
     )
-    if objective == "dpo":
+    if objective.reader == "pairs":
         return as_pairs(found), pad
-    if objective == "policy":
+    if objective.reader == "rollouts":
         return with_rollouts(found, vocab_size=config.get_text_config().vocab_size, seed=seed), pad
     return found, pad
 

@@ -1,7 +1,7 @@
 """What a run file says: a tree of dataclasses.
 
-Owns: names, types, defaults and the rules between fields that need no file and no model.
-Does not own: YAML (`run_file`), whether model, data and topology fit together (`train.prepare`).
+Owns: names, types, defaults and the rules between fields that need no file and no model; of objectives
+`config.objective`. Does not own: YAML (`run_file`), whether model, data and topology fit together (`train.prepare`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from meshlora.config.objective import Objective, Sft
 from meshlora.errors import UserError
 from meshlora.plan.topology import Topology
 from meshlora.reading import check_path
@@ -25,8 +26,7 @@ _MOST: dict[str, float] = {
     **dict.fromkeys(("train.warmup_steps", "train.decay_steps"), _STEPS),
     **dict.fromkeys(("train.epochs", "train.batch_size", "train.micro_batch_size", "train.recompute"), 10**6),
     **dict.fromkeys(("train.lr", "train.lora_plus_embedding_lr", "train.weight_decay", "train.eps"), _RATE),
-    **dict.fromkeys(("train.kl_coef", "train.clip_high", "train.dpo_beta", "train.lora_plus_ratio"), _FACTOR),
-    "train.router_aux_loss_coef": _FACTOR,
+    **dict.fromkeys(("train.router_aux_loss_coef", "train.lora_plus_ratio"), _FACTOR),
     "train.max_grad_norm": 1e30,
     "train.timeout_s": 10**7,
     "generate.max_new_tokens": 10**8,
@@ -141,11 +141,7 @@ class TrainConfig:
             linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
             cycle, without lr and warm-up.
         max_grad_norm: of the global gradient; 0 turns clipping off.
-        label_smoothing: share of the loss that goes to all tokens of the vocabulary alike; with dpo, of pairs that are
-            labelled the wrong way round; not in evaluations.
-        objective: sft, policy (clipped policy gradient from records) or dpo (pairs); docs/objectives.md.
-        clip_low, clip_high: of policy, how far below and above 1 the ratio to the old policy counts.
-        kl_coef: of policy, how much the divergence from the frozen base weighs. dpo_beta: the same, of dpo.
+        objective: what is trained, with its parameters: docs/objectives.md.
         router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
         recompute: which decoder layers compute their activations once more in the backward instead of keeping them:
             none, full, or a number n: every n-th.
@@ -184,12 +180,7 @@ class TrainConfig:
     beta2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    label_smoothing: float = 0.0
-    objective: Literal["sft", "policy", "dpo"] = "sft"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    dpo_beta: float = 0.1
+    objective: Objective = field(default_factory=Sft)
     router_aux_loss_coef: float = 0.0
     recompute: str | int = "none"
     routing_record: str | None = None
@@ -231,7 +222,6 @@ class TrainConfig:
         self._check_schedule()
         self._check_objective()
         self._check_keeping()
-        _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
         _require(
             self.lora_plus_embedding_lr > 0, "train.lora_plus_embedding_lr", self.lora_plus_embedding_lr, "above 0"
         )
@@ -266,29 +256,8 @@ class TrainConfig:
             raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
 
     def _check_objective(self) -> None:
-        """What only one objective reads is given where that is the objective."""
-        readers = {"clip_low": "policy", "clip_high": "policy", "kl_coef": "policy", "dpo_beta": "dpo"}
-        for item in dataclasses.fields(self):
-            if (
-                item.name in readers
-                and getattr(self, item.name) != item.default
-                and readers[item.name] != self.objective
-            ):
-                raise UserError(
-                    f"train.{item.name}",
-                    f"it has no effect with train.objective={self.objective}",
-                    f"it goes with {readers[item.name]}",
-                )
-        _require(0 < self.clip_low <= 1, "train.clip_low", self.clip_low, "above 0, at most 1")
-        _require(self.clip_high > 0, "train.clip_high", self.clip_high, "above 0")
-        _require(self.kl_coef >= 0, "train.kl_coef", self.kl_coef, "not negative")
-        _require(self.dpo_beta > 0, "train.dpo_beta", self.dpo_beta, "above 0")
-        if self.objective == "policy" and self.label_smoothing:
-            raise UserError("train.label_smoothing", "a policy gradient has no labels to smooth", "leave it at 0")
-        if self.objective == "dpo" and self.label_smoothing >= 0.5:
-            raise UserError("train.label_smoothing", "from 0.5 on the other answer would be the better", "use less")
-        reads_base = self.objective == "dpo" or self.kl_coef > 0
-        if reads_base and (self.routing_record or self.routing_replay):
+        """A step that runs the base too has two routings."""
+        if self.objective.needs_base and (self.routing_record or self.routing_replay):
             raise UserError(
                 "train.routing_record or train.routing_replay",
                 "a step of this objective runs the frozen base too, whose routing is another",
@@ -373,8 +342,9 @@ class RunConfig:
             )
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
-        if self.data.packing and self.train.objective == "dpo":
-            raise UserError("data.packing with train.objective=dpo", "a pair is two rows", "set data.packing: false")
+        if self.data.packing and (per := self.train.objective.per) != "token":
+            given = f"data.packing with train.objective={self.train.objective.kind}"
+            raise UserError(given, f"a {per} is two rows", "set data.packing: false")
         Topology.parse(self.topology)
 
 
