@@ -17,10 +17,16 @@ from meshlora.train.prepare import prepare
 from tests.pool import Pool
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups, run_file
 
-FILES = {"policy": "rollouts", "dpo": "pairs"}
+FILES = {"policy": "rollouts", "dpo": "pairs", "orpo": "pairs"}
+REPORTED = {
+    "policy": {"ratio", "clip_fraction", "kl"},
+    "dpo": {"accuracy", "margin"},
+    "orpo": {"nll", "accuracy", "log_odds_ratio"},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "policy": {"train__kl_coef": 0.1},
     "dpo": {"train__dpo_beta": 0.2, "train__label_smoothing": 0.1},
+    "orpo": {"train__objective": {"kind": "orpo", "beta": 0.2}},
 }
 
 
@@ -55,7 +61,7 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
         adapter=outputs["tp=2,sp"] / "initial",
         out=tmp_path / "reference",
     )
-    reported = {"policy": {"ratio", "clip_fraction", "kl"}, "dpo": {"accuracy", "margin"}}[objective]
+    reported = REPORTED[objective]
     for output in outputs.values():
         assert compare_adapters(output / "adapter", tmp_path / "reference").relative < 1e-6
         assert largest_loss_gap(read_losses(output / "metrics.jsonl"), losses) < 1e-11

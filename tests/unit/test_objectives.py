@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.config.objective import KINDS, Dpo, Objective, Policy, Sft
+from meshlora.config.objective import KINDS, Dpo, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.lift import lift
 from meshlora.train import losses, objectives
@@ -82,11 +82,22 @@ def dpo(model: Model, columns: dict[str, Tensor]) -> Tensor:
     return torch.stack(each).mean()
 
 
+def orpo(model: Model, columns: dict[str, Tensor]) -> Tensor:
+    sizes = [3, 4, 2, 6]
+    p = [torch.exp(one / size) for one, size in zip(sums(model.logits), sizes, strict=True)]
+    each = []
+    for n in (0, 2):
+        log_odds_ratio = torch.log(p[n] / (1 - p[n])) - torch.log(p[n + 1] / (1 - p[n + 1]))
+        each.append(-torch.log(p[n]) + 0.3 * -torch.log(torch.sigmoid(log_odds_ratio)))
+    return torch.stack(each).mean()
+
+
 # With no parameter at its default.
 PAPERS: dict[str, tuple[Objective, Any]] = {
     "sft": (Sft(label_smoothing=0.3), sft),
     "policy": (Policy(clip_low=0.1, clip_high=0.4, kl_coef=0.25), policy),
     "dpo": (Dpo(beta=0.3, label_smoothing=0.2), dpo),
+    "orpo": (Orpo(beta=0.3), orpo),
 }
 
 

@@ -338,6 +338,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "dpo_beta_at_default": LOSS,
         },
     ),
+    "pairs of answers, without a base": (
+        {"family": "qwen3", "objective": PROVED["orpo"], "topologies": ("dp=2",)},
+        {
+            "orpo_not_length_normalised": LOSS,
+            "orpo_odds_upside_down": LOSS,
+            "orpo_odds_of_probabilities": LOSS,
+            "orpo_without_likelihood": LOSS,
+            "orpo_beta_at_default": LOSS,
+        },
+    ),
     "dropout of the adapter and of the model, held to the base": (
         {
             "family": "gpt2",

@@ -101,5 +101,21 @@ class Dpo(_Objective):
         self._must(0 <= self.label_smoothing < 0.5, "label_smoothing", rule)
 
 
-Objective = Sft | Policy | Dpo
+@dataclass(frozen=True, kw_only=True)
+class Orpo(_Objective):
+    """Odds-ratio preference optimisation over pairs, without the base.
+
+    beta: how much the odds ratio weighs beside the cross-entropy of the chosen answer (lambda in the paper).
+    """
+
+    kind: Literal["orpo"] = "orpo"
+    beta: float = 0.1
+    reader: ClassVar[str] = "pairs"
+    per: ClassVar[Per] = "pair"
+
+    def __post_init__(self) -> None:
+        self._above_0("beta")
+
+
+Objective = Sft | Policy | Dpo | Orpo
 KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Objective)}

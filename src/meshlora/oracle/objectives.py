@@ -1,6 +1,6 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
-Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO. Nothing of
+Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO. Nothing of
 `train.objectives` is used; what both sides are given is the value with the parameters (`config.objective`).
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.config.objective import Dpo, Objective, Policy, Sft
+from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
 from meshlora.oracle.batches import UNTRAINED, MicroBatch
 
 
@@ -62,7 +62,16 @@ def _dpo(objective: Dpo, logits: Tensor, batch: MicroBatch, base: Tensor | None,
     return torch.stack(pairs)
 
 
-_LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Dpo: _dpo}
+def _orpo(objective: Orpo, logits: Tensor, batch: MicroBatch, base: None, is_training: bool) -> Tensor:
+    means = _of_rows(logits, batch) / (batch.labels != UNTRAINED).sum(1)
+    pairs = []
+    for better, worse in means.view(-1, 2):
+        odds, other = (p / (1 - p) for p in (better.exp(), worse.exp()))
+        pairs.append(-better - objective.beta * torch.log(odds / (odds + other)))  # sigmoid of the log of odds / other
+    return torch.stack(pairs)
+
+
+_LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Dpo: _dpo, Orpo: _orpo}
 _COLUMNS = ("advantage", "old_log_prob", "weight")
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.manage import disable_adapter
-from meshlora.config.objective import Dpo, Objective, Policy, Sft
+from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.train.losses import language_model_loss, log_probabilities
 
@@ -117,7 +117,30 @@ def dpo(objective: Dpo, seen: Seen) -> tuple[Tensor, Sums]:
     return loss, {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
 
 
-FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo}
+def orpo(objective: Orpo, seen: Seen) -> tuple[Tensor, Sums]:
+    """Odds-ratio preference optimisation (Hong et al., 2024, equations 3 to 7), per pair.
+
+    loss = -l(y+) - beta log sigmoid(log odds(y+) - log odds(y-)), l(y) the mean of log pi(t) over the tokens of y,
+    odds(y) = exp l(y) / (1 - exp l(y)).
+    """
+    mean = mean_log_p(seen)
+    odds = log_odds(mean)
+    ratio, nll = odds[0::2] - odds[1::2], -mean[0::2]
+    loss = nll - objective.beta * F.logsigmoid(ratio)
+    return loss, {"nll": nll, "accuracy": (ratio > 0).to(ratio.dtype), "log_odds_ratio": ratio}
+
+
+def mean_log_p(seen: Seen) -> Tensor:
+    """Mean of log pi over the trained tokens of each row, `[B]`."""
+    return seen.log_p.sum(1) / seen.is_trained.sum(1)
+
+
+def log_odds(log_p: Tensor) -> Tensor:
+    """log (p / (1 - p)), also where p is next to 1."""
+    return log_p - torch.log(-torch.expm1(log_p))
+
+
+FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo}
 
 
 def batch_log_probabilities(model: Any, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshlora.config.objective import Dpo, Objective, Policy, Sft
+from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.errors import UserError, did_you_mean
 from meshlora.train import batches, objectives, trainer
@@ -24,6 +24,7 @@ PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
     "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1),
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
+    "orpo": Orpo(beta=0.4),
 }
 
 
@@ -167,6 +168,36 @@ OF_OBJECTIVES = dict(
             "dpo_beta_at_default",
             "pairs are held to the base as configured",
             "dpo",
+            with_parameters(beta=lambda o: 0.1),
+        ),
+        mutation(
+            "orpo_not_length_normalised",
+            "odds are of the mean over the tokens of an answer",
+            "orpo",
+            (objectives, "mean_log_p", instead(lambda seen: seen.log_p.sum(1))),
+        ),
+        mutation(
+            "orpo_odds_upside_down",
+            "the odds of the better answer are to exceed those of the worse",
+            "orpo",
+            (objectives, "log_odds", then(lambda found, *_: -found)),
+        ),
+        mutation(
+            "orpo_odds_of_probabilities",
+            "odds are p / (1 - p)",
+            "orpo",
+            (objectives, "log_odds", instead(lambda log_p: log_p)),
+        ),
+        mutation(
+            "orpo_without_likelihood",
+            "the better answer is trained as text too",
+            "orpo",
+            of_formula(then(lambda found, *_: (found[0] - found[1]["nll"], found[1]))),
+        ),
+        mutation(
+            "orpo_beta_at_default",
+            "the odds ratio weighs as configured",
+            "orpo",
             with_parameters(beta=lambda o: 0.1),
         ),
     ]
