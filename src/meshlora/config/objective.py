@@ -19,12 +19,17 @@ _LARGEST = 1e6  # far above any use
 
 @dataclass(frozen=True, kw_only=True)
 class _Objective:
-    """reader: of its records (`data.READERS`). per: what the loss is a mean over. is_of_text: of plain text."""
+    """reader: of its records (`data.READERS`). per: what the loss is a mean over. is_of_text: it is one of plain text.
+
+    trained_row: of the two rows of an example the one that is trained on; the loss then has a reference point, the
+    divergence from the base over the other rows of all examples of the step. None: all rows are trained on.
+    """
 
     kind: str
     reader: ClassVar[str] = "text"
     per: ClassVar[Per] = "token"
     is_of_text: ClassVar[bool] = False
+    trained_row: ClassVar[int | None] = None
 
     @property
     def needs_base(self) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshlora.data import Sequence as Row
 from meshlora.data import TokenizedDataset
 
 UNTRAINED = -100
@@ -23,7 +25,7 @@ class MicroBatch:
     """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained.
 
     columns: name -> float32 `[B, S]`, of the same tokens as the labels. first_place: of its first sequence in the
-    global batch; the others follow.
+    global batch; the others follow, each by `stride`. other: the rows of the same examples that are not trained on.
     """
 
     input_ids: Tensor
@@ -31,6 +33,8 @@ class MicroBatch:
     labels: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     first_place: int = 0
+    stride: int = 1
+    other: MicroBatch | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -41,11 +45,19 @@ class MicroBatch:
         """The same on `device`."""
         columns = {name: column.to(device) for name, column in self.columns.items()}
         ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
-        return MicroBatch(ids, mask, labels, columns, self.first_place)
+        other = self.other.to(device) if self.other is not None else None
+        return MicroBatch(ids, mask, labels, columns, self.first_place, self.stride, other)
 
 
 def micro_batches_of(
-    data: TokenizedDataset, *, batch_size: int, micro_batch_size: int, seed: int, step: int, pad_token_id: int
+    data: TokenizedDataset,
+    *,
+    batch_size: int,
+    micro_batch_size: int,
+    seed: int,
+    step: int,
+    pad_token_id: int,
+    trained_row: int | None = None,
 ) -> list[MicroBatch]:
     """The sequences of optimizer step `step`, in the run's global order, in pieces of `micro_batch_size`.
 
@@ -60,25 +72,42 @@ def micro_batches_of(
     order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
     chosen = order[first : first + batch_size]
-    return list(micro_batches(data, chosen, micro_batch_size=micro_batch_size, pad_token_id=pad_token_id))
+    options = {"micro_batch_size": micro_batch_size, "pad_token_id": pad_token_id}
+    return list(micro_batches(data, chosen, trained_row=trained_row, **options))
 
 
 def micro_batches(
-    data: TokenizedDataset, indices: Sequence[int], *, micro_batch_size: int, pad_token_id: int
+    data: TokenizedDataset,
+    indices: Sequence[int],
+    *,
+    micro_batch_size: int,
+    pad_token_id: int,
+    trained_row: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """The sequences, or pairs, `indices` in pieces, padded on the right."""
+    """The sequences, or pairs, `indices` in pieces, padded on the right. trained_row: of each two rows only this one,
+    with the other ones beside.
+    """
     each = data.rows_per_example
     for start in range(0, len(indices), micro_batch_size):
         chosen = indices[start : start + micro_batch_size]
-        rows = [data[index * each + row] for index in chosen for row in range(each)]
-        shape = (len(rows), max(len(row.input_ids) for row in rows))
-        ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
-        columns = {name: torch.zeros(shape) for name in data.columns}
-        for place, row in enumerate(rows):
-            for position, token in enumerate(row.input_ids.tolist()):
-                ids[place, position], mask[place, position] = token, 1
-                if position and row.is_trained[position]:  # what comes before a trained token predicts it
-                    labels[place, position - 1] = token
-                    for name, column in columns.items():
-                        column[place, position - 1] = float(row.columns[name][position])
-        yield MicroBatch(ids, mask, labels, columns, start * each)
+        if trained_row is None:
+            rows = [data[index * each + row] for index in chosen for row in range(each)]
+            yield _padded(rows, pad_token_id, first_place=start * each)
+            continue
+        trained, other = ([data[index * each + row] for index in chosen] for row in (trained_row, 1 - trained_row))
+        beside = _padded(other, pad_token_id)
+        yield _padded(trained, pad_token_id, first_place=start * each + trained_row, stride=each, other=beside)
+
+
+def _padded(rows: Sequence[Row], pad_token_id: int, **place: Any) -> MicroBatch:
+    shape = (len(rows), max(len(row.input_ids) for row in rows))
+    ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
+    columns = {name: torch.zeros(shape) for name in rows[0].columns}
+    for number, row in enumerate(rows):
+        for position, token in enumerate(row.input_ids.tolist()):
+            ids[number, position], mask[number, position] = token, 1
+            if position and row.is_trained[position]:  # what comes before a trained token predicts it
+                labels[number, position - 1] = token
+                for name, column in columns.items():
+                    column[number, position - 1] = float(row.columns[name][position])
+    return MicroBatch(ids, mask, labels, columns, **place)

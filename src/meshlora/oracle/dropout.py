@@ -49,7 +49,7 @@ class Masks:
             if self._batch is None:
                 return input
             batch_size, length = self._batch.input_ids.shape
-            place = torch.arange(batch_size, device=input.device) + self._batch.first_place
+            place = torch.arange(batch_size, device=input.device) * self._batch.stride + self._batch.first_place
             number = place[:, None] * 2**32 + torch.arange(length, device=input.device)
             features = torch.arange(input.shape[-1], device=input.device)
             kept = keep_mask(mask_key(self.seed, self.step, name), number.reshape(-1), features, p)

@@ -17,10 +17,25 @@ from meshlora.oracle.batches import UNTRAINED, MicroBatch
 
 
 def losses(
-    objective: Objective, logits: Tensor, batch: MicroBatch, base: Tensor | None, *, is_training: bool
+    objective: Objective,
+    logits: Tensor,
+    batch: MicroBatch,
+    base: Tensor | None,
+    *,
+    is_training: bool,
+    point: Tensor | None = None,
 ) -> Tensor:
-    """One for each of what the loss of a step is the mean over. logits: `[B, S, V]`; base: those of the frozen base."""
-    return _LOSSES[type(objective)](objective, logits, batch, base, is_training)
+    """One for each of what the loss of a step is the mean over. logits: `[B, S, V]`; base: those of the frozen base.
+
+    point: `[]`, what rewards are compared with, of all sequences of the step, where the objective has one.
+    """
+    options = {} if point is None else {"point": point}
+    return _LOSSES[type(objective)](objective, logits, batch, base, is_training, **options)
+
+
+def gained(logits: Tensor, base: Tensor, batch: MicroBatch) -> Tensor:
+    """log p of the trained tokens of each row together, over that of the frozen base: `[B]`."""
+    return _of_rows(logits, batch) - _of_rows(base, batch)
 
 
 def _sft(objective: Sft, logits: Tensor, batch: MicroBatch, base: None, is_training: bool) -> Tensor:
@@ -54,9 +69,8 @@ def _policy(objective: Policy, logits: Tensor, batch: MicroBatch, base: Tensor |
 def _dpo(objective: Dpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool) -> Tensor:
     assert base is not None
     smoothing = objective.label_smoothing if is_training else 0.0
-    gained = _of_rows(logits, batch) - _of_rows(base, batch)
     pairs = []
-    for better, worse in gained.view(-1, 2):
+    for better, worse in gained(logits, base, batch).view(-1, 2):
         wins = torch.sigmoid(objective.beta * (better - worse))
         pairs.append(-(1 - smoothing) * wins.log() - smoothing * (1 - wins).log())
     return torch.stack(pairs)

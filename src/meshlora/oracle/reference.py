@@ -36,7 +36,7 @@ from meshlora.oracle.experts import (
     plain_names,
     share_adapters,
 )
-from meshlora.oracle.objectives import losses
+from meshlora.oracle.objectives import gained, losses
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 from meshlora.oracle.quantized import quantize_base
 
@@ -107,12 +107,13 @@ def losses_of(
     *,
     objective: Objective | None = None,
     base: Tensor | None = None,
+    point: Tensor | None = None,
     routed: list[tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(losses, one for each of what a step's is the mean over; logits `[B, S, V]`) of one micro-batch, lifted where the
     model is float64.
 
-    objective: what the loss is; None: cross-entropy. base: logits of the frozen base, where it needs them.
+    objective: what the loss is; None: cross-entropy. base, point: of `before_losses`, where it needs them.
     routed: gets the router logits of its layers, where that is asked for.
     """
     options = {"output_router_logits": True} if routed is not None else {}
@@ -122,7 +123,7 @@ def losses_of(
         found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
         if routed is not None:
             routed.append(found.router_logits)
-        each = losses(objective or Sft(), found.logits, batch, base, is_training=torch.is_grad_enabled())
+        each = losses(objective or Sft(), found.logits, batch, base, is_training=torch.is_grad_enabled(), point=point)
     return each, found.logits
 
 
@@ -135,28 +136,43 @@ def base_logits(model: Any, batch: MicroBatch, objective: Objective) -> Tensor |
         return losses_of(model, batch)[1]
 
 
+def before_losses(
+    model: Any, batches: Sequence[MicroBatch], objective: Objective
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """(`base_logits` of each batch; the mean of what all their other rows gained over it, at least 0, or None)."""
+    others = [batch.other for batch in batches if batch.other is not None]
+    rows = []
+    for other in others:
+        base = base_logits(model, other, objective)
+        assert base is not None
+        with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
+            rows.append(gained(losses_of(model, other)[1], base, other))
+    point = torch.cat(rows).mean().clamp(min=0) if rows else None
+    return [base_logits(model, batch, objective) for batch in batches], point
+
+
 def accumulate(
     model: nn.Module,
     batches: Sequence[MicroBatch],
     *,
     objective: Objective | None = None,
-    bases: Sequence[Tensor | None] | None = None,
+    before: tuple[Sequence[Tensor | None], Tensor | None] | None = None,
     router_aux_loss_coef: float = 0.0,
     masks: Masks | None = None,
 ) -> tuple[float, float | None]:
     """Leave on the factors the gradient of the mean loss over what the objective counts in `batches`, load
     balancing included; returns that loss without it, and the loss of load balancing.
 
-    bases: `base_logits` of each batch, where they are there already. masks: of the model's dropouts; None: it has none.
+    before: `before_losses` of the batches, if known already. masks: of the model's dropouts; None: it has none.
     """
     objective = objective or Sft()
-    bases = bases if bases is not None else [base_logits(model, batch, objective) for batch in batches]
+    bases, point = before or before_losses(model, batches, objective)
     number = 0
     routed: list[tuple[Tensor, ...]] | None = [] if router_aux_loss_coef else None
     sums: list[Tensor] = []
     for batch, base in zip(batches, bases, strict=True):
         with masks.of_batch(batch) if masks is not None else contextlib.nullcontext():
-            each, _ = losses_of(model, batch, objective=objective, base=base, routed=routed)
+            each, _ = losses_of(model, batch, objective=objective, base=base, point=point, routed=routed)
         number += len(each)
         sums.append(each.sum())
         if routed is None:
@@ -297,6 +313,7 @@ def train_run(
             seed=options.seed,
             step=step,
             pad_token_id=pad_token_id,
+            trained_row=options.objective.trained_row,
         )
 
     rates = linear_rates(options.lr, warmup_steps=options.warmup_steps, steps=steps)

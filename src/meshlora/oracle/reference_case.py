@@ -27,7 +27,7 @@ from meshlora.oracle.quantized import quantize_base
 from meshlora.oracle.reference import (
     AdamW,
     accumulate,
-    base_logits,
+    before_losses,
     freeze_outside_pieces,
     linear_rates,
     losses_of,
@@ -99,9 +99,9 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
-            bases = [base_logits(model, batch, case.objective) for batch in batches]
+            before = before_losses(model, batches, case.objective)
             with Capture(inner) as capture:
-                loss, aux = accumulate(model, batches, bases=bases, **losses)
+                loss, aux = accumulate(model, batches, before=before, **losses)
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
             trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
@@ -162,12 +162,17 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 def evaluate(case: Case, model: Any) -> float:
     """Mean loss over what the objective counts in all sequences of the case."""
     total, number = 0.0, 0
-    for batch in micro_batches(
-        case.data, range(case.data.num_examples), micro_batch_size=case.micro_batch_size, pad_token_id=case.pad_token_id
-    ):
-        batch = batch.to(case.device)
-        base = base_logits(model, batch, case.objective)
-        each, _ = losses_of(model, batch, objective=case.objective, base=base)
+    found = micro_batches(
+        case.data,
+        range(case.data.num_examples),
+        micro_batch_size=case.micro_batch_size,
+        pad_token_id=case.pad_token_id,
+        trained_row=case.objective.trained_row,
+    )
+    batches = [batch.to(case.device) for batch in found]
+    bases, point = before_losses(model, batches, case.objective)
+    for batch, base in zip(batches, bases, strict=True):
+        each, _ = losses_of(model, batch, objective=case.objective, base=base, point=point)
         total, number = total + float(each.sum()), number + len(each)
     return total / number
 
@@ -210,6 +215,7 @@ def _case_batches(case: Case, step: int) -> list[MicroBatch]:
         seed=case.seed,
         step=step,
         pad_token_id=case.pad_token_id,
+        trained_row=case.objective.trained_row,
     )
     return [batch.to(case.device) for batch in batches]
 

@@ -20,12 +20,14 @@ class Batching:
     """How the examples of an optimizer step become the micro-batches of one dp rank.
 
     row_length: sequences are packed into rows of at most so many tokens; None: each has a row of its own.
+    only: of the rows of an example the one that is taken; None: all.
     """
 
     mesh: Mesh
     micro_batch_size: int
     pad_token_id: int
     row_length: int | None = None
+    only: int | None = None
 
     def rows(self, data: TokenizedDataset, indices: np.ndarray, *, dp_rank: int | None = None) -> list[list[list[int]]]:
         """The micro-batches of this rank, or of `dp_rank`: for each row the places of its sequences in the step.
@@ -41,7 +43,8 @@ class Batching:
         if self.row_length is not None:
             return packed_share(np.diff(data.offsets)[indices].tolist(), row_length=self.row_length, **options)
         parts = share(np.arange(len(indices)), **options)
-        return [[[int(place) * each + row] for place in part for row in range(each)] for part in parts]
+        taken = range(each) if self.only is None else (self.only,)
+        return [[[int(place) * each + row] for place in part for row in taken] for part in parts]
 
     def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches.

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_config
@@ -32,16 +33,19 @@ from meshlora.plan.families import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.batches import Batching
-from meshlora.train.objectives import base_log_probabilities, count, loss_sum
+from meshlora.train.objectives import base_log_probabilities, count, loss_sum, reference_point
 from meshlora.train.prepare import check_fits, read_data
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 
 @torch.no_grad()
-def mean_loss(model: Any, batches: Iterable[Batch], objective: Objective) -> tuple[float, int]:
+def mean_loss(
+    model: Any, batches: Iterable[Batch], objective: Objective, point: Tensor | None = None
+) -> tuple[float, int]:
     """(mean loss over what the objective counts, and how many these are), over all ranks.
 
-    batches: this dp rank's share, of which every rank has the same number. Collective. Sums are float64.
+    batches: this dp rank's share, of which every rank has the same number. point: `reference_point` of all of
+    them. Collective. Sums are float64.
     """
     mesh = runtime(model).mesh
     is_training = model.training
@@ -50,7 +54,7 @@ def mean_loss(model: Any, batches: Iterable[Batch], objective: Objective) -> tup
     for batch in batches:
         with lift(model.dtype == torch.float64):
             base = base_log_probabilities(model, batch) if objective.needs_base else None
-            loss, _ = loss_sum(objective, model, batch, base)
+            loss, _ = loss_sum(objective, model, batch, base, point)
         sums[0] += loss
         sums[1] += count(objective, batch)
     model.train(is_training)
@@ -143,9 +147,11 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     join(run.config.device)
     model = load_for_evaluation(run)
     objective = run.config.train.objective
-    batching = Batching(runtime(model).mesh, run.config.train.micro_batch_size, run.pad_token_id)
-    batches = batching.batches(run.data, np.arange(run.data.num_examples))
-    loss, number = mean_loss(model, batches, objective)
+    size, indices = run.config.train.micro_batch_size, np.arange(run.data.num_examples)
+    batching = Batching(runtime(model).mesh, size, run.pad_token_id, only=objective.trained_row)
+    with lift(model.dtype == torch.float64):
+        point = reference_point(objective, model, batching, run.data, indices)
+    loss, number = mean_loss(model, batching.batches(run.data, indices), objective, point)
     found: dict[str, Any] = {
         "model": run.config.model.path,
         "adapter": str(run.adapter) if run.adapter is not None else None,

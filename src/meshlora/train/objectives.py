@@ -9,17 +9,21 @@ Legend: pi the model with its adapter, ref the frozen base without; t trained to
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.adapter.manage import disable_adapter
+from meshlora.adapter.manage import disable_adapter, runtime
 from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
-from meshlora.data import Batch
+from meshlora.data import Batch, TokenizedDataset
+from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.train.batches import Batching
 from meshlora.train.losses import language_model_loss, log_probabilities
 
 Sums = Mapping[str, Tensor]  # name -> a sum whose mean over the step is reported
@@ -31,6 +35,7 @@ class Seen:
 
     log_p, log_ref: log-probabilities `[B, S]` of pi and, where the objective needs them, of ref; 0 where untrained.
     is_trained: bool `[B, S]`. columns: name -> `[B, S]`, of the records. is_training: no evaluation.
+    point: `[]`, the reference point of the step, where the objective has one.
     """
 
     log_p: Tensor
@@ -38,22 +43,26 @@ class Seen:
     is_trained: Tensor
     columns: Mapping[str, Tensor]
     is_training: bool
+    point: Tensor | None = None
 
 
 Formula = Callable[[Any, Seen], tuple[Tensor, Sums]]  # (objective, what is seen) -> (losses, values to report): to sum
 
 
 def count(objective: Objective, batch: Batch) -> int:
-    """What the sum over this batch is divided by its share of: trained tokens, or pairs."""
+    """What the sum over this batch is divided by its share of: trained tokens, pairs or records."""
     if objective.per == "token":
         return batch.num_trained_tokens
-    return 0 if batch.is_dummy else len(batch.input_ids) // 2
+    return 0 if batch.is_dummy else len(batch.input_ids) // (2 if objective.per == "pair" else 1)
 
 
-def loss_sum(objective: Objective, model: Any, batch: Batch, base: Tensor | None) -> tuple[Tensor, Sums]:
+def loss_sum(
+    objective: Objective, model: Any, batch: Batch, base: Tensor | None, point: Tensor | None = None
+) -> tuple[Tensor, Sums]:
     """(the summed loss of a batch on the model's device, sums to report).
 
-    base: log-probabilities `[B, S]` of the frozen base, where the objective needs them.
+    base: log-probabilities `[B, S]` of the frozen base, where the objective needs them. point: `reference_point` of the
+    step.
     """
     if isinstance(objective, Sft):  # its logits never exist, nor the log-probabilities of single tokens
         loss = language_model_loss(
@@ -70,7 +79,7 @@ def loss_sum(objective: Objective, model: Any, batch: Batch, base: Tensor | None
     log_p = batch_log_probabilities(model, batch)[rows]
     columns = {name: column[rows].to(log_p.dtype) for name, column in batch.columns.items()}
     log_ref = None if base is None else base[rows]
-    seen = Seen(log_p, log_ref, batch.labels[rows] >= 0, columns, model.training)
+    seen = Seen(log_p, log_ref, batch.labels[rows] >= 0, columns, model.training, point)
     losses, values = FORMULAS[type(objective)](objective, seen)
     return losses.sum(), {name: value.detach().sum() for name, value in values.items()}
 
@@ -141,6 +150,29 @@ def log_odds(log_p: Tensor) -> Tensor:
 
 
 FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo}
+
+
+@torch.no_grad()
+def reference_point(
+    objective: Objective, model: Any, batching: Batching, data: TokenizedDataset, indices: np.ndarray
+) -> Tensor | None:
+    """`[]`: the mean of log pi(y) - log ref(y) over the rows of the examples `indices` that are not trained on, of all
+    dp ranks, at least 0; None where the objective has no such point. Without dropout and gradient. Collective.
+
+    It is of the whole step: a mean over a micro-batch, or over those of a rank, would change with the topology.
+    """
+    if objective.trained_row is None:
+        return None
+    mesh = runtime(model).mesh
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    is_training = model.training
+    model.eval()
+    for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(data, indices):
+        gained = batch_log_probabilities(model, batch) - base_log_probabilities(model, batch)
+        sums += torch.stack([gained.double().sum(), sums.new_tensor(count(objective, batch))])
+    model.train(is_training)
+    total, number = all_reduce_sum(sums, mesh.dp)
+    return (total / number).clamp(min=0)
 
 
 def batch_log_probabilities(model: Any, batch: Batch) -> Tensor:

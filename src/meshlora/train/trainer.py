@@ -38,7 +38,14 @@ from meshlora.train.loss_scale import LossScale
 from meshlora.train.manifest import Kind, Manifest, write_manifest
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.nonfinite import find_not_finite
-from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, count, loss_sum
+from meshlora.train.objectives import (
+    Sums,
+    base_log_probabilities,
+    batch_log_probabilities,
+    count,
+    loss_sum,
+    reference_point,
+)
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
@@ -80,8 +87,11 @@ class Trainer:
             self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
         )
         row_length = self.run.config.data.max_length if self.run.config.data.packing else None
-        self.batching = Batching(self.mesh, options.micro_batch_size, self.run.pad_token_id, row_length)
         self.objective = options.objective
+        self.point: Tensor | None = None  # of the step that is taken
+        self.batching = Batching(
+            self.mesh, options.micro_batch_size, self.run.pad_token_id, row_length, self.objective.trained_row
+        )
         recompute_layers(self.model, options.recompute)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
@@ -174,6 +184,7 @@ class Trainer:
         sums = StepSums(self.mesh)
         indices = self.batches.batch(step)
         batches = list(self._micro_batches(self.run.train_data, indices))
+        self.point = self._reference_point(self.run.train_data, indices)
         with self.routing.step(step, indices) if self.routing is not None else contextlib.nullcontext():
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, functools.partial(self._log_probabilities, step))
@@ -279,8 +290,9 @@ class Trainer:
         """(mean loss over what the objective counts of `data`, and how many these are), over all ranks."""
         size = self.run.config.train.micro_batch_size * self.mesh.dp.size
         with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
-            batches = _each_then(advance, self._micro_batches(data, np.arange(data.num_examples)))
-            return mean_loss(self.model, batches, self.objective)
+            indices = np.arange(data.num_examples)
+            batches = _each_then(advance, self._micro_batches(data, indices))
+            return mean_loss(self.model, batches, self.objective, self._reference_point(data, indices))
 
     def _manifest(self, kind: Kind, *, done: int) -> Manifest:
         """What is said of a folder that is saved after `done` steps."""
@@ -349,9 +361,13 @@ class Trainer:
         with lift(self.model.dtype == torch.float64):
             return base_log_probabilities(self.model, batch)
 
+    def _reference_point(self, data: TokenizedDataset, indices: np.ndarray) -> Tensor | None:
+        with lift(self.model.dtype == torch.float64):
+            return reference_point(self.objective, self.model, self.batching, data, indices)
+
     def _loss_sum(self, batch: Batch, base: Tensor | None) -> tuple[Tensor, Sums]:
         with lift(self.model.dtype == torch.float64):
-            return loss_sum(self.objective, self.model, batch, base)
+            return loss_sum(self.objective, self.model, batch, base, self.point)
 
     def _micro_batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         return self.batching.batches(data, indices)

@@ -247,8 +247,10 @@ def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish))
         stack.enter_context(mock.patch.object(Trainer, "_loss_sum", counted_loss))
         capture = stack.enter_context(Capture(model))
-        for owner, name in (*((LoadBalancing, n) for n in ("count", "count_here", "finish")), (Trainer, "_of_base")):
-            stack.enter_context(apart(owner, name))
+        for name in ("count", "count_here", "finish"):
+            stack.enter_context(apart(LoadBalancing, name))
+        for name in ("_of_base", "_reference_point"):
+            stack.enter_context(apart(Trainer, name))
         stack.enter_context(counter)
         yield
     plan = runtime(model).plan
