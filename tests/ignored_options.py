@@ -144,6 +144,7 @@ CAUGHT_BY: dict[str, str] = {
         for option in (
             *("sft.label_smoothing", "policy.clip_low", "policy.clip_high", "policy.kl_coef"),
             *("dpo.beta", "dpo.label_smoothing", "orpo.beta"),
+            *("kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
         )
     },
     "train.router_aux_loss_coef": (f"{_EXPERTS}::test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology"),

@@ -17,16 +17,18 @@ from meshlora.train.prepare import prepare
 from tests.pool import Pool
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups, run_file
 
-FILES = {"policy": "rollouts", "dpo": "pairs", "orpo": "pairs"}
+FILES = {"policy": "rollouts", "dpo": "pairs", "orpo": "pairs", "kto": "feedback"}
 REPORTED = {
     "policy": {"ratio", "clip_fraction", "kl"},
     "dpo": {"accuracy", "margin"},
     "orpo": {"nll", "accuracy", "log_odds_ratio"},
+    "kto": {"accuracy", "kl"},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "policy": {"train__kl_coef": 0.1},
     "dpo": {"train__dpo_beta": 0.2, "train__label_smoothing": 0.1},
     "orpo": {"train__objective": {"kind": "orpo", "beta": 0.2}},
+    "kto": {"train__objective": {"kind": "kto", "beta": 0.2, "desirable_weight": 1.2, "undesirable_weight": 0.8}},
 }
 
 
@@ -87,6 +89,19 @@ def _column(output: Path, name: str) -> list[float]:
         ("dpo", {"train__label_smoothing": 0.5}, "the other answer would be the better"),
         ("policy", {"train__clip_low": 1.5}, "above 0, at most 1"),
         ("policy", {"train__kl_coef": -1.0}, "not negative"),
+        ("dpo", {"train__objective": {"kind": "dpo", "betta": 0.1}}, "did you mean 'beta'"),
+        ("dpo", {"train__objective": {"kind": "dqo"}}, "did you mean 'dpo'"),
+        ("dpo", {"train__objective": {"beta": 0.1}}, "give {kind: "),
+        ("dpo", {"train__objective": {"kind": "dpo", "beta": 0.1}, "train__dpo_beta": 0.1}, "they are the same"),
+        ("orpo", {"train__dpo_beta": 0.2}, "it goes with dpo"),
+        ("orpo", {"data__packing": True}, "a pair is two rows"),
+        ("kto", {"data__packing": True}, "a record is two rows"),
+        ("kto", {"train__objective": {"kind": "kto", "desirable_weight": 0}}, "above 0, at most"),
+        (
+            "kto",
+            {"data__train": str(EXAMPLES / "docstrings" / "pairs.jsonl")},
+            "each must be {prompt, completion",
+        ),
         ("policy", {"train__routing_record": "somewhere"}, "runs the frozen base too"),
         ("dpo", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "each must be {prompt, chosen"),
         ("policy", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "has neither advantage nor"),

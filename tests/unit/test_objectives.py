@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.config.objective import KINDS, Dpo, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import KINDS, Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.lift import lift
 from meshlora.train import losses, objectives
@@ -92,12 +92,26 @@ def orpo(model: Model, columns: dict[str, Tensor]) -> Tensor:
     return torch.stack(each).mean()
 
 
+POINT = 0.4  # of rewards, some of which are above it and some below
+
+
+def kto(model: Model, columns: dict[str, Tensor]) -> Tensor:
+    pi, ref = sums(model.logits), sums(model.of_base)
+    each = []
+    for n, is_liked in enumerate((True, False, False, True)):
+        reward = pi[n] - ref[n]
+        liked, disliked = torch.sigmoid(0.3 * (reward - POINT)), torch.sigmoid(0.3 * (POINT - reward))
+        each.append(1.5 - 1.5 * liked if is_liked else 0.7 - 0.7 * disliked)  # lambda_y - v(x, y)
+    return torch.stack(each).mean()
+
+
 # With no parameter at its default.
 PAPERS: dict[str, tuple[Objective, Any]] = {
     "sft": (Sft(label_smoothing=0.3), sft),
     "policy": (Policy(clip_low=0.1, clip_high=0.4, kl_coef=0.25), policy),
     "dpo": (Dpo(beta=0.3, label_smoothing=0.2), dpo),
     "orpo": (Orpo(beta=0.3), orpo),
+    "kto": (Kto(beta=0.3, desirable_weight=1.5, undesirable_weight=0.7), kto),
 }
 
 
@@ -110,6 +124,7 @@ def test_objective_is_the_formula_of_its_paper(kind: str, model: Model) -> None:
         "advantage": torch.randn(shape),
         "weight": torch.rand(shape),
         "old_log_prob": -torch.rand(shape) * 4,
+        "desirable": (LABELS >= 0) * torch.tensor([[1.0], [-1.0], [-1.0], [1.0]]),
     }
     batch = batch_of(columns)
     expected = formula(model, {name: column.double() for name, column in columns.items()})
@@ -120,7 +135,7 @@ def test_objective_is_the_formula_of_its_paper(kind: str, model: Model) -> None:
             base = losses.log_probabilities(
                 type("Base", (), {"logits": model.of_base})(), batch.input_ids, None, LABELS, trained=batch.trained
             )
-        total, _ = loss_sum(objective, model, batch, base)
+        total, _ = loss_sum(objective, model, batch, base, torch.tensor(POINT, dtype=torch.float64))
     found = total / count(objective, batch)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     assert torch.allclose(torch.autograd.grad(found, model.logits)[0], gradient, rtol=1e-10, atol=1e-14)

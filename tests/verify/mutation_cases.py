@@ -348,6 +348,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "orpo_beta_at_default": LOSS,
         },
     ),
+    "answers that were liked or not": (
+        {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",)},
+        {
+            "kto_labels_swapped": LOSS,
+            "kto_weights_swapped": LOSS,
+            "kto_point_of_one_rank": LOSS,
+            "kto_point_of_first_micro_batches": LOSS,
+            "kto_point_of_base_from_policy": LOSS,
+            "kto_beta_at_default": LOSS,
+        },
+    ),
     "dropout of the adapter and of the model, held to the base": (
         {
             "family": "gpt2",

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from meshlora.cli import main
 from meshlora.config.objective import Policy
 from meshlora.data import collate
+from meshlora.data.feedback import read_feedback
 from meshlora.data.preferences import read_preferences
 from meshlora.data.rollouts import read_rollouts
 from meshlora.errors import UnsupportedError, UserError
@@ -70,6 +71,17 @@ def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: 
     options = {"default_dropout": DROPOUT, "recompute": True}
     (outcome,) = prove(family="qwen3", objective=PROVED["dpo"], topologies=("tp=2,sp",), steps=1, **options)
     assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize("objective", ["orpo", "kto"])
+@pytest.mark.parametrize("micro_batch_size", [1, 5])
+def test_neither_mesh_nor_micro_batches_change_what_is_compared(
+    objective: str, micro_batch_size: int, prove: Prove
+) -> None:
+    """Of llama the divergence from the base is above 0, so that it counts; resumed, too."""
+    options = {"micro_batch_size": micro_batch_size, "resume": micro_batch_size == 1}
+    outcomes = prove(family="llama", objective=PROVED[objective], topologies=("tp=2,sp", "dp=2"), **options)
+    assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
 
 
 def test_policy_over_experts_with_load_balancing_is_that_of_one_process(prove: Prove) -> None:
@@ -195,6 +207,44 @@ def test_pairs_of_text_and_of_messages_are_neighbours(tmp_path: Path, tokenizer)
     better, worse = data.example(0)
     assert better.input_ids[0] == worse.input_ids[0]
     assert len(better.input_ids) < len(worse.input_ids)
+
+
+def test_answer_stands_beside_the_one_to_another_prompt(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    rows = [("a", " x", True), ("a", " y", False), ("b", " z", True), ("b", " v w", False)]
+    file = _write(tmp_path, *({"prompt": p, "completion": c, "label": is_liked} for p, c, is_liked in rows))
+    data = read_feedback(file, tokenizer, max_length=16)
+    texts = [tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in data]
+    assert texts == ["a x", "a v w", "a y", "a v w", "b z", "b y", "b v w", "b y"]
+    signs = [set(sequence.columns["desirable"].tolist()) for sequence in data]
+    assert signs == [{1.0}, {1.0}, {-1.0}, {-1.0}] * 2
+    assert (data.num_examples, data.first(3).num_examples) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "completion": "b"}, "'label' is missing"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "label is a number"),
+        ({"prompt": "a", "completion": "b", "label": True, "weight": 1}, "unknown field 'weight'"),
+        ({"completion": [{"role": "assistant", "content": "b"}], "label": True}, "messages in some records"),
+    ],
+)
+def test_feedback_that_cannot_be_used_is_named_by_line(
+    row: dict[str, object],
+    words: str,
+    tmp_path: Path,
+    tokenizer,  # type: ignore[no-untyped-def]
+) -> None:
+    file = _write(tmp_path, {"prompt": "a", "completion": " b", "label": True}, row)
+    with pytest.raises(UserError, match=words) as error:
+        read_feedback(file, tokenizer, max_length=16)
+    assert "rows.jsonl:2" in str(error.value)
+
+
+def test_feedback_on_one_prompt_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    file = _write(tmp_path, *({"prompt": "a", "completion": c, "label": True} for c in (" b", " c")))
+    with pytest.raises(UserError, match="answers to other prompts"):
+        read_feedback(file, tokenizer, max_length=16)
 
 
 @pytest.mark.parametrize(

@@ -122,5 +122,29 @@ class Orpo(_Objective):
         self._above_0("beta")
 
 
-Objective = Sft | Policy | Dpo | Orpo
+@dataclass(frozen=True, kw_only=True)
+class Kto(_Objective):
+    """Kahneman-Tversky optimisation of single answers that were liked or not.
+
+    beta: how closely the policy is held to the base. desirable_weight, undesirable_weight: of the loss of either kind.
+    """
+
+    kind: Literal["kto"] = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    reader: ClassVar[str] = "feedback"
+    per: ClassVar[Per] = "record"
+    trained_row: ClassVar[int | None] = 0
+
+    @property
+    def needs_base(self) -> bool:
+        """Always."""
+        return True
+
+    def __post_init__(self) -> None:
+        self._above_0("beta", "desirable_weight", "undesirable_weight")
+
+
+Objective = Sft | Policy | Dpo | Orpo | Kto
 KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Objective)}

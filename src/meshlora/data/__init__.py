@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.feedback import read_feedback
 from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_preferences
 from meshlora.data.records import Record
@@ -27,6 +28,7 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "text": _read_text,
     "rollouts": read_rollouts,
     "pairs": read_preferences,
+    "feedback": read_feedback,
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "joined",
     "packed_share",
     "prompts_of",
+    "read_feedback",
     "read_preferences",
     "read_records",
     "read_rollouts",

@@ -44,7 +44,7 @@ def read_preferences(
     for origin, row in read_rows(source, mistakes, known=FIELDS, columns=columns, say=say):
         try:
             check_fields(row, FIELDS)
-            pair = [_record(row, name, origin) for name in ("chosen", "rejected")]
+            pair = [record_of(row, name, origin) for name in ("chosen", "rejected")]
             if _content(pair[0]) == _content(pair[1]):
                 raise MalformedError("chosen and rejected are the same")
             records += pair
@@ -63,7 +63,8 @@ def read_preferences(
     return dataclasses.replace(tokens, rows_per_example=2)
 
 
-def _record(row: Mapping[str, Any], name: str, origin: str) -> Record:
+def record_of(row: Mapping[str, Any], name: str, origin: str) -> Record:
+    """`prompt` of a row with its answer `name`, text or messages. Raises: MalformedError."""
     if name not in row:
         raise MalformedError(f"{name!r} is missing")
     answer, prompt = row[name], row.get("prompt")

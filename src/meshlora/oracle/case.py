@@ -180,6 +180,14 @@ def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
     return replace(data, input_ids=ids, rows_per_example=2)
 
 
+def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
+    """The same sequences, every second one another answer to the prompt before it; two in three records are liked."""
+    data = as_pairs(data)
+    liked = np.repeat([1.0 if record % 3 != 1 else -1.0 for record in range(data.num_examples)], 2)
+    column = np.repeat(liked, np.diff(data.offsets)).astype(np.float32)
+    return replace(data, columns={"desirable": column})
+
+
 def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:
     """The first `number` sequences of `data` that differ from each other and have a trained token.
 

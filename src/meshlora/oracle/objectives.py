@@ -1,7 +1,7 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
-Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO. Nothing of
-`train.objectives` is used; what both sides are given is the value with the parameters (`config.objective`).
+Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO. Nothing
+of `train.objectives` is used; what both sides are given is the value with the parameters (`config.objective`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.oracle.batches import UNTRAINED, MicroBatch
 
 
@@ -85,7 +85,21 @@ def _orpo(objective: Orpo, logits: Tensor, batch: MicroBatch, base: None, is_tra
     return torch.stack(pairs)
 
 
-_LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Dpo: _dpo, Orpo: _orpo}
+def _kto(
+    objective: Kto, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool, point: Tensor
+) -> Tensor:
+    assert base is not None
+    records = []
+    for row, reward in enumerate(gained(logits, base, batch)):
+        (label,) = set(batch.columns["desirable"][row][batch.labels[row] != UNTRAINED].tolist())
+        if label == 1:
+            records.append(objective.desirable_weight * (1 - torch.sigmoid(objective.beta * (reward - point))))
+        else:
+            records.append(objective.undesirable_weight * (1 - torch.sigmoid(objective.beta * (point - reward))))
+    return torch.stack(records)
+
+
+_LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Dpo: _dpo, Orpo: _orpo, Kto: _kto}
 _COLUMNS = ("advantage", "old_log_prob", "weight")
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.manage import disable_adapter, runtime
-from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.train.batches import Batching
@@ -149,7 +149,22 @@ def log_odds(log_p: Tensor) -> Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo}
+def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
+    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024, equation 8), per record.
+
+    loss = w (1 - sigmoid(beta (r - z))) of a desirable y, with r = log pi(y)/ref(y) and z the reference point;
+    w (1 - sigmoid(beta (z - r))) of an undesirable one, each with its own weight w.
+    """
+    assert seen.log_ref is not None
+    assert seen.point is not None
+    sign = seen.columns["desirable"].sum(1).sign()
+    gain = (seen.log_p - seen.log_ref).sum(1) - seen.point.to(sign.dtype)
+    weight = torch.full_like(sign, objective.undesirable_weight).masked_fill(sign > 0, objective.desirable_weight)
+    loss = weight * torch.sigmoid(-objective.beta * sign * gain)  # 1 - sigmoid(x) is sigmoid(-x)
+    return loss, {"accuracy": (sign * gain > 0).to(sign.dtype), "kl": seen.point.expand_as(sign)}
+
+
+FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo, Kto: kto}
 
 
 @torch.no_grad()
@@ -168,11 +183,15 @@ def reference_point(
     is_training = model.training
     model.eval()
     for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(data, indices):
-        gained = batch_log_probabilities(model, batch) - base_log_probabilities(model, batch)
-        sums += torch.stack([gained.double().sum(), sums.new_tensor(count(objective, batch))])
+        sums += torch.stack([gained(model, batch).double(), sums.new_tensor(count(objective, batch))])
     model.train(is_training)
     total, number = all_reduce_sum(sums, mesh.dp)
     return (total / number).clamp(min=0)
+
+
+def gained(model: Any, batch: Batch) -> Tensor:
+    """`[]`: log pi over log ref of all trained tokens of a batch together."""
+    return (batch_log_probabilities(model, batch) - base_log_probabilities(model, batch)).sum()
 
 
 def batch_log_probabilities(model: Any, batch: Batch) -> Tensor:

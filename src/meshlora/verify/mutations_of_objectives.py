@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshlora.config.objective import Dpo, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.errors import UserError, did_you_mean
 from meshlora.train import batches, objectives, trainer
@@ -25,6 +25,7 @@ PROVED: dict[str, Objective] = {
     "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1),
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
+    "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7),
 }
 
 
@@ -78,6 +79,20 @@ def _of_other_row(batch: Batch, *_: Any, **__: Any) -> Batch:
     order = [row ^ 1 for row in range(len(batch.input_ids))]
     ids, mask, labels = (t[order] for t in (batch.input_ids, batch.attention_mask, batch.labels))
     return dataclasses.replace(batch, input_ids=ids, attention_mask=mask, labels=labels)
+
+
+def _liked_the_other_way_round(batch: Batch, *_: Any, **__: Any) -> Batch:
+    columns = {name: -column if name == "desirable" else column for name, column in batch.columns.items()}
+    return dataclasses.replace(batch, columns=columns)
+
+
+def _of_the_first(point: Any) -> Any:
+    """A reference point of the first micro-batches of the ranks alone."""
+
+    def of_first(objective: Any, model: Any, batching: Any, data: Any, indices: Any) -> Any:
+        return point(objective, model, batching, data, indices[: batching.micro_batch_size * batching.mesh.dp.size])
+
+    return of_first
 
 
 def _base_in_halves(base: Tensor | None, *_: Any) -> Tensor | None:
@@ -198,6 +213,44 @@ OF_OBJECTIVES = dict(
             "orpo_beta_at_default",
             "the odds ratio weighs as configured",
             "orpo",
+            with_parameters(beta=lambda o: 0.1),
+        ),
+        mutation(
+            "kto_labels_swapped",
+            "what is liked becomes more likely",
+            "kto",
+            (batches, "collate", then(_liked_the_other_way_round)),
+        ),
+        mutation(
+            "kto_weights_swapped",
+            "what is liked and what is not have each their own weight",
+            "kto",
+            with_parameters(
+                desirable_weight=lambda o: o.undesirable_weight, undesirable_weight=lambda o: o.desirable_weight
+            ),
+        ),
+        mutation(
+            "kto_point_of_one_rank",
+            "rewards are compared with the divergence over the sequences of all ranks",
+            "kto dp",
+            (objectives, "all_reduce_sum", instead(lambda tensor, axis: tensor)),
+        ),
+        mutation(
+            "kto_point_of_first_micro_batches",
+            "rewards are compared with the divergence over all sequences of a step",
+            "kto",
+            (trainer, "reference_point", _of_the_first),
+        ),
+        mutation(
+            "kto_point_of_base_from_policy",
+            "rewards are compared with the divergence of the policy from the base",
+            "kto",
+            (objectives, "gained", then(lambda found, *_: -found)),
+        ),
+        mutation(
+            "kto_beta_at_default",
+            "answers are held to the base as configured",
+            "kto",
             with_parameters(beta=lambda o: 0.1),
         ),
     ]

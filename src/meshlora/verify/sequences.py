@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from meshlora.config.objective import Objective
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.errors import UserError
-from meshlora.oracle.case import as_pairs, distinct_sequences, random_tokens, with_rollouts
+from meshlora.oracle.case import as_pairs, distinct_sequences, random_tokens, with_feedback, with_rollouts
 from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 _MAX_LENGTH = 128
@@ -44,6 +44,8 @@ def proof_sequences(
     )
     if objective.reader == "pairs":
         return as_pairs(found), pad
+    if objective.reader == "feedback":
+        return with_feedback(found), pad
     if objective.reader == "rollouts":
         return with_rollouts(found, vocab_size=config.get_text_config().vocab_size, seed=seed), pad
     return found, pad
