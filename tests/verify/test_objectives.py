@@ -28,7 +28,7 @@ from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
-TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2,sp")
+TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp")
 
 
 @pytest.mark.parametrize("objective", PROVED)

@@ -24,6 +24,7 @@ from meshlora.adapter.manage import active_factors, adapter_factors, runtime
 from meshlora.adapter.pieces import PieceLoraConfig
 from meshlora.api import load_without_proof
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.config.objective import Objective, Sft
 from meshlora.lift import lift
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
@@ -150,7 +151,7 @@ def _first_step(trainer: Trainer, train_step: Callable[[int], StepMetrics], trac
     """The step of which everything is recorded."""
     logits = _logits(trainer)
     recomputes = trainer.run.config.train.recompute != "none"
-    with _watch(trainer.model, trace, recomputes=recomputes):
+    with _watch(trainer.model, trace, trainer.objective, recomputes=recomputes):
         metrics = train_step(0)
     for micro, whole in zip(trace.micro_batches, logits, strict=True):
         micro.forward[""] = whole
@@ -199,7 +200,7 @@ def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
+def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) -> Iterator[None]:
     """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
     clip, finish = trainer_module.clip_gradients_on_device, trainer_module.finish_gradients_on_device
     loss = Trainer._loss_sum
@@ -261,6 +262,9 @@ def _watch(model: Any, trace: Trace, *, recomputes: bool) -> Iterator[None]:
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * len(capture.micro_batches) for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, len(capture.micro_batches))
+    # Of log-probabilities, unlike of a summed loss, the backward computes the logits once more.
+    if plan.topology.tp > 1 and not isinstance(objective, Sft):
+        budget += Counter({("backward", "allgather"): len(capture.micro_batches)})
     budget += step_budget(plan, [f.rule for f in active_factors(model)])
     trace.budget = {" ".join(key): number for key, number in budget.items()}
 
