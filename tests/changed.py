@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -44,10 +45,13 @@ class Fault:
 def is_there(test: str) -> bool:
     """Whether there is a test of this id, as in `tests/unit/test_many.py::test_name[case]`, whatever its cases are."""
     file, _, name = test.partition("::")
-    if not (ROOT / file).is_file():
-        return False
-    found = ast.parse((ROOT / file).read_text("utf-8")).body
-    return name.partition("[")[0] in {node.name for node in found if isinstance(node, ast.FunctionDef)}
+    return name.partition("[")[0] in _functions_of(ROOT / file)
+
+
+@functools.cache
+def _functions_of(file: Path) -> frozenset[str]:
+    found = ast.parse(file.read_text("utf-8")).body if file.is_file() else []
+    return frozenset(node.name for node in found if isinstance(node, ast.FunctionDef))
 
 
 def run_under(

@@ -14,6 +14,7 @@ from meshlora.plan.families import PROVED
 from meshlora.verify import command
 from meshlora.verify.mutations import MUTATIONS
 from meshlora.verify.request import Proof
+from tests.changed import is_there
 from tests.scripts import ROOT, load_script
 
 
@@ -64,6 +65,15 @@ def test_fault_of_a_public_thread_is_caught(words: str, monkeypatch: pytest.Monk
 
 def test_readme_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_each_capability_has_tests_that_are_there() -> None:
+    lines = (ROOT / "docs" / "capabilities.md").read_text("utf-8").splitlines()
+    rows = [line for line in lines if line[:2] == "| " and line != "| capability | page | test |"]
+    tests = [test for row in rows for test in re.findall(r"`([^`]+)`", row.split(" | ")[-1])]
+    assert len(rows) > 150
+    assert not [row for row in rows if "`tests/" not in row.split(" | ")[-1]]
+    assert not [test for test in tests if not is_there(test)]
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
