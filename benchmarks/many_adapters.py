@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from base_products import time_products
 from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapter
 from meshlora.adapter.many import train_many
-from meshlora.api import load_without_proof
+from meshlora.api import load_blueprint
+from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.parallel.many import Share
@@ -84,7 +85,8 @@ def make_checkpoint(folder: Path, model: dict[str, Any]) -> None:
 
 def ours(folder: Path, dtype: str, quantization: str | None) -> Any:
     """The checkpoint with all adapters."""
-    model = load_without_proof(folder, topology=Topology(), dtype=dtype, device="cpu", quantization=quantization)
+    base = make_blueprint(folder, Topology(), BaseOptions(dtype=dtype, quantization=quantization))
+    model = load_blueprint(base, device="cpu")
     for number, name in enumerate(NAMES):
         add_adapter(model, name, lora_of(number), seed=number)
     return model.train()

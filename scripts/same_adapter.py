@@ -30,7 +30,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from meshlora.api import load_without_proof
+from meshlora.api import load_blueprint
+from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.lift import lift
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
@@ -112,7 +113,8 @@ def _gpt2(folder: Path, tokenizer: Path) -> Path:
 def _logits_gap(model: str, adapter: Path, dtype: str) -> float:
     """How far the logits of PEFT with `adapter` are from ours with it, relative to the largest."""
     ids = torch.arange(48).view(2, 24)
-    ours = load_without_proof(model, topology=Topology(), adapter=adapter, dtype=dtype, device="cpu").eval()
+    blueprint = make_blueprint(model, Topology(), BaseOptions(dtype=dtype)).with_folder(adapter)
+    ours = load_blueprint(blueprint, device="cpu").eval()
     base = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     theirs = PeftModel.from_pretrained(base, str(adapter)).eval()
     with lift(dtype == "float64"):

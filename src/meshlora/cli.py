@@ -284,12 +284,12 @@ def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
 
 
 def _verify(options: argparse.Namespace) -> None:
+    from meshlora.adapter.peft_format import read_lora
     from meshlora.parallel.groups import launcher_place
     from meshlora.train.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.mutations import MUTATIONS
     from meshlora.verify.mutations_of_objectives import as_proved
-    from meshlora.verify.plans import read_lora
     from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request
 
     place = launcher_place()
@@ -374,11 +374,11 @@ def _table_of(run: Any) -> Any:
     from meshlora.adapter.describe import describe_targets
     from meshlora.presets import resolved
 
-    table = Table(show_header=False, box=None)
+    table, adapter = Table(show_header=False, box=None), run.blueprint.trained
     rows = {
         "model": f"{run.config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)",
         "topology": f"{run.topology} ({run.topology.world} processes)",
-        "adapter": "\n".join([f"{run.num_trainable:,} trainable parameters", *describe_targets(run.targets)]),
+        "adapter": "\n".join([f"{adapter.num_trainable:,} trainable parameters", *describe_targets(adapter.targets)]),
         "train data": _size(run.train_data),
         "eval data": _size(run.eval_data),
         "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",

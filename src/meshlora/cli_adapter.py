@@ -35,20 +35,23 @@ def add_merge_and_export(commands: Any) -> None:
     export.set_defaults(run=_export)
 
 
-def read_meta(options: argparse.Namespace, topology: str) -> Any:
-    """The model of `--model`, on the meta device, and its plan."""
-    from meshlora.api import build_meta, read_model_config, resolve_dtype
+def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = None) -> Any:
+    """Of the model of `--model`, or of its `config` that is read already."""
+    from meshlora.blueprint import BaseOptions, make_blueprint
     from meshlora.plan.topology import Topology
 
-    trust = options.trust_remote_code
-    config = read_model_config(options.model, trust_remote_code=trust)
-    parsed, dtype = Topology.parse(topology), resolve_dtype("auto", config)
-    return build_meta(config, parsed, dtype=dtype, disable_dropout=True, trust_remote_code=trust)
+    base = BaseOptions(
+        dtype=getattr(options, "dtype", "auto"),
+        disable_dropout=True,
+        trust_remote_code=options.trust_remote_code,
+        quantization=getattr(options, "quantization", None),
+    )
+    return make_blueprint(options.model if config is None else config, Topology.parse(topology), base)
 
 
 def _merge(options: argparse.Namespace) -> None:
     from meshlora.adapter.merge import merge
-    from meshlora.api import read_model_config, resolve_dtype
+    from meshlora.blueprint import read_model_config, resolve_dtype
     from meshlora.console import Console
 
     config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
@@ -98,8 +101,8 @@ def _export_experts(options: argparse.Namespace) -> Any:
     from meshlora.adapter.engine_export import export_per_expert, import_per_expert
 
     convert = import_per_expert if options.layout == "peft" else export_per_expert
-    model, plan = read_meta(options, "")
-    return convert(options.adapter, options.out, model=model, plan=plan)
+    blueprint = read_blueprint(options, "")
+    return convert(options.adapter, options.out, model=blueprint.model, plan=blueprint.plan)
 
 
 def _import_loralib(options: argparse.Namespace) -> int:
@@ -107,7 +110,7 @@ def _import_loralib(options: argparse.Namespace) -> int:
     from meshlora.console import Console
 
     enabled = _enabled(options.enable_lora)
-    model = read_meta(options, "")[0] if options.model else None
+    model = read_blueprint(options, "").model if options.model else None
     done = import_loralib(options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model)
     if done.prefix:
         Console().say(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")

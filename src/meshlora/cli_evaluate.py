@@ -65,7 +65,7 @@ def add_evaluate(commands: Any) -> None:
 def _generate(options: argparse.Namespace) -> None:
     from meshlora.config import GenerateConfig
     from meshlora.console import hand_over
-    from meshlora.generate import generate
+    from meshlora.train.decoding import generate
 
     names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "top_p", "seed")
     words = {name: getattr(options, name) for name in names}
@@ -173,7 +173,6 @@ def _on_ranks(options: argparse.Namespace, adapter: Path | None, launch: Any) ->
 
 def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
     """(prompts with their references, their token ids)."""
-    from meshlora.api import read_model_config
     from meshlora.data import prompts_of, read_records
     from meshlora.train.decoding import encode_prompts
     from meshlora.train.tokenizer import load_tokenizer
@@ -181,11 +180,10 @@ def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
     config = run.config
     records = read_records(config.data.eval, columns=config.data.columns)[: config.data.eval_limit]
     prompts = prompts_of(records)
-    trust = config.model.trust_remote_code
     encoded = encode_prompts(
         [prompt.text for prompt in prompts],
-        load_tokenizer(config.model.path, trust_remote_code=trust),
-        read_model_config(config.model.path, trust_remote_code=trust),
+        load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        run.blueprint.config,
         config.generate,
         names=[prompt.origin for prompt in prompts],
     )
@@ -202,7 +200,7 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
     from meshlora.train.evaluate import load_for_evaluation
     from meshlora.train.tokenizer import load_tokenizer
 
-    model = load_for_evaluation(dataclasses.replace(run, topology=Topology.parse("", world=1)))
+    model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(Topology.parse("", world=1))))
     tokenizer = load_tokenizer(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
     hypotheses: list[str] = []
     with Console().busy("generating") as update:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli_adapter import read_meta
+from meshlora.cli_adapter import read_blueprint
 from meshlora.errors import MeshloraError, UserError
 
 
@@ -62,7 +62,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     console = Console()
     for topology in options.topology:
-        _, plan = read_meta(options, topology)
+        plan = read_blueprint(options, topology).plan
         console.print(plan_table(plan))
         if options.gradients:
             console.print(gradient_table(plan))
@@ -72,7 +72,6 @@ def _choose(options: argparse.Namespace) -> None:
     for name in ("gpus", "gpu", "seq"):
         if getattr(options, name) is None:
             raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
-    from meshlora.api import resolve_dtype
     from meshlora.console import Console
     from meshlora.plan.table import gradient_table
     from meshlora.plan.topology import Topology
@@ -85,17 +84,14 @@ def _choose(options: argparse.Namespace) -> None:
     gpu = hardware_named(options.gpu, options.hardware)
     config = read_config(options.model, trust_remote_code=options.trust_remote_code)
     problem = pose(
-        config,
+        read_blueprint(options, "", config=config),
         _lora(options.lora),
-        dtype=resolve_dtype(options.dtype, config),
         gpus=options.gpus,
         gpu=gpu,
         seq=options.seq,
         global_batch=options.gpus if options.global_batch is None else options.global_batch,
         micro_batch=options.micro_batch,
         recompute=_recompute(options.recompute),
-        quantization=options.quantization,
-        trust_remote_code=options.trust_remote_code,
     )
     topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
     choice = choose(problem, topologies)
@@ -111,9 +107,7 @@ def _choose(options: argparse.Namespace) -> None:
         way_out = "use more GPUs, or shorter sequences"
         raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
     if options.gradients:
-        from meshlora.plan.derive import plan_model
-
-        console.print(gradient_table(plan_model(problem.shrunk.model, best.topology)))
+        console.print(gradient_table(problem.small.on(best.topology).plan))
     found = show.as_json(problem, choice)
     if options.simulate:
         found["simulation"] = _simulate(console, problem, best)
@@ -145,8 +139,7 @@ def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
 
 
 def _lora(file: str | None) -> Any:
-    from meshlora.adapter.peft_format import lora_config
-    from meshlora.verify.plans import read_lora
+    from meshlora.adapter.peft_format import lora_config, read_lora
 
     values = read_lora(file) if file else {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
     return lora_config(values, "--lora", unknown_is_error=True)

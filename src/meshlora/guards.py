@@ -2,7 +2,7 @@
 
 Owns: which of the model's own dropouts are refused, rotary embeddings that look at the length of a batch, outputs that
 only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow
-from the plan, wrappers of others (`wrappers`).
+from the plan, wrappers of others (`parallel.wrappers`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshlora import compat
 from meshlora.adapter import manage, peft_format
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.parallel.same_tokens import given_tokens
+from meshlora.parallel.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
 from meshlora.plan.topology import Topology
-from meshlora.wrappers import refuse_wrappers
 
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")

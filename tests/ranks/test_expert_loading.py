@@ -22,6 +22,7 @@ from tests.pool import Pool
 _MEASURE = """
 import pathlib, sys, torch
 import meshlora.api, meshlora.plan.topology as t
+from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.parallel import groups
 from transformers import AutoConfig
 
@@ -31,7 +32,7 @@ sets = [{n} for n in ("dp", "tp", "edp", "ep", "etp")] + [{"dp", "tp"}]
 axes = {frozenset(names): axis(topology.groups_over(names)[0]) for names in sets}
 meshlora.api.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), axes)
 # Everything but weights is imported and warm before the measurement starts.
-meshlora.api.build_meta(AutoConfig.from_pretrained(folder), topology, dtype=torch.float32)
+make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
 status = lambda key: int(pathlib.Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before = status("VmRSS")

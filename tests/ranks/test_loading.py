@@ -21,6 +21,7 @@ from tests.twins import make_batches
 _MEASURE = """
 import pathlib, sys, torch
 import meshlora.api, meshlora.plan.topology as t
+from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.parallel import groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +31,7 @@ one = {frozenset({"dp"}): axis(1), frozenset({"tp"}): axis(tp), frozenset({"dp",
 topology = t.Topology(tp=tp)
 meshlora.api.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), one)
 # Everything but weights is imported and warm before the measurement starts.
-meshlora.api.build_meta(AutoConfig.from_pretrained(folder), topology, dtype=torch.float32)
+make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
 # Not ru_maxrss: a child inherits its parent's at the fork.
 status = lambda key: int(pathlib.Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

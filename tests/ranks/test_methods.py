@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.manage import active_factors, full_factor, runtime
 from meshlora.adapter.peft_format import lora_config
-from meshlora.api import load_without_proof
 from meshlora.config.objective import Sft
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
 from meshlora.parallel.groups import num_processes
 from meshlora.plan.twin import twin_config
 from meshlora.train.losses import language_model_loss
+from tests.blueprints import load_without_proof
 from tests.conftest import Prove
 from tests.pool import Pool
 from tests.twins import make_batches

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import meshlora
 from meshlora.adapter.manage import active_factors
-from meshlora.generate import generate
+from meshlora.train.decoding import generate
 from meshlora.train.losses import summed_cross_entropy
 from tests.pool import Pool
 

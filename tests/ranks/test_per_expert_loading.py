@@ -13,8 +13,8 @@ from torch import Tensor
 import meshlora
 from meshlora.adapter.engine_export import export_per_expert
 from meshlora.adapter.manage import gather_adapter
-from meshlora.api import load_without_proof
 from meshlora.plan.topology import Topology
+from tests.blueprints import load_without_proof
 from tests.pool import Pool
 from tests.unit.engine_adapters import KINDS, WEIGHTS, meta, twin
 from tests.unit.test_expert_format import IDS

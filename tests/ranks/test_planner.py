@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import meshlora
 from meshlora.adapter.manage import active_factors, runtime
+from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.parallel import same_tokens
 from meshlora.plan.topology import Topology
@@ -77,17 +78,16 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _planned(family: str, topology: str, quantization: str | None) -> tuple[Totals, dict[str, int]]:
     shape = Topology.parse(topology)
     lora = LoraConfig(r=4, target_modules="all-linear")
+    base = BaseOptions(dtype="float32", disable_dropout=True, quantization=quantization)  # type: ignore[arg-type]
     problem = pose(
-        _config(family),
+        make_blueprint(_config(family), Topology(), base),
         lora,
-        dtype=torch.float32,
         gpus=shape.world,
         gpu=hardware_named("h100"),
         seq=TOKENS,
         global_batch=ROWS * shape.dp,
         micro_batch=ROWS,
         recompute="none",
-        quantization=quantization,
     )
     (prediction,) = choose(problem, [shape]).ranked
     calls: Counter[tuple[str, str]] = Counter()

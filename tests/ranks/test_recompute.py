@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import meshlora
 from meshlora.adapter.manage import active_factors, runtime
 from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.api import build_meta
 from meshlora.errors import UnsupportedError
 from meshlora.lift import lift
 from meshlora.oracle.capture import CollectiveCounter
@@ -29,6 +28,7 @@ from meshlora.routing import RoutingRecord
 from meshlora.train.losses import language_model_loss
 from meshlora.train.recompute import check_recompute, recompute_layers
 from meshlora.train.routing import step_file
+from tests.blueprints import build_meta
 from tests.pool import Pool
 from tests.ranks import test_training_experts as experts
 

@@ -13,8 +13,8 @@ import yaml
 
 import meshlora
 from meshlora.errors import UnsupportedError
-from meshlora.generate import generate
 from meshlora.run_file import read_run
+from meshlora.train.decoding import generate
 from meshlora.train.prepare import prepare
 from meshlora.train.samples import forget_after
 from tests.pool import Pool

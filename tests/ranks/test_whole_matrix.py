@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.manage import active_factors, adapter_factors, gather_adapter, runtime
-from meshlora.api import load_without_proof
 from meshlora.errors import UserError
 from meshlora.oracle.inputs import write_twin
 from meshlora.oracle.reference import AdamW, linear_rates, train
@@ -23,6 +22,7 @@ from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
+from tests.blueprints import load_without_proof
 from tests.pool import Pool
 from tests.twins import make_batches
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshlora.api import build_meta, read_model_config
+from meshlora.blueprint import read_model_config
 from meshlora.plan.topology import Topology
+from tests.blueprints import build_meta
 from tests.unit.test_expert_format import OWN, SIZES, logits_of, random
 
 E, R, HIDDEN, INNER = 4, 3, 32, 24

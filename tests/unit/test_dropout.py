@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import meshlora
 from meshlora import dropout
-from meshlora.api import build_meta
 from meshlora.data import collate
 from meshlora.data.tokenization import Sequence
 from meshlora.dropout import keep_mask, mask_key, token_numbers
@@ -27,6 +26,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
+from tests.blueprints import build_meta
 
 ALONE = Axis(1, 0, (0,), None)
 TOKENS, FEATURES = token_numbers(torch.arange(8), 64).flatten(), torch.arange(256)  # [512], [256]

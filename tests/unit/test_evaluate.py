@@ -17,8 +17,8 @@ from meshlora.cli import main
 from meshlora.config import GenerateConfig
 from meshlora.data import Record, collate, prompts_of, read_records, tokenize
 from meshlora.errors import UserError
-from meshlora.generate import generate
 from meshlora.scores import scores
+from meshlora.train.decoding import generate
 from meshlora.train.evaluate import perplexity
 from tests.unit.mistakes import Setup, one_error
 

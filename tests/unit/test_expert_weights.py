@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import meshlora.state.weights
-from meshlora.api import build_meta
 from meshlora.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.inject import parallelize
@@ -22,6 +21,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.state.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
+from tests.blueprints import build_meta
 
 # family -> whether transformers saves its experts one by one.
 FAMILIES = {

@@ -21,7 +21,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 
 from meshlora.adapter import merge as merge_module
 from meshlora.adapter.merge import INDEX, merge
-from meshlora.api import read_model_config
+from meshlora.blueprint import read_model_config
 from meshlora.cli import main
 from meshlora.errors import MeshloraError, UserError
 from meshlora.plan.twin import twin_config
@@ -426,7 +426,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from meshlora.adapter.merge import merge
-from meshlora.api import read_model_config
+from meshlora.blueprint import read_model_config
 def run(end):
     model, adapter, out = (Path(path + end) for path in sys.argv[1:])
     merge(model, adapter, out, config=read_model_config(model), check_logits=False)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.adapter.merge import merge
 from meshlora.adapter.merge_arithmetic import merged_expert
-from meshlora.api import read_model_config
+from meshlora.blueprint import read_model_config
 from meshlora.compat import targets_as_configured
 from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.plan.twin import twin_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshlora.adapter.merge import merge
-from meshlora.api import read_model_config
+from meshlora.blueprint import read_model_config
 from meshlora.errors import UserError
 from tests.unit.test_merge import make_adapter, make_model
 

@@ -11,12 +11,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from meshlora.adapter.manage import active_factors
-from meshlora.api import load_without_proof
 from meshlora.config import TrainConfig
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.train.optimizer import parameter_groups
+from tests.blueprints import load_without_proof
 
 DECAY, LR = 0.1, 0.5
 LORA: dict[str, dict[str, Any]] = {

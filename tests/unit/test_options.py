@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from meshlora.api import read_model_config
+from meshlora.blueprint import read_model_config
 from meshlora.config import _MOST, DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import Batch, read_records, tokenize
 from meshlora.errors import UserError
@@ -94,8 +94,8 @@ def test_epochs_are_passes_over_the_data(setup: Setup) -> None:
 
 def test_adapter_and_topology_are_those_of_the_run_file(setup: Setup) -> None:
     run = prepared(setup, lora={"r": 3, "target_modules": ["v_proj"]}, topology="dp=2,tp=2")
-    assert run.lora.r == 3
-    assert {name.rpartition(".")[2] for name in run.targets} == {"v_proj"}
+    assert run.blueprint.trained.config.r == 3
+    assert {name.rpartition(".")[2] for name in run.blueprint.trained.targets} == {"v_proj"}
     assert (run.topology.dp, run.topology.tp) == (2, 2)
 
 

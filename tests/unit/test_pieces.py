@@ -12,10 +12,11 @@ from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, LlamaConfig
 
 from meshlora.adapter.peft_format import lora_config
-from meshlora.adapter.targets import num_trainable, resolve_targets, trained_parameters
-from meshlora.api import build_meta
+from meshlora.adapter.plan import plan_adapter
+from meshlora.adapter.targets import resolve_targets
 from meshlora.errors import UserError
 from meshlora.plan.topology import Topology
+from tests.blueprints import build_meta
 
 ON_Q_AND_V: dict[str, Any] = {
     "r": 4,
@@ -31,11 +32,11 @@ def test_gpt2_medium_on_q_and_v_trains_393216_parameters(topology: str) -> None:
     config = GPT2Config(n_embd=1024, n_layer=24, n_head=16)
     model, plan = build_meta(config, Topology.parse(topology), dtype=torch.float32, disable_dropout=True)
     lora = lora_config(ON_Q_AND_V, "lora", unknown_is_error=True)
-    targets = resolve_targets(model, plan, lora)
-    assert num_trainable(model, targets, trained_parameters(model, plan, lora, targets), plan) == 393_216
+    planned = plan_adapter(model, plan, lora)
+    assert planned.num_trainable == 393_216
     # PEFT's words for it: one adapter of both ranks, and the same scale.
     assert (lora.rank_pattern, lora.alpha_pattern) == ({"c_attn": 8}, {"c_attn": 64})
-    assert {target.scaling for target in targets.values()} == {32 / 4}
+    assert {target.scaling for target in planned.targets.values()} == {32 / 4}
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])

@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig
 
+from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.cli import main
 from meshlora.errors import UserError
 from meshlora.plan.budget import micro_batch_budget
@@ -36,10 +37,12 @@ SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
 def problem_of(family: str, world: int, *, seq: int = 64, batch: int = 0, lora: Any = None, **options: Any) -> Problem:
     config = twin_config(family, **options.pop("config", {}))
     lora = LoraConfig(r=4, **{"target_modules": "all-linear", **(lora or {})})
+    base = BaseOptions(
+        dtype=options.pop("dtype", torch.float32), disable_dropout=True, quantization=options.pop("quantization", None)
+    )
     return pose(
-        config,
+        make_blueprint(config, Topology(), base),
         lora,
-        dtype=options.pop("dtype", torch.float32),
         gpus=world,
         gpu=hardware_named("h100"),
         seq=seq,
@@ -105,7 +108,8 @@ def _on_16384_ranks() -> tuple[Simulation, Counter[str], float]:
     started = time.process_time()
     config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
     lora = LoraConfig(r=16, target_modules="all-linear")
-    problem = pose(config, lora, dtype=torch.bfloat16, gpus=16_384, gpu=GPUS["h200"], seq=8192, global_batch=16_384)
+    base = make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16"))
+    problem = pose(base, lora, gpus=16_384, gpu=GPUS["h200"], seq=8192, global_batch=16_384)
     (prediction,) = choose(problem, [Topology.parse("tp=8", world=16_384)]).ranked
     simulation = simulate(problem, prediction)
     return simulation, Counter(grouped(prediction.messages, micro_batches=1)), time.process_time() - started

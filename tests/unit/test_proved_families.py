@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import meshlora
-from meshlora.api import build_meta
 from meshlora.cli import main
 from meshlora.errors import UnsupportedError
 from meshlora.plan import families
@@ -17,6 +16,7 @@ from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.proof_records import remember
 from meshlora.versions import versions
+from tests.blueprints import build_meta
 
 OTHER = {"transformers": "5.99.1", "peft": versions()["peft"] + ".post1"}
 

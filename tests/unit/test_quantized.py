@@ -12,7 +12,6 @@ from torch import Tensor
 
 import meshlora
 from meshlora.adapter.manage import active_factors
-from meshlora.api import build_meta
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.lift import lift
 from meshlora.oracle.inputs import write_twin
@@ -23,6 +22,7 @@ from meshlora.parallel.quantized import Packed, pack, plain_weights
 from meshlora.plan.quantization import KINDS
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
+from tests.blueprints import build_meta
 
 
 def _matrix(rows: int = 40, width: int = 256) -> Tensor:

@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.api import build_meta
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
+from tests.blueprints import build_meta
 
 
 @pytest.mark.parametrize("shared_width", [8, 32])

@@ -11,7 +11,8 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.targets import check_supported, resolve_targets, trained_parameters
+from meshlora.adapter.plan import trained_parameters
+from meshlora.adapter.targets import check_supported, resolve_targets
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
 from meshlora.plan.topology import Topology

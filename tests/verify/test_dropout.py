@@ -71,15 +71,14 @@ def test_a_twin_with_dropout_that_is_not_exact_is_refused() -> None:
         prepare_proof(Request(topologies=("dp=2",), family="gpt2", overrides={"attn_pdrop": 0.1}))
 
 
-def test_the_preflight_proves_the_dropouts_of_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preflight_proves_the_dropouts_of_the_run(folder: Path) -> None:
     run = prepare(read_run(run_file(folder, "with-dropout", "tp=2", lora__lora_dropout=0.2)))
     proof, _ = preflight.proof_of(run, folder)
     assert proof.case.lora["lora_dropout"] == 0.2
     given = prepare_proof(Request(topologies=("dp=2",), **GPT2 | {"overrides": {"resid_pdrop": 0.3}})).config  # type: ignore[arg-type]
     given.attn_pdrop = 0.4
-    monkeypatch.setattr(stand_in, "read_model_config", lambda *_, **__: given)
     for disable, rates in (("unsupported", (0.3, 0.0)), (True, (0.0, 0.0))):
-        model = dataclasses.replace(run.config.model, disable_dropout=disable)  # type: ignore[arg-type]
-        changed = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
-        config = stand_in.StandIn(changed).config
+        options = dataclasses.replace(run.blueprint.options, disable_dropout=disable)  # type: ignore[arg-type]
+        blueprint = dataclasses.replace(run.blueprint, config=given, options=options)
+        config = stand_in.StandIn(dataclasses.replace(run, blueprint=blueprint)).config
         assert (config.resid_pdrop, config.attn_pdrop) == rates

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshlora.blueprint import read_model_config
 from meshlora.console import Console
 from meshlora.errors import MeshloraError, UnsupportedError
 from meshlora.oracle.inputs import write_twin
@@ -101,10 +102,8 @@ def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> Non
     def key(**changes: Any) -> str:
         config = json.loads((TINY / "config.json").read_text()) | changes
         (other / "config.json").write_text(json.dumps(config))
-        moved = dataclasses.replace(run.config.model, path=str(other))
-        return module.proof_of(
-            dataclasses.replace(run, config=dataclasses.replace(run.config, model=moved)), tmp_path / "cache"
-        )[1]
+        moved = dataclasses.replace(run.blueprint, config=read_model_config(other))
+        return module.proof_of(dataclasses.replace(run, blueprint=moved), tmp_path / "cache")[1]
 
     assert key() == module.proof_of(run, tmp_path / "cache")[1]
     assert key(hidden_act="gelu") != key()
@@ -194,8 +193,9 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
     name = "model.layers.3.self_attn.q_proj"
     odd = dataclasses.replace(run.plan.linears[name], name="model.layers.3.self_attn.extra_proj")
     plan = dataclasses.replace(run.plan, linears={**run.plan.linears, odd.name: odd})
+    odd_run = dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, plan=plan))
     with pytest.raises(UnsupportedError, match=r"model\.layers\.\*\.self_attn\.extra_proj \(column\): its twin has no"):
-        preflight_state(dataclasses.replace(run, plan=plan), cache_dir=tmp_path / "cache")
+        preflight_state(odd_run, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_adapter_on_chosen_layers_is_proved_on_a_layer_of_its_own(tmp_path: Path
 def test_attention_of_the_run_is_that_of_the_proof(of_run: str | None, of_proof: str | None, tmp_path: Path) -> None:
     """None: the choice of transformers, which for a run is not eager."""
     run = _prepared(tmp_path)
-    model = dataclasses.replace(run.config.model, attn_implementation=of_run)
-    changed = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
+    options = dataclasses.replace(run.blueprint.options, attn_implementation=of_run)
+    changed = dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, options=options))
     assert module.proof_of(changed, tmp_path / "cache")[0].case.attn_implementation == of_proof
 
 

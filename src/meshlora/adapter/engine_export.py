@@ -21,10 +21,10 @@ from torch import Tensor
 from meshlora.adapter.expert_format import EngineNames, ExpertFactors, engine_names, engine_tensors, split_rows
 from meshlora.adapter.export import check_new, read_tensors, write_folder
 from meshlora.adapter.file_tensors import factors_of_file, file_keys, file_tensors
-from meshlora.adapter.manage import factor_name
-from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_config
-from meshlora.adapter.per_expert import base_keys, check_lora_alone, engine_config, engine_factors, is_per_expert
-from meshlora.adapter.targets import Target, resolve_targets
+from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, plan_folder, read_config
+from meshlora.adapter.per_expert import base_keys, check_lora_alone, engine_factors, is_per_expert
+from meshlora.adapter.plan import plan_adapter
+from meshlora.adapter.targets import Target
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.experts import ExpertsRule
 from meshlora.plan.rules import ModelPlan
@@ -63,9 +63,10 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     if is_per_expert(tensors):
         raise UserError(f"{folder}", "it has one adapter for each expert already", "serve it as it is")
     check_lora_alone(config, f"{folder / CONFIG_FILE}")
-    targets = resolve_targets(model, plan, config, strict=False)
+    planned = plan_adapter(model, plan, config, strict=False, folder=folder)
+    targets = planned.targets
     _check_targets(folder, targets, plan)
-    check_adapter(model, folder, config, targets, plan)
+    check_adapter(planned, plan)
     # On disk the pieces of a linear are one adapter of all their ranks.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
     r, scaling = max(ranks.values()), _one_scaling(folder, targets)
@@ -73,7 +74,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     written = {key: tensors[key] for key in base_keys(linears, plan) if key in tensors}
     for (_, side), key in file_keys(linears).items():
         written[key] = _padded(tensors[key], r, dim=0 if side == "A" else 1)
-    full = factors_of_file(tensors, targets, plan, folder / WEIGHTS_FILE)
+    full = factors_of_file(tensors, targets, folder / WEIGHTS_FILE)
     for rule in plan.experts.values():
         written |= _of_layer(rule, full, r, names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
@@ -93,19 +94,15 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     folder, target = Path(adapter), Path(out)
     check_new(target)
     file = folder / WEIGHTS_FILE
-    config = engine_config(file, read_config(folder, ignore_dropout=True), plan)
-    targets = resolve_targets(model, plan, config, strict=False)
-    factors = engine_factors(file, model, targets, plan)
+    planned = plan_folder(model, plan, folder, ignore_dropout=True)
+    config, targets = planned.config, planned.targets
+    factors = engine_factors(file, targets, plan)
     if factors is None:
         raise UserError(
             f"{folder} and --model", "it is in PEFT's form, which is no different for any model", "leave out --model"
         )
-    full = {
-        factor_name(targets[name], name, part): tensor
-        for name, parts in factors.items()
-        for part, tensor in parts.items()
-    }
-    written = file_tensors(full, targets, plan)
+    full = {targets[name].name_of(part): tensor for name, parts in factors.items() for part, tensor in parts.items()}
+    written = file_tensors(full, targets)
     with open_safetensors(file) as opened:
         written |= {key: opened.get_tensor(key).clone() for key in base_keys(targets, plan) & set(opened.keys())}
     stored = read_json(folder / CONFIG_FILE) | {

@@ -14,22 +14,20 @@ from pathlib import Path
 from torch import Tensor
 
 from meshlora.adapter.expert_format import ExpertFactors, from_blocks, from_peft, peft_keys, to_blocks, to_peft
-from meshlora.adapter.manage import factor_name
 from meshlora.adapter.targets import Target
-from meshlora.plan.rules import ModelPlan
 
 PREFIX = "base_model.model."
 
 
-def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, Tensor]:
+def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target]) -> dict[str, Tensor]:
     """Keys and tensors of the file, from the whole factors under their names."""
     tensors: dict[str, Tensor] = {}
     left = dict(full)
     keys = file_keys(targets)
     for target in targets.values():
-        parts = {part: left.pop(factor_name(target, target.name, part)) for part in _parts(target)}
+        parts = {part: left.pop(target.name_of(part)) for part in _parts(target)}
         if target.pieces:
-            parts |= _as_one(parts, target, plan)
+            parts |= _as_one(parts, target)
         if target.num_experts:
             a, b = to_peft(parts["A"], parts["B"], num_experts=target.num_experts, is_swapped=target.is_swapped)
             parts = {"A": a, "B": b}
@@ -38,7 +36,7 @@ def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target], plan
 
 
 def factors_of_file(
-    tensors: Mapping[str, Tensor], targets: Mapping[str, Target], plan: ModelPlan, file: Path
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Target], file: Path
 ) -> dict[str, dict[str, Tensor]]:
     """The inverse of `file_tensors`: target -> part -> whole factor.
 
@@ -60,20 +58,17 @@ def factors_of_file(
                 where=where,
             )
             parts = {"A": factors.a, "B": factors.b}
-        found[target.name] = _in_pieces(parts, target, plan, where) if target.pieces else parts
+        found[target.name] = _in_pieces(parts, target, where) if target.pieces else parts
     return found
 
 
-def file_shapes(
-    targets: Mapping[str, Target], plan: ModelPlan, embedding: tuple[int, int]
-) -> dict[str, tuple[int, ...]]:
+def file_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
     """Key -> shape of every tensor that belongs to a target."""
     keys = file_keys(targets)
     expected: dict[str, tuple[int, ...]] = {}
     for target in targets.values():
         # In the file the pieces are one adapter of all their ranks.
-        of_file = replace(target, r=target.r * max(1, len(target.pieces)), pieces=())
-        shapes = of_file.shapes(plan.rule_of(target.name), embedding)
+        shapes = replace(target, r=target.r * max(1, len(target.pieces)), pieces=()).shapes
         if number := target.num_experts:
             (*_, r, inside), (*_, out, _) = shapes["A"], shapes["B"]
             inside, out = (out, inside) if target.is_swapped else (inside, out)
@@ -95,8 +90,7 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
             continue
         for part in _file_parts(target):
             is_parameter = target.is_embedding or part == "magnitude"  # PEFT has no linear around these
-            name = factor_name(target, target.name, part)
-            found[target.name, part] = f"{PREFIX}{name}" + ("" if is_parameter else ".weight")
+            found[target.name, part] = f"{PREFIX}{target.name_of(part)}" + ("" if is_parameter else ".weight")
     for module, leaves in experts.items():
         found |= {(f"{module}.{leaf}", side): key for (leaf, side), key in peft_keys(module, leaves).items()}
     return found
@@ -117,23 +111,19 @@ def _file_parts(target: Target) -> list[str]:
     return ["A", "B"] + (["magnitude"] if target.use_dora else [])
 
 
-def _rows_of_pieces(target: Target, plan: ModelPlan) -> dict[str, Tensor]:
-    rule = plan.rule_of(target.name)
-    assert rule is not None, target
-    assert rule.fused is not None, target
-    return {piece: rule.fused.piece_rows(piece) for piece in target.pieces}
+def _rows_of_pieces(target: Target) -> dict[str, Tensor]:
+    assert target.fused is not None, target
+    return {piece: target.fused.piece_rows(piece) for piece in target.pieces}
 
 
-def _as_one(parts: Mapping[str, Tensor], target: Target, plan: ModelPlan) -> dict[str, Tensor]:
+def _as_one(parts: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     """One A and one B of all pieces: A is their stack, B zero outside the rows and columns of each."""
-    rule = plan.rule_of(target.name)
-    assert rule is not None, target
     pieces = {p: ExpertFactors(_stack(parts[f"A.{p}"]), _stack(parts[f"B.{p}"])) for p in target.pieces}
-    whole = to_blocks(pieces, rows=_rows_of_pieces(target, plan), out_features=rule.out_features)
+    whole = to_blocks(pieces, rows=_rows_of_pieces(target), out_features=target.out_features)
     return {"A": whole.a, "B": whole.b} if target.num_experts else {"A": whole.a[0], "B": whole.b[0]}
 
 
-def _in_pieces(parts: Mapping[str, Tensor], target: Target, plan: ModelPlan, where: str) -> dict[str, Tensor]:
+def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[str, Tensor]:
     """The inverse of `_as_one`; a magnitude stays as it is.
 
     Raises:
@@ -141,9 +131,7 @@ def _in_pieces(parts: Mapping[str, Tensor], target: Target, plan: ModelPlan, whe
     """
     whole = ExpertFactors(_stack(parts["A"]), _stack(parts["B"]))
     found: dict[str, Tensor] = {}
-    for name, piece in from_blocks(
-        whole, pieces=target.pieces, rows=_rows_of_pieces(target, plan), where=where
-    ).items():
+    for name, piece in from_blocks(whole, pieces=target.pieces, rows=_rows_of_pieces(target), where=where).items():
         a, b = piece if target.num_experts else (piece.a[0], piece.b[0])
         found |= {f"A.{name}": a, f"B.{name}": b}
     return found | {part: value for part, value in parts.items() if part == "magnitude"}

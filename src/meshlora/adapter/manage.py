@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,42 +16,41 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from meshlora.adapter.initialization import draw_factors
-from meshlora.adapter.targets import Target, embedding_size, final_config, resolve_targets, trained_parameters
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix, take_out_of_base
+from meshlora.adapter.plan import AdapterPlan, plan_adapter
+from meshlora.adapter.targets import Target
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX, take_out_of_base
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel.collectives import all_gather
 from meshlora.parallel.dropout import DropoutTokens
-from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import adopt, parallel_leaves
 from meshlora.parallel.linear import ParallelLinear
 from meshlora.parallel.many import ManyTokens
 from meshlora.parallel.sharding import whole_weights
-from meshlora.plan.grads import (
-    FactorRule,
-    Side,
-    embedding_rule,
-    expert_rule,
-    factor_rule,
-    parameter_rule,
-    split_rule,
-    whole_rule,
-)
-from meshlora.plan.layout import Layout, Split
+from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One named adapter: the configuration to store, what it sits on, and what it trains of the base besides.
+    """One named adapter: its plan, and what it trains of the base besides.
 
     trained: name of a parameter of the base -> the adapter's own copy of it, in use while the adapter is.
     """
 
     name: str
-    config: LoraConfig
-    targets: Mapping[str, Target]
+    plan: AdapterPlan
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def config(self) -> LoraConfig:
+        """The configuration to store."""
+        return self.plan.stored
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """By name, in module order."""
+        return self.plan.targets
 
 
 @dataclass
@@ -78,10 +77,8 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Factor:
-    """One trained parameter on this rank: its name, the local parameter, and how it lies on the mesh.
-
-    Names: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`, `.lora_embedding_A`; of the
-    base's own parameters theirs.
+    """One trained parameter on this rank: its name (`AdapterPlan.parameters`), the local parameter, and how it lies on
+    the mesh.
     """
 
     name: str
@@ -107,25 +104,23 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
     Raises:
         UserError: the name is taken, or the configuration does not fit the model.
     """
-    state = runtime(model)
-    targets = resolve_targets(model, state.plan, config)
-    if config.init_lora_weights in WHOLE_MATRIX:
-        attach(model, name, config, targets, None)
-        return
-    embedding = embedding_size(model, state.plan)
+    draw_adapter(model, name, plan_adapter(model, runtime(model).plan, config), seed=seed)
+
+
+def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
+    """Attach a fresh adapter as it is `planned`: drawn from `seed`, or taken out of the base."""
+    init = planned.config.init_lora_weights
 
     def drawn(target: Target) -> Mapping[str, Tensor]:
-        shapes = target.shapes(state.plan.rule_of(target.name), embedding)
-        return draw_factors(target, shapes, init=config.init_lora_weights, seed=seed)
+        return draw_factors(target, target.shapes, init=init, seed=seed)
 
-    attach(model, name, config, targets, drawn)
+    attach(model, name, planned, None if init in WHOLE_MATRIX else drawn)
 
 
 def attach(
     model: Any,
     name: str,
-    config: LoraConfig,
-    targets: Mapping[str, Target],
+    planned: AdapterPlan,
     full: Callable[[Target], Mapping[str, Tensor]] | None,
     trained: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -136,32 +131,20 @@ def attach(
         that of the base with the adapter.
     trained: whole values of the base's parameters that the adapter trains; None: those of the base.
     """
-    state = runtime(model)
-    if name in state.adapters:
-        raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
-    if not name or "." in name or "/" in name:
-        raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
-    if state.adapters and (
-        config.init_lora_weights in WHOLE_MATRIX
-        or any(adapter.config.init_lora_weights in WHOLE_MATRIX for adapter in state.adapters.values())
-    ):
-        raise UserError(
-            "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
-        )
-    check_whole_matrix(config, targets, state.plan, model.dtype)
-    dtype = factor_dtype(model)
-    names = trained_parameters(model, state.plan, config, targets)
-    for target in targets.values():
-        leaf = adopt(model, state.plan, target.name, state.mesh.tp)
+    state, mesh, dtype = runtime(model), runtime(model).mesh, factor_dtype(model)
+    config = planned.config
+    _check_name(state, name, config)
+    for target in planned.targets.values():
+        leaf = adopt(model, state.plan, target.name, mesh.tp)
         values = full(target) if full is not None else {}
         if config.init_lora_weights in WHOLE_MATRIX:
             assert isinstance(leaf, ParallelLinear)
             init, scaling = str(config.init_lora_weights), target.scaling
-            principal = take_out_of_base(leaf, state.mesh, init=init, r=target.r, scaling=scaling)
+            principal = take_out_of_base(leaf, mesh, init=init, r=target.r, scaling=scaling)
             values = values or principal
         local = {
-            part: local_part(factor, rule_of_part(state.plan, target, part), state.mesh).to(state.mesh.device, dtype)
-            for part, factor in values.items()
+            part: local_part(value, planned.parameters[target.name_of(part)].rule, mesh).to(mesh.device, dtype)
+            for part, value in values.items()
         }
         leaf.add_adapter(name, local, scaling=target.scaling)
         if isinstance(leaf, ParallelLinear):
@@ -172,14 +155,25 @@ def attach(
                 magnitude = leaf.weight_norm(name).to(dtype)
             leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
     copies: dict[str, nn.Parameter] = {}
-    for parameter_name in names:
-        base = state.base.setdefault(parameter_name, model.get_parameter(parameter_name))
-        value = base.detach().to(dtype).clone()
+    for of_base in planned.copies:
+        value = state.base.setdefault(of_base, model.get_parameter(of_base)).detach().to(dtype).clone()
         if trained is not None:
-            rule = rule_of_parameter(state.plan, parameter_name)
-            value = local_part(trained[parameter_name], rule, state.mesh).to(state.mesh.device, dtype)
-        copies[parameter_name] = nn.Parameter(value, requires_grad=False)
-    state.adapters[name] = Adapter(name, final_config(config, targets, state.plan), dict(targets), copies)
+            value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
+        copies[of_base] = nn.Parameter(value, requires_grad=False)
+    state.adapters[name] = Adapter(name, planned, copies)
+
+
+def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
+    """The model can have an adapter of that name beside those that it has."""
+    if name in state.adapters:
+        raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
+    if not name or "." in name or "/" in name:
+        raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
+    others = [config, *(adapter.config for adapter in state.adapters.values())]
+    if state.adapters and any(other.init_lora_weights in WHOLE_MATRIX for other in others):
+        raise UserError(
+            "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
+        )
 
 
 def set_adapter(model: Any, name: str | None) -> None:
@@ -246,63 +240,13 @@ def active_factors(model: Any) -> list[Factor]:
 
 def adapter_factors(model: Any, adapter: str) -> list[Factor]:
     """What of `adapter` is on this rank, in module order; copies of the base's parameters last."""
-    state = runtime(model)
-    targets = state.adapters[adapter].targets
-    found = [
-        Factor(factor_name(leaf, name, part), parameter, rule_of_part(state.plan, targets[name], part))
+    own = runtime(model).adapters[adapter]
+    held = {
+        own.targets[name].name_of(part): parameter
         for name, leaf in parallel_leaves(model).items()
         for part, parameter in leaf.trained(adapter).items()
-    ]
-    return found + [
-        Factor(name, parameter, rule_of_parameter(state.plan, name))
-        for name, parameter in state.adapters[adapter].trained.items()
-    ]
-
-
-def factor_name(leaf: nn.Module | Target, module: str, part: str) -> str:
-    """`up_proj`, "A" -> `up_proj.lora_A`."""
-    is_embedding = leaf.is_embedding if isinstance(leaf, Target) else isinstance(leaf, ParallelEmbedding)
-    kind = "lora_embedding_" if is_embedding else "lora_"
-    return f"{module}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
-
-
-def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
-    """How `part` of an adapter on `target` lies on the mesh."""
-    module = target.name
-    side, _, piece = part.partition(".")
-    if target.num_experts:
-        projection = plan.projections[module]
-        if piece and projection.split is Split.COLUMN:
-            projection = replace(projection, layout=_layout_of_piece(projection.layout, piece))
-        return expert_rule(projection, Side(side), is_shared=target.is_shared)
-    if module == plan.embedding:
-        rule = plan.parameters.get(f"{module}.weight")
-        return embedding_rule(rule, Side(side)) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
-    linear = plan.matrices.get(module) or plan.linears[module]
-    found = factor_rule(linear, Side.AFTER if side == "magnitude" else Side(side), sp=plan.topology.sp)
-    if piece and found.cuts and linear.split is Split.COLUMN:
-        (cut,) = found.cuts
-        return replace(found, cuts=(replace(cut, layout=_layout_of_piece(cut.layout, piece)),))
-    return found
-
-
-def _layout_of_piece(layout: Layout, piece: str) -> Layout:
-    return Layout((next(p for p in layout.pieces if p.name == piece),))
-
-
-def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
-    """How a trained parameter of the base lies on the mesh."""
-    owner, _, leaf = name.rpartition(".")
-    sp = plan.topology.sp
-    if name in plan.parameters:
-        return parameter_rule(plan.parameters[name])
-    if owner not in plan.linears:
-        return whole_rule(plan.domain_of(owner), sp=sp)
-    linear = plan.linears[owner]
-    if leaf == "bias" or linear.split is Split.WHOLE:
-        return factor_rule(linear, Side.AFTER, sp=sp)
-    # The weight itself: split as its rows or columns, so that each rank has all of its own part's gradient.
-    return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
+    } | dict(own.trained)
+    return [Factor(name, parameter, own.plan.parameters[name].rule) for name, parameter in held.items()]
 
 
 def gather_adapter(model: Any, adapter: str, *, only_rank: int | None = None) -> dict[str, Tensor]:

@@ -20,19 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshlora.adapter.file_tensors import PREFIX, factors_of_file, file_shapes, file_tensors, key_of_parameter
-from meshlora.adapter.manage import attach, gather_adapter, local_part, rule_of_parameter, runtime
+from meshlora.adapter.manage import attach, draw_adapter, gather_adapter, local_part, runtime
 from meshlora.adapter.per_expert import engine_config, engine_factors
 from meshlora.adapter.pieces import PieceLoraConfig, with_pieces
-from meshlora.adapter.targets import (
-    Target,
-    embedding_size,
-    resolve_targets,
-    trained_parameters,
-)
+from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
+from meshlora.adapter.targets import Target
 from meshlora.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.parallel.collectives import broadcast_in_place
 from meshlora.parallel.groups import Mesh
 from meshlora.plan.rules import ModelPlan
+from meshlora.reading import parse_yaml, read_text
 from meshlora.state.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.state.stream import FLOATS
 
@@ -61,14 +58,14 @@ def save_adapter(
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
     # On every rank, so that what cannot be stored ends all of them.
-    adapter_config = state.adapters[name].config
-    config = json.loads(json.dumps(_config_to_store(adapter_config, state.source)))
-    pieces = getattr(adapter_config, "pieces", None)
-    shared = getattr(adapter_config, "share_experts", False)
+    planned = state.adapters[name].plan
+    config = json.loads(json.dumps(_config_to_store(planned.stored, state.source)))
+    pieces = getattr(planned.stored, "pieces", None)
+    shared = getattr(planned.stored, "share_experts", False)
     full = gather_adapter(model, name, only_rank=0)
     tensors, broken, failure = {}, "", ""
     if state.mesh.rank == 0:
-        tensors = file_tensors(full, state.adapters[name].targets, state.plan)
+        tensors = file_tensors(full, planned.targets)
         broken = next((key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()), "")
     if broken := _of_rank_0(broken, state.mesh):
         raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
@@ -111,14 +108,30 @@ def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", igno
     Raises:
         UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
     """
-    state = runtime(model)
-    folder = Path(path)
-    config = read_config(folder, ignore_dropout=ignore_dropout)
-    config = engine_config(folder / WEIGHTS_FILE, config, state.plan)
-    targets = resolve_targets(model, state.plan, config, strict=False)
-    _check_same_base(model, folder / WEIGHTS_FILE, targets)
-    full, trained = _read_factors(model, folder / WEIGHTS_FILE, config, targets, state.plan)
-    attach(model, adapter, config, targets, lambda target: full[target.name], trained)
+    planned = plan_folder(model, runtime(model).plan, Path(path), ignore_dropout=ignore_dropout)
+    read_adapter(model, adapter, planned)
+
+
+def plan_folder(model: Any, plan: ModelPlan, folder: Path, *, ignore_dropout: bool = False) -> AdapterPlan:
+    """The plan of the adapter in `folder` (`plan_adapter`); no pattern of its configuration has to match."""
+    config = engine_config(folder / WEIGHTS_FILE, read_config(folder, ignore_dropout=ignore_dropout), plan)
+    return plan_adapter(model, plan, config, strict=False, folder=folder)
+
+
+def begin_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
+    """Attach an adapter as it is `planned`: with the values in its folder, or drawn from `seed`."""
+    if planned.folder is not None:
+        read_adapter(model, name, planned)
+    else:
+        draw_adapter(model, name, planned, seed=seed)
+
+
+def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
+    """Attach the adapter in the folder of `planned`, of which every rank keeps its part."""
+    assert planned.folder is not None
+    _check_same_base(model, planned.folder / WEIGHTS_FILE, planned.targets)
+    full, trained = _read_factors(planned, runtime(model).plan)
+    attach(model, name, planned, lambda target: full[target.name], trained)
 
 
 def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
@@ -201,6 +214,26 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     return found
 
 
+def read_lora(path: str | Path) -> dict[str, Any]:
+    """Fields of `peft.LoraConfig` from a YAML file, alone or under the key `lora`, as in a run file.
+
+    Raises:
+        UserError: not readable, not a mapping.
+    """
+    try:
+        values = parse_yaml(read_text(Path(path)))
+    except FileNotFoundError:
+        raise UserError(f"--lora {path}", "there is no such file") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({why})") from None
+    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
+        values = values["lora"]
+    if not isinstance(values, dict):
+        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
+    return values
+
+
 def _pieces(values: Any, where: str) -> dict[str, list[str]]:
     """The entry `pieces` of a file.
 
@@ -215,29 +248,25 @@ def _pieces(values: Any, where: str) -> dict[str, list[str]]:
     return {str(key): list(names) for key, names in pieces.items()}
 
 
-def check_adapter(model: Any, folder: Path, config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    """Every check of `load_adapter`, without a mesh; `model` is on the meta device, as it is before any split."""
-    _read_factors(model, folder / WEIGHTS_FILE, config, targets, plan)
+def check_adapter(planned: AdapterPlan, plan: ModelPlan) -> None:
+    """Every check of the values in the folder of `planned`; plan: of the model."""
+    _read_factors(planned, plan)
 
 
-def _read_factors(
-    model: Any, file: Path, config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+def _read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """(full factors by module and part, whole values of trained parameters), every one checked."""
-    if (of_single_experts := engine_factors(file, model, targets, plan)) is not None:
+    assert planned.folder is not None
+    file, targets = planned.folder / WEIGHTS_FILE, planned.targets
+    if (of_single_experts := engine_factors(file, targets, plan)) is not None:
         return of_single_experts, {}
-    trained = trained_parameters(model, plan, config, targets)
-    expected = file_shapes(targets, plan, embedding_size(model, plan)) | {
-        key_of_parameter(name, targets): _whole_shape(model, name, plan) for name in trained
-    }
+    of_copies = {name: key_of_parameter(name, targets) for name in planned.copies}
+    expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
     tensors: dict[str, Tensor] = {}
     with open_safetensors(file) as opened:
         check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
         for key, shape in expected.items():
             tensors[key] = _read_tensor(opened, file, key, shape)
-    return factors_of_file(tensors, targets, plan, file), {
-        name: tensors[key_of_parameter(name, targets)] for name in trained
-    }
+    return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
 
 
 def _base_keys(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, str]:
@@ -258,7 +287,7 @@ def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> N
                 continue
             parameter = state.base.get(f"{name}.weight", model.get_parameter(f"{name}.weight"))
             given, rule = opened.get_tensor(key), rule_of_parameter(state.plan, f"{name}.weight")
-            is_same = tuple(given.shape) == _whole_shape(model, f"{name}.weight", state.plan)
+            is_same = tuple(given.shape) == whole_shape(model, state.plan, f"{name}.weight")
             if is_same:
                 own = local_part(given, rule, state.mesh).to(parameter.device, parameter.dtype)
                 is_same = torch.equal(own, parameter.detach())
@@ -291,18 +320,6 @@ def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> T
     if not torch.isfinite(tensor).all():
         raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
     return tensor
-
-
-def _whole_shape(model: Any, name: str, plan: ModelPlan) -> tuple[int, ...]:
-    """Shape of a parameter of the base before any split."""
-    owner, _, leaf = name.rpartition(".")
-    if owner in plan.linears:
-        rule = plan.linears[owner]
-        return (rule.out_features,) if leaf == "bias" else (rule.out_features, rule.in_features)
-    shape = list(model.get_parameter(name).shape)
-    if (split := plan.parameters.get(name)) is not None:
-        shape[split.dim] = split.layout.size
-    return tuple(shape)
 
 
 def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:

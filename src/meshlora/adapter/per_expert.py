@@ -30,7 +30,7 @@ from meshlora.adapter.expert_format import (
 from meshlora.adapter.file_tensors import PREFIX, factors_of_file, file_shapes
 from meshlora.adapter.patterns import check_patterns, pattern_key
 from meshlora.adapter.pieces import PieceLoraConfig, with_pieces
-from meshlora.adapter.targets import Target, embedding_size
+from meshlora.adapter.targets import Target
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.plan.experts import ExpertsRule
 from meshlora.plan.rules import ModelPlan
@@ -106,9 +106,7 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
     return PieceLoraConfig(**values, share_experts=True)
 
 
-def engine_factors(
-    file: Path, model: Any, targets: Mapping[str, Target], plan: ModelPlan
-) -> dict[str, dict[str, Tensor]] | None:
+def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, dict[str, Tensor]] | None:
     """Target -> part -> whole factor, each checked; None where the file has no factors of single experts.
 
     Args:
@@ -117,9 +115,8 @@ def engine_factors(
     Raises:
         UserError: names, shapes or types that do not fit the model, values not finite.
     """
-    embedding = embedding_size(model, plan)
     linears = {name: target for name, target in targets.items() if not target.num_experts}
-    expected = file_shapes(linears, plan, embedding)
+    expected = file_shapes(linears)
     found: dict[str, dict[str, Tensor]] = {}
     with open_safetensors(file) as opened:
         keys = set(opened.keys())
@@ -129,7 +126,7 @@ def engine_factors(
         for rule, own, projections in _layers(opened, file, keys, plan, engine_names(plan.model_type)):
             left -= own
             for name, pieces in _by_projection(rule, projections).items():
-                found[name] = _parts(file, targets[name], pieces, targets[name].shapes(plan.rule_of(name), embedding))
+                found[name] = _parts(file, targets[name], pieces, targets[name].shapes)
         left -= base_keys(linears, plan)
         if wrong := sorted(left ^ expected.keys()):
             what = "its lora_A and lora_B are not both there" if wrong[0] in expected else "no target has it"
@@ -138,7 +135,7 @@ def engine_factors(
     for key, tensor in tensors.items():
         _check_shape(file, key, tensor, expected[key])
     assert found.keys() | linears.keys() == targets.keys(), (sorted(found), sorted(targets))
-    return found | factors_of_file(tensors, linears, plan, file)
+    return found | factors_of_file(tensors, linears, file)
 
 
 def check_lora_alone(config: LoraConfig, where: str) -> None:

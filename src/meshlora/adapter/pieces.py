@@ -15,9 +15,8 @@ from peft import LoraConfig
 
 from meshlora.adapter.patterns import pattern_key
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.plan.experts import ExpertRule
-from meshlora.plan.layout import Piece
-from meshlora.plan.rules import LinearRule, ModelPlan
+from meshlora.plan.layout import Layout, Piece
+from meshlora.plan.rules import ModelPlan
 
 
 @dataclass
@@ -35,13 +34,13 @@ class PieceLoraConfig(LoraConfig):
     share_experts: bool = False
 
 
-def piece_of(rule: LinearRule | ExpertRule | None, module: str, name: str) -> Piece:
-    """The piece `name` of the fused linear `module`.
+def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
+    """The piece `name` of the linear `module`; fused: its layout, if it is made of pieces.
 
     Raises:
         UserError: it has none of that name.
     """
-    pieces = {p.name: p for p in rule.fused.pieces} if rule is not None and rule.fused is not None else {}
+    pieces = {p.name: p for p in fused.pieces} if fused is not None else {}
     if name not in pieces:
         known = ", ".join(pieces) or "none: it is not a fused matrix, or its layout is not known"
         raise UserError(f"pieces: {name!r} of {module}", f"its pieces are: {known}", "name them as they are there")
@@ -83,8 +82,9 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
         for name in about:
             if config.init_lora_weights in ("pissa", "olora"):
                 raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
+            rule = plan.rule_of(name)
             for piece in names:
-                piece_of(plan.rule_of(name), name, piece)
+                piece_of(rule.fused if rule is not None else None, name, piece)
             if key == next(other for other in chosen if name == other or name.endswith(f".{other}")):
                 _check_patterns(config, key, name)
 

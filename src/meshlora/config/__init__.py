@@ -38,17 +38,23 @@ _MOST: dict[str, float] = {
 }
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The base model. See `meshlora.load` for what each field does."""
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """How a base model is built and stored. See `meshlora.load` for what each field does."""
 
-    path: str
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
     quantization: Literal["nf4", "int8"] | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig(BaseOptions):
+    """The base model: its folder, and its options."""
+
+    path: str
 
     def __post_init__(self) -> None:
         check_path("model.path", self.path)

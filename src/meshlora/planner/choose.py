@@ -15,16 +15,12 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.adapter.targets import Target, resolve_targets, trained_parameters
-from meshlora.adapter.whole_matrix import check_whole_matrix
+from meshlora.blueprint import Blueprint
 from meshlora.errors import UserError
 from meshlora.parallel.groups import simulated_job
-from meshlora.parallel.sharding import check_units
-from meshlora.plan.derive import decoder_layers, plan_model
+from meshlora.plan.derive import decoder_layers
 from meshlora.plan.families import check_proved
 from meshlora.plan.layout import Split
-from meshlora.plan.quantization import with_quantization
-from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
 from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, span_of, traffic_of
 from meshlora.planner.fake import Work
@@ -185,21 +181,17 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
         raise UserError(
             f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
         )
-    model = problem.shrunk.model
-    plan = with_quantization(plan_model(model, topology), problem.quantization)
-    check_units(model, plan)
-    check_proved(model.config.model_type, topology, has_experts=bool(plan.experts))
-    targets = resolve_targets(model, plan, problem.lora)
-    trained = trained_parameters(model, plan, problem.lora, targets)
-    check_whole_matrix(problem.lora, targets, plan, problem.dtype)
-    states = states_of(problem.shrunk, plan, targets, trained)
+    small = problem.small.on(topology)
+    check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
+    small = small.with_adapter(problem.lora)
+    states = states_of(problem.shrunk, small)
     tokens = -(-problem.seq // topology.tp) * topology.tp if topology.sp else problem.seq
     whole = dataclasses.replace(topology, dp_shard=False)
     if whole not in traces:
-        one, two = (trace(problem.shrunk, plan, problem.lora, targets, rows=n, tokens=tokens) for n in (1, 2))
+        one, two = (trace(small, rows=n, tokens=tokens) for n in (1, 2))
         traces[whole] = one, two
     predictions = [
-        _prediction(problem, topology, plan, targets, states, traces[whole], rows, tokens, recompute)
+        _prediction(problem, small, states, traces[whole], rows, tokens, recompute)
         for rows in _micro_batches(problem, share)
         for recompute in _recomputations(problem)
     ]
@@ -233,9 +225,7 @@ def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
 
 def _prediction(
     problem: Problem,
-    topology: Topology,
-    plan: ModelPlan,
-    targets: Mapping[str, Target],
+    small: Blueprint,
     states: States,
     traces: tuple[Trace, Trace],
     rows: int,
@@ -243,6 +233,7 @@ def _prediction(
     recompute: Recompute,
 ) -> Prediction:
     shrunk, gpu, (one, two) = problem.shrunk, problem.gpu, traces
+    topology, plan, targets = small.topology, small.plan, small.trained.targets
     micro_batches = -(-problem.global_batch // (topology.dp * rows))
     recomputed = recomputed_layers(recompute, len(shrunk.order))
     chunk_tokens = tokens_of_chunk(problem.vocab, problem.dtype, rows * tokens)

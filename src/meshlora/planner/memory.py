@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from meshlora.adapter.manage import rule_of_parameter, rule_of_part
-from meshlora.adapter.targets import Target, embedding_size
-from meshlora.plan.grads import FactorRule
+from meshlora.adapter.plan import Trained
+from meshlora.blueprint import Blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.planner.base import base_states
 from meshlora.planner.kinds import Shrunk
@@ -51,23 +49,20 @@ class States:
         return self.weights + self.buffers + self.adapter + self.moments
 
 
-def states_of(shrunk: Shrunk, plan: ModelPlan, targets: Mapping[str, Target], trained: Sequence[str]) -> States:
-    """The states of the model that `shrunk` is of. plan: of the shrunk model, on the topology.
-
-    trained: names of the base's parameters that are trained in full.
-    """
-    model = shrunk.model
-    base = base_states(shrunk, plan, targets)
+def states_of(shrunk: Shrunk, small: Blueprint) -> States:
+    """The states of the model that `shrunk` is of. small: of the shrunk model and the adapter, on the topology."""
+    model, plan = shrunk.model, small.plan
+    base = base_states(shrunk, plan, small.trained.targets)
     buffers = sum(shrunk.times(name) * b.numel() * b.element_size() for name, b in model.named_buffers())
     each = 8 if model.dtype == torch.float64 else 4
     buckets: Counter[Axes] = Counter()
     total, largest, count = 0, 0, 0
-    for name, shape, rule in factors_of(model, plan, targets, trained):
-        times, local = shrunk.times(name), local_shape(shape, rule, plan)
+    for name, trained in small.trained.parameters.items():
+        times, local = shrunk.times(name), local_shape(trained, plan)
         number = math.prod(local)
         total += times * number
         largest, count = max(largest, number * each), count + times
-        for segment in rule.segments(rank=0, size=plan.topology.tp):
+        for segment in trained.rule.segments(rank=0, size=plan.topology.tp):
             part = list(local)
             stop = part[segment.dim] if segment.stop is None else segment.stop
             part[segment.dim] = stop - segment.start
@@ -77,22 +72,10 @@ def states_of(shrunk: Shrunk, plan: ModelPlan, targets: Mapping[str, Target], tr
     return States(base.weights, base.shards, buffers, total * each, total * each, moments, buckets, largest, count)
 
 
-def factors_of(
-    model: Any, plan: ModelPlan, targets: Mapping[str, Target], trained: Sequence[str]
-) -> Iterable[tuple[str, tuple[int, ...], FactorRule]]:
-    """(name of its module or parameter, whole shape, rule) of every trained parameter."""
-    embedding = embedding_size(model, plan)
-    for name, target in targets.items():
-        for part, shape in target.shapes(plan.rule_of(name), embedding).items():
-            yield name, shape, rule_of_part(plan, target, part)
-    for name in trained:
-        yield name, tuple(model.get_parameter(name).shape), rule_of_parameter(plan, name)
-
-
-def local_shape(shape: Sequence[int], rule: FactorRule, plan: ModelPlan) -> tuple[int, ...]:
-    """What a rank holds of a trained parameter of whole shape `shape`."""
-    local = list(shape)
-    for cut in rule.cuts:
+def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
+    """What a rank holds of a trained parameter."""
+    local = list(trained.shape)
+    for cut in trained.rule.cuts:
         local[cut.dim] = cut.layout.local_size(plan.topology.size_over(frozenset({cut.axis})))
     return tuple(local)
 

@@ -6,6 +6,7 @@ Owns: `Problem`, reading a configuration, what is refused whatever the topology.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -17,11 +18,10 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.api import build_meta, read_model_config
+from meshlora.blueprint import Blueprint, read_model_config
 from meshlora.errors import UserError
 from meshlora.parallel.quantized import levels_of_int8
 from meshlora.plan.derive import decoder_layers
-from meshlora.plan.topology import Topology
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk, shrink
 from meshlora.planner.trace import model_vocab
@@ -36,15 +36,12 @@ class Problem:
     """What is to be run, and on what.
 
     Attributes:
-        model: on the meta device, whole. shrunk: with one layer of each kind. seq: tokens of a sequence.
+        blueprint: of the base, on one GPU. shrunk: its model with one layer of each kind. seq: tokens of a sequence.
         global_batch: sequences of an optimizer step. micro_batch, recompute: where the user chose; else None.
-        quantization: of the base, one of `plan.quantization.KINDS`; None: it is not.
     """
 
-    config: PretrainedConfig
-    dtype: torch.dtype
+    blueprint: Blueprint
     lora: LoraConfig
-    model: Any
     shrunk: Shrunk
     gpus: int
     gpu: Hardware
@@ -52,7 +49,26 @@ class Problem:
     global_batch: int
     micro_batch: int | None = None
     recompute: Recompute | None = None
-    quantization: str | None = None
+
+    @property
+    def small(self) -> Blueprint:
+        """The blueprint of the shrunk model."""
+        return dataclasses.replace(self.blueprint, model=self.shrunk.model)
+
+    @property
+    def model(self) -> Any:
+        """On the meta device, whole."""
+        return self.blueprint.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the base."""
+        return self.blueprint.dtype
+
+    @property
+    def quantization(self) -> str | None:
+        """Of the base, one of `plan.quantization.KINDS`; None: it is not."""
+        return self.blueprint.options.quantization
 
     @property
     def is_half(self) -> bool:
@@ -74,7 +90,7 @@ def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedCon
     """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
 
     Raises:
-        UserError: as of `meshlora.api.read_model_config`.
+        UserError: as of `meshlora.blueprint.read_model_config`.
     """
     path = Path(model)
     if not path.is_file():
@@ -85,24 +101,21 @@ def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedCon
 
 
 def pose(
-    config: PretrainedConfig,
+    blueprint: Blueprint,
     lora: LoraConfig,
     *,
-    dtype: torch.dtype,
     gpus: int,
     gpu: Hardware,
     seq: int,
     global_batch: int,
     micro_batch: int | None = None,
     recompute: Recompute | None = None,
-    quantization: str | None = None,
-    trust_remote_code: bool = False,
 ) -> Problem:
-    """The problem, with all that every topology shares.
+    """The problem, with all that every topology shares. blueprint: of the base, without dropout.
 
     Raises:
-        UserError: a size below 1; sequences that are longer than the model's positions; a model that cannot be built,
-            or not be quantised.
+        UserError: a size below 1; sequences that are longer than the model's positions; layers that cannot be computed
+            twice.
     """
     if gpus > _MOST_GPUS:
         raise UserError(f"--gpus {gpus}", f"plans are for at most {_MOST_GPUS:,}")
@@ -111,25 +124,14 @@ def pose(
             raise UserError(f"{name} {value}", f"it must be at least 1 and at most {_MOST:,}")
     if micro_batch is not None and micro_batch < 1:
         raise UserError(f"--micro-batch {micro_batch}", "it must be at least 1")
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None)
     if limit and seq > limit:
         raise UserError(f"--seq {seq}", f"the model has {limit} positions", f"use at most {limit}")
-    model, _ = build_meta(
-        config,
-        Topology(),
-        dtype=dtype,
-        disable_dropout=True,
-        trust_remote_code=trust_remote_code,
-        quantization=quantization,
-    )
-    if quantization == "int8":
+    if blueprint.options.quantization == "int8":
         levels_of_int8()
     if recompute not in (None, "none"):
-        _check_recompute(model, recompute)
-    shrunk = shrink(model)
-    return Problem(
-        config, dtype, lora, model, shrunk, gpus, gpu, seq, global_batch, micro_batch, recompute, quantization
-    )
+        _check_recompute(blueprint.model, recompute)
+    return Problem(blueprint, lora, shrink(blueprint.model), gpus, gpu, seq, global_batch, micro_batch, recompute)
 
 
 def _check_recompute(model: Any, recompute: Recompute | None) -> None:

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 
 from meshlora.adapter.manage import active_factors
-from meshlora.adapter.targets import resolve_targets, trained_parameters
-from meshlora.api import build_meta
 from meshlora.compat import meta_parameters_allowed
 from meshlora.config import TrainConfig
 from meshlora.parallel.groups import open_mesh, simulated_job
 from meshlora.planner.choose import Prediction
 from meshlora.planner.communication import calls_of
 from meshlora.planner.fake import Call, FakeRun
-from meshlora.planner.memory import factors_of, local_shape
+from meshlora.planner.memory import local_shape
 from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
 from meshlora.train.gradsync import clip_gradients, finish_gradients
@@ -77,21 +75,12 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
     topology, rows, tokens = prediction.topology, prediction.micro_batch, prediction.tokens
     run = FakeRun()
     with simulated_job(topology.world):
-        model, plan = build_meta(
-            copy.deepcopy(problem.config),
-            topology,
-            dtype=problem.dtype,
-            disable_dropout=True,
-            quantization=problem.quantization,
-        )
-        targets = resolve_targets(model, plan, problem.lora)
-        trained = trained_parameters(model, plan, problem.lora, targets)
-        predicted_shapes = [
-            local_shape(shape, rule, plan) for _, shape, rule in factors_of(model, plan, targets, trained)
-        ]
+        blueprint = problem.blueprint.on(topology).with_adapter(problem.lora)
+        model, plan, trained = copy.deepcopy(blueprint.model), blueprint.plan, blueprint.trained.parameters
+        predicted_shapes = [local_shape(parameter, plan) for parameter in trained.values()]
         mesh = open_mesh(topology, copies=plan.copies, has_experts=bool(plan.experts))
         with run, meta_parameters_allowed():
-            assemble(model, plan, mesh, problem.lora, targets, run)
+            assemble(model, blueprint, mesh, run)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are of the whole base, and asked for once
             adapter = sum(f.parameter.numel() * f.parameter.element_size() for f in active_factors(model))

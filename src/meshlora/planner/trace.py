@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from meshlora.adapter import manage
-from meshlora.adapter.targets import Target, embedding_size
+from meshlora.adapter.targets import Target
+from meshlora.blueprint import Blueprint
 from meshlora.errors import UnsupportedError
 from meshlora.guards import guard_model
 from meshlora.parallel.dropout import replace_dropouts
@@ -36,7 +36,6 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
 from meshlora.planner.communication import Flow
 from meshlora.planner.fake import FakeRun, Section, Work
-from meshlora.planner.kinds import Shrunk
 from meshlora.planner.memory import LayerMemory, Phase, StepMemory
 
 
@@ -76,14 +75,13 @@ def nowhere(topology: Topology, copies: set[int], *, has_experts: bool) -> Mesh:
     return Mesh(topology, 0, torch.device("cpu"), axes)
 
 
-def assemble(
-    model: Any, plan: ModelPlan, mesh: Mesh, lora: LoraConfig, targets: Mapping[str, Target], run: FakeRun
-) -> Any:
-    """`model`, on the meta device, as `meshlora.load` makes it, with weights and factors that have no content.
+def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
+    """`model`, a copy of that of `blueprint`, as `meshlora.load` makes it: of weights and factors without content.
 
     Inside `run`; returns the model, whose states `run` counts. With `plan.units` the groups of `mesh` have to be open.
     """
-    parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=model.dtype)
+    plan, adapter = blueprint.plan, blueprint.trained
+    parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
     for name in sorted(plan.quantized):
         linear = model.get_submodule(name)
         assert isinstance(linear, ParallelLinear)
@@ -97,22 +95,18 @@ def assemble(
     model.meshlora = manage.Runtime(plan, mesh, None)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
-    embedding = embedding_size(model, plan)
 
     def factors(target: Target) -> dict[str, Tensor]:
-        shapes = target.shapes(plan.rule_of(target.name), embedding)
-        return {part: torch.empty(shape) for part, shape in shapes.items() if part != "magnitude"}
+        return {part: torch.empty(shape) for part, shape in target.shapes.items() if part != "magnitude"}
 
-    manage.attach(model, "default", lora, targets, factors)
+    manage.attach(model, "default", adapter, factors)
     manage.set_adapter(model, "default")
     model.train()
     return model
 
 
-def trace(
-    shrunk: Shrunk, plan: ModelPlan, lora: LoraConfig, targets: Mapping[str, Target], *, rows: int, tokens: int
-) -> Trace:
-    """A micro-batch of `rows` sequences of `tokens` tokens. plan: of the shrunk model.
+def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
+    """A micro-batch of `rows` sequences of `tokens` tokens. small: of the shrunk model.
 
     Where dp shards the base, its layers run here on whole weights: what gathering takes is added by arithmetic.
 
@@ -121,12 +115,12 @@ def trace(
     Raises:
         UnsupportedError: a model whose logits are needed whole.
     """
-    plan = dataclasses.replace(plan, units=())
+    plan = dataclasses.replace(small.plan, units=())
     run = FakeRun()
-    chunk_tokens = tokens_of_chunk(model_vocab(shrunk.model), shrunk.model.dtype, rows * tokens)
+    chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, rows * tokens)
     with run:
         mesh = nowhere(plan.topology, plan.copies, has_experts=bool(plan.experts))
-        model = assemble(copy.deepcopy(shrunk.model), plan, mesh, lora, targets, run)
+        model = assemble(copy.deepcopy(small.model), dataclasses.replace(small, plan=plan), mesh, run)
         watch = _Watch(run, model, plan)
         run.begin("before")
         loss = _loss(run, model, plan, mesh, rows, tokens, chunk_tokens)

@@ -1,21 +1,24 @@
 """Prompts to continuations, by transformers' `generate` on a loaded model.
 
-Owns: encoding prompts as training does, left padding, the options in transformers' words. Does not own: loading
-(`generate`, `train.evaluate`), scores (`scores`).
+Owns: encoding prompts as training does, left padding, the options in transformers' words; `generate`, from folders to
+texts on one process. Does not own: evaluation (`train.evaluate`), scores (`scores`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from meshlora.api import load
+from meshlora.blueprint import read_model_config
 from meshlora.config import GenerateConfig
 from meshlora.errors import UserError
-from meshlora.train.tokenizer import padding_token_id
+from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 
 def encode_prompts(
@@ -80,3 +83,35 @@ def continuations(
             **words,
         )
         yield from tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str],
+    *,
+    adapter: Path | None = None,
+    options: GenerateConfig | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    names: Sequence[str] = (),
+) -> Iterator[str]:
+    """The continuation of each prompt, without the prompt.
+
+    options: greedy, one prompt at a time, where they are None. names: of the prompts, for messages.
+
+    Raises:
+        UserError: a wrong folder or option.
+    """
+    options = options or GenerateConfig(batch_size=1)
+    config = read_model_config(model, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    encoded = encode_prompts(prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens")
+    network = load(
+        model,
+        adapter=adapter,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        disable_dropout=True,
+        ignore_lora_dropout=True,
+    ).eval()
+    yield from continuations(network, tokenizer, encoded, options)

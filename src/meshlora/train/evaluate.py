@@ -7,6 +7,7 @@ Does not own: the loss itself (`train.objectives`), when a run evaluates (`train
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +19,9 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.manage import runtime
-from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_config
-from meshlora.adapter.per_expert import engine_config
-from meshlora.adapter.targets import resolve_targets
-from meshlora.api import build_meta, load, read_model_config, resolve_dtype
+from meshlora.adapter.peft_format import CONFIG_FILE
+from meshlora.api import load_blueprint
+from meshlora.blueprint import Blueprint, make_blueprint
 from meshlora.config import RunConfig
 from meshlora.config.objective import Objective
 from meshlora.data import Batch, TokenizedDataset
@@ -31,7 +31,6 @@ from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.parallel.groups import join
 from meshlora.plan.families import check_proved_here
 from meshlora.plan.topology import Topology
-from meshlora.state.weights import CheckpointSource, check_checkpoint
 from meshlora.train.batches import Batching
 from meshlora.train.objectives import base_log_probabilities, count, loss_sum, reference_point
 from meshlora.train.prepare import check_fits, read_data
@@ -69,11 +68,10 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that passed every check. adapter: its folder, or None: the base alone."""
+    """An evaluation that passed every check; of the base alone, where its blueprint has no adapter."""
 
     config: RunConfig
-    topology: Topology
-    adapter: Path | None
+    blueprint: Blueprint
     data: TokenizedDataset
     pad_token_id: int
 
@@ -101,45 +99,23 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
             "give --adapter FOLDER",
         )
     topology = Topology.parse(config.topology, world=world)
-    trust = config.model.trust_remote_code
-    hf_config = read_model_config(config.model.path, trust_remote_code=trust)
-    model, plan = build_meta(
-        hf_config,
-        topology,
-        dtype=resolve_dtype(config.model.dtype, hf_config),
-        attn_implementation=config.model.attn_implementation,
-        disable_dropout=True,  # none is active outside of training
-        trust_remote_code=trust,
-        quantization=config.model.quantization,
-    )
-    check_proved_here(plan.model_type, topology, has_experts=bool(plan.experts))
-    check_checkpoint(
-        model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
-    )
+    # None is active outside of training.
+    options = dataclasses.replace(config.model, disable_dropout=True)
+    blueprint = make_blueprint(config.model.path, topology, options)
+    check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
+    blueprint.check_weights()
     if adapter is not None:
-        stored = engine_config(adapter / WEIGHTS_FILE, read_config(adapter, ignore_dropout=True), plan)
-        check_adapter(model, adapter, stored, resolve_targets(model, plan, stored, strict=False), plan)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
-    check_fits(tokenizer, hf_config, config, topology)
-    data = read_data(config, config.data.eval, tokenizer, vocab_size=hf_config.get_text_config().vocab_size)
-    return Evaluation(config, topology, adapter, data.first(config.data.eval_limit), padding_token_id(tokenizer))
+        blueprint = blueprint.with_folder(adapter, ignore_dropout=True)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=options.trust_remote_code)
+    check_fits(tokenizer, blueprint, max_length=config.data.max_length)
+    vocab_size = blueprint.config.get_text_config().vocab_size
+    data = read_data(config, config.data.eval, tokenizer, vocab_size=vocab_size)
+    return Evaluation(config, blueprint, data.first(config.data.eval_limit), padding_token_id(tokenizer))
 
 
 def load_for_evaluation(run: Evaluation) -> Any:
     """The model with its adapter, on the mesh of this job. Every rank of it calls this."""
-    options = run.config.model
-    return load(
-        options.path,
-        adapter=run.adapter,
-        topology=run.topology,
-        dtype=options.dtype,
-        device=run.config.device,
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,
-        disable_dropout=True,
-        allow_unused_weights=options.allow_unused_weights,
-        quantization=options.quantization,
-    ).eval()
+    return load_blueprint(run.blueprint, device=run.config.device).eval()
 
 
 def evaluate(run: Evaluation) -> dict[str, Any]:
@@ -152,11 +128,12 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     with lift(model.dtype == torch.float64):
         point = reference_point(objective, model, batching, run.data, indices)
     loss, number = mean_loss(model, batching.batches(run.data, indices), objective, point)
+    adapter = run.blueprint.adapter
     found: dict[str, Any] = {
         "model": run.config.model.path,
-        "adapter": str(run.adapter) if run.adapter is not None else None,
+        "adapter": str(adapter.folder) if adapter is not None else None,
         "data": run.config.data.eval,
-        "topology": str(run.topology),
+        "topology": str(run.blueprint.topology),
         "examples": run.data.num_examples,
         "loss": loss,
     }

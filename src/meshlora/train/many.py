@@ -11,6 +11,7 @@ sees another's tokens or numbers, so that each may begin and end at a step of it
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -24,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import add_adapter, runtime
+from meshlora.adapter.manage import runtime
 from meshlora.adapter.many import one_of_many, train_many
-from meshlora.adapter.peft_format import load_adapter
-from meshlora.api import load_without_proof
+from meshlora.adapter.peft_format import begin_adapter
+from meshlora.api import load_blueprint
 from meshlora.config.objective import Sft
 from meshlora.console import Console
 from meshlora.data import Batch, collate, share
@@ -195,25 +196,11 @@ def train_together(
     shared = first.config
     join(shared.device)
     with hashing_contents(runs.values()) as hashes:
-        model = load_without_proof(
-            shared.model.path,
-            topology=first.topology,
-            dtype=shared.model.dtype,
-            device=shared.device,
-            attn_implementation=shared.model.attn_implementation,
-            trust_remote_code=shared.model.trust_remote_code,
-            disable_dropout=shared.model.disable_dropout,
-            allow_unused_weights=shared.model.allow_unused_weights,
-            quantization=shared.model.quantization,
-        )
+        model = load_blueprint(dataclasses.replace(first.blueprint, adapter=None), device=shared.device)
         mesh = runtime(model).mesh
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
     for name, run in runs.items():
-        start = run.config.adapter if run.resume is None else str(run.resume.folder)
-        if start is None:
-            add_adapter(model, name, run.lora, seed=run.config.train.seed)
-        else:
-            load_adapter(model, start, adapter=name)
+        begin_adapter(model, name, run.start.trained, seed=run.config.train.seed)
     with ExitStack() as opened:
         reporters = {}
         for name, run in runs.items():

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from meshlora.adapter.many import check_many
-from meshlora.api import read_model_config, resolve_dtype
+from meshlora.blueprint import Blueprint
 from meshlora.config import RunConfig
 from meshlora.config.objective import Sft
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.guards import dropout_fields, handle_dropout
+from meshlora.guards import dropout_fields
 from meshlora.train.lock import hold
 from meshlora.train.prepare import Prepared, prepare, read_output
 
@@ -48,12 +48,15 @@ def prepare_runs(
             f"--resume {resume}", "each of several adapters has checkpoints of its own", "use --resume auto"
         )
     _check_options(next(iter(configs.values())))
-    runs = {}
+    runs: dict[str, Prepared] = {}
+    base: Blueprint | None = None  # made with the first
     for name, config in configs.items():
         with _named(name):
-            runs[name] = prepare(config, world=world, resume=resume, despite=despite)
+            runs[name] = prepare(config, world=world, resume=resume, despite=despite, base=base)
+        base = runs[name].blueprint
+    _check_base(runs[name].blueprint)
     for name, run in runs.items():
-        check_many(name, run.lora, run.targets, run.plan)
+        check_many(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
 
 
@@ -130,11 +133,17 @@ def _check_options(config: RunConfig) -> None:
     for option, is_given in given.items():
         if is_given:
             raise UnsupportedError(option, "it is not supported with several adapters", _WAY_OUT)
-    hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    if resolve_dtype(config.model.dtype, hf_config) == torch.float16:
+
+
+def _check_base(base: Blueprint) -> None:
+    """The same of what the base is, and not an option.
+
+    Raises:
+        UnsupportedError: names the dtype or the dropout.
+    """
+    if base.dtype == torch.float16:
         raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
-    handle_dropout(hf_config, disable=config.model.disable_dropout)
-    if dropouts := {name: rate for name, rate in dropout_fields(hf_config).items() if rate}:
+    if dropouts := {name: rate for name, rate in dropout_fields(base.model.config).items() if rate}:
         raise UnsupportedError(
             f"{min(dropouts)}={dropouts[min(dropouts)]} in the model's configuration with several adapters",
             "the model's own dropout is not proved with them",

@@ -12,23 +12,12 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
-from meshlora.adapter.peft_format import (
-    CONFIG_FILE,
-    PIECES_FILE,
-    WEIGHTS_FILE,
-    check_adapter,
-    lora_config,
-    read_config,
-)
-from meshlora.adapter.per_expert import engine_config
-from meshlora.adapter.targets import Target, num_trainable, resolve_targets, trained_parameters
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX, check_whole_matrix
-from meshlora.api import build_meta, read_model_config, resolve_dtype
+from meshlora.adapter.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX
+from meshlora.blueprint import Blueprint, make_blueprint
 from meshlora.compat import attention_of
 from meshlora.config import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
@@ -37,7 +26,7 @@ from meshlora.guards import longest_fixed_length
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 from meshlora.state.files import is_writable
-from meshlora.state.weights import CheckpointSource, check_checkpoint, checkpoint_files
+from meshlora.state.weights import checkpoint_files
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.identity import Contents, contents, identity
 from meshlora.train.manifest import Saved
@@ -57,7 +46,7 @@ class Prepared:
     """A run that passed every check.
 
     Attributes:
-        num_trainable: trainable elements, each counted once.
+        blueprint: the model, its split and the adapter.
         identity: what its steps depend on, by name; without the content of the `files` that it reads, where that did
             not have to be known yet.
         resumes: it was asked to go on. resume: the checkpoint that it goes on from, if there is any.
@@ -66,11 +55,7 @@ class Prepared:
     """
 
     config: RunConfig
-    topology: Topology
-    plan: ModelPlan
-    lora: LoraConfig
-    targets: dict[str, Target]
-    num_trainable: int
+    blueprint: Blueprint
     pad_token_id: int
     train_data: TokenizedDataset
     eval_data: TokenizedDataset | None
@@ -84,13 +69,33 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     @property
+    def plan(self) -> ModelPlan:
+        """What of the model is split how."""
+        return self.blueprint.plan
+
+    @property
+    def topology(self) -> Topology:
+        """The mesh that the plan is for."""
+        return self.blueprint.topology
+
+    @property
+    def start(self) -> Blueprint:
+        """The blueprint with the values that training begins with: where it resumes, those of the checkpoint."""
+        return self.blueprint if self.resume is None else self.blueprint.with_folder(self.resume.folder)
+
+    @property
     def batches(self) -> GlobalBatches:
         """The global order of sequences."""
         return GlobalBatches(self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed)
 
 
 def prepare(
-    config: RunConfig, *, world: int | None = None, resume: str | None = None, despite: Collection[str] = ()
+    config: RunConfig,
+    *,
+    world: int | None = None,
+    resume: str | None = None,
+    despite: Collection[str] = (),
+    base: Blueprint | None = None,
 ) -> Prepared:
     """Check a run against its model, adapter and data; tokenise the data (cached).
 
@@ -98,113 +103,107 @@ def prepare(
         world: number of processes where it is known.
         resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
         despite: names of what may differ from the run that saved it.
+        base: of another run on the same model and topology, which is then not made once more.
 
     Raises:
         UserError: the first thing that does not fit.
     """
+    train = config.train
     topology = Topology.parse(config.topology, world=world)
-    if config.train.batch_size < topology.dp:
+    if train.batch_size < topology.dp:
         raise UserError(
-            f"train.batch_size={config.train.batch_size}",
+            f"train.batch_size={train.batch_size}",
             f"each of the dp={topology.dp} ranks needs at least one sequence a step",
             "raise train.batch_size or lower dp",
         )
     _check_output(config, resumes=resume is not None)
-    check_trackers(config.train.track)
-    lora = _lora(config)
-    hf_config = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    dtype = resolve_dtype(config.model.dtype, hf_config)
-    model, plan = build_meta(
-        hf_config,
-        topology,
-        dtype=dtype,
-        attn_implementation=config.model.attn_implementation,
-        disable_dropout=config.model.disable_dropout,
-        trust_remote_code=config.model.trust_remote_code,
-        quantization=config.model.quantization,
-    )
+    check_trackers(train.track)
+    base = base or make_blueprint(config.model.path, topology, config.model)
     if config.adapter is not None:
-        lora = engine_config(Path(config.adapter) / WEIGHTS_FILE, lora, plan)
-    targets = resolve_targets(model, plan, lora, strict=config.adapter is None)
-    check_whole_matrix(lora, targets, plan, dtype)
-    if config.train.objective.needs_base and lora.init_lora_weights in WHOLE_MATRIX:
-        raise UnsupportedError(
-            f"train.objective={config.train.objective.kind} with init_lora_weights={lora.init_lora_weights!r}",
-            "it needs the frozen base, which has given its principal part to the adapter",
-            "use init_lora_weights: true",
-        )
-    if config.data.packing:
-        check_packing(
-            hf_config,
-            attn_implementation=config.model.attn_implementation,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    check_recompute(model, config.train.recompute)
-    if config.train.router_aux_loss_coef:
-        check_load_balancing(model)
-    trained = trained_parameters(model, plan, lora, targets)
-    check_checkpoint(
-        model, CheckpointSource(Path(config.model.path), model), allow_unused=config.model.allow_unused_weights
-    )
-    if config.adapter is not None:
-        check_adapter(model, Path(config.adapter), lora, targets, plan)
+        blueprint = base.with_folder(Path(config.adapter))
+    else:
+        blueprint = base.with_adapter(lora_config(config.lora or {}, "lora", unknown_is_error=True))
+    _check_model(blueprint, config)
+    blueprint.check_weights()
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    check_fits(tokenizer, hf_config, config, topology)
-    vocab_size = hf_config.get_text_config().vocab_size
+    check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
-    options: dict[str, Any] = {"vocab_size": vocab_size, "say": notes.append}
-    train_data = read_data(config, config.data.train, tokenizer, **options)
-    eval_data = None
-    if config.data.eval is not None:
-        eval_data = read_data(config, config.data.eval, tokenizer, **options).first(config.data.eval_limit)
+    vocab_size = blueprint.config.get_text_config().vocab_size
+    train_data, eval_data = (
+        read_data(config, paths, tokenizer, vocab_size=vocab_size, say=notes.append) if paths is not None else None
+        for paths in (config.data.train, config.data.eval)
+    )
+    assert train_data is not None
     steps = _num_steps(config, train_data.num_examples)
-    if config.train.warmup_steps >= steps:
-        raise UserError(
-            f"train.warmup_steps={config.train.warmup_steps}", f"it must be below the {steps} steps of the run"
-        )
-    if config.train.warmup_steps + config.train.decay_steps > steps:
-        raise UserError(
-            f"train.warmup_steps={config.train.warmup_steps} and train.decay_steps={config.train.decay_steps}",
-            f"together they are more than the {steps} steps of the run",
-        )
-    # The record in the folder is of this same run: one that goes on, also where it ended before its first checkpoint.
-    resumes = resume is not None and (resume != "auto" or _holds_run(Path(config.train.output)))
-    if (folder := config.train.routing_replay or config.train.routing_record) is not None:
-        check_routing(
-            Path(folder),
-            replays=config.train.routing_replay is not None,
-            steps=steps,
-            plan=plan,
-            may_overwrite=config.train.overwrite or resumes,
-        )
-    replays = config.train.routing_replay
+    _check_warmup(config, steps)
     run = Prepared(
         config,
-        topology,
-        plan,
-        lora,
-        targets,
-        num_trainable(model, targets, trained, plan),
+        blueprint,
         padding_token_id(tokenizer),
         train_data,
-        eval_data,
+        eval_data.first(config.data.eval_limit) if eval_data is not None else None,
         steps,
         identity=identity(
             config,
             steps=steps,
             tokens={**{name: getattr(train_data, name) for name in _TOKENS}, **train_data.columns},
-            attention=attention_of(model.config),
+            attention=attention_of(blueprint.model.config),
         ),
         files=contents(
             config,
             weights=checkpoint_files(Path(config.model.path)),
             adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
-            replay=[step_file(Path(replays), step) for step in range(steps)] if replays is not None else (),
+            replay=_check_routing(blueprint.plan, config, steps, resume),
         ),
-        samples=prepare_samples(config, topology, tokenizer, hf_config),
+        samples=prepare_samples(config, topology, tokenizer, blueprint.config),
         notes=tuple(notes),
     )
     return read_output(run, resume=resume, despite=despite)
+
+
+def _check_routing(plan: ModelPlan, config: RunConfig, steps: int, resume: str | None) -> list[Path]:
+    """The run can record the experts of its tokens, or take those of a record, whose files these are."""
+    train = config.train
+    if (folder := train.routing_replay or train.routing_record) is None:
+        return []
+    # The record in the folder is of this same run: one that goes on, also where it ended before its first checkpoint.
+    resumes = resume is not None and (resume != "auto" or _holds_run(Path(train.output)))
+    replays, may_overwrite = train.routing_replay is not None, train.overwrite or resumes
+    check_routing(Path(folder), replays=replays, steps=steps, plan=plan, may_overwrite=may_overwrite)
+    return [step_file(Path(folder), step) for step in range(steps)] if replays else []
+
+
+def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
+    """The model and the adapter can be trained as the run asks for.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    train, init = config.train, blueprint.trained.config.init_lora_weights
+    if train.objective.needs_base and init in WHOLE_MATRIX:
+        raise UnsupportedError(
+            f"train.objective={train.objective.kind} with init_lora_weights={init!r}",
+            "it needs the frozen base, which has given its principal part to the adapter",
+            "use init_lora_weights: true",
+        )
+    if config.data.packing:
+        options = blueprint.options
+        attention, trust = options.attn_implementation, options.trust_remote_code
+        check_packing(blueprint.config, attn_implementation=attention, trust_remote_code=trust)
+    check_recompute(blueprint.model, train.recompute)
+    if train.router_aux_loss_coef:
+        check_load_balancing(blueprint.model)
+
+
+def _check_warmup(config: RunConfig, steps: int) -> None:
+    warmup, decay = config.train.warmup_steps, config.train.decay_steps
+    if warmup >= steps:
+        raise UserError(f"train.warmup_steps={warmup}", f"it must be below the {steps} steps of the run")
+    if warmup + decay > steps:
+        raise UserError(
+            f"train.warmup_steps={warmup} and train.decay_steps={decay}",
+            f"together they are more than the {steps} steps of the run",
+        )
 
 
 def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] = ()) -> Prepared:
@@ -279,42 +278,35 @@ def _holds_run(output: Path) -> bool:
     return any((output / name).exists() for name in RUN_CONTENT)
 
 
-def _lora(config: RunConfig) -> LoraConfig:
-    if config.adapter is not None:
-        return read_config(Path(config.adapter))
-    assert config.lora is not None
-    return lora_config(config.lora, "lora", unknown_is_error=True)
-
-
-def check_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Any, config: RunConfig, topology: Topology) -> None:
-    """Tokens fit the model's vocabulary, sequences its positions."""
-    text_config = hf_config.get_text_config()
+def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_length: int) -> None:
+    """Tokens fit the model's vocabulary, sequences of `max_length` tokens its positions."""
+    text_config, topology = blueprint.config.get_text_config(), blueprint.topology
     if len(tokenizer) > text_config.vocab_size:
         raise UserError(
             f"tokenizer with {len(tokenizer)} tokens",
-            f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
+            f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
             "is it the tokenizer of another model?",
         )
     pad = padding_token_id(tokenizer)  # looked up like any other, though what comes of it is masked
     if not 0 <= pad < text_config.vocab_size:
         raise UserError(
             f"tokenizer whose padding is token {pad}",
-            f"the model {config.model.path} has embeddings for {text_config.vocab_size}",
+            f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
             "name another pad_token, or eos_token, in tokenizer_config.json",
         )
-    fixed = longest_fixed_length(hf_config)
-    if fixed is not None and config.data.max_length > fixed[0]:
+    fixed = longest_fixed_length(blueprint.config)
+    if fixed is not None and max_length > fixed[0]:
         raise UnsupportedError(
-            f"data.max_length={config.data.max_length}",
+            f"data.max_length={max_length}",
             f"beyond {fixed[0]} positions the model's {fixed[1]} depends on the batch, hence on the topology",
             f"use at most {fixed[0]}",
         )
     limit = getattr(text_config, "max_position_embeddings", None)
     multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut
-    if limit and math.ceil(config.data.max_length / multiple) * multiple > limit:
+    if limit and math.ceil(max_length / multiple) * multiple > limit:
         padded = f", padded to a multiple of tp={multiple} under sp" if multiple > 1 else ""
         raise UserError(
-            f"data.max_length={config.data.max_length}{padded}",
+            f"data.max_length={max_length}{padded}",
             f"the model has {limit} positions",
             f"use at most {limit // multiple * multiple}",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -14,7 +15,7 @@ import torch
 from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.merge import check_merge, merge
-from meshlora.api import load_without_proof, read_model_config
+from meshlora.api import load_blueprint
 from meshlora.console import Console
 from meshlora.errors import UserError
 from meshlora.parallel.collectives import broadcast_in_place
@@ -44,22 +45,8 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
     """
     config = run.config
     join(config.device)
-    start = config.adapter if run.resume is None else str(run.resume.folder)
     with hashing_contents([run]) as hashes:
-        model = load_without_proof(
-            config.model.path,
-            lora=run.lora if start is None else None,
-            adapter=start,
-            topology=run.topology,
-            dtype=config.model.dtype,
-            device=config.device,
-            seed=config.train.seed,
-            attn_implementation=config.model.attn_implementation,
-            trust_remote_code=config.model.trust_remote_code,
-            disable_dropout=config.model.disable_dropout,
-            allow_unused_weights=config.model.allow_unused_weights,
-            quantization=config.model.quantization,
-        )
+        model = load_blueprint(run.start, device=config.device, seed=config.train.seed)
         run = with_contents(run, hashes, runtime(model).mesh, console=console)
     output = Path(config.train.output)
     is_main = runtime(model).mesh.rank == 0
@@ -131,14 +118,13 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
     Raises:
         MeshloraError: it could not be written, or does not compute what model and adapter do.
     """
-    model, output = run.config.model, Path(run.config.train.output)
+    output = Path(run.config.train.output)
     if _is_merged(output / MERGED):
         return
     if said := set_aside(output, run.steps, ends=(MERGED,)):
         (console or Console()).say(f"{MERGED} was not whole: {said}")
-    trust = model.trust_remote_code
-    hf_config = read_model_config(model.path, trust_remote_code=trust)
-    done = merge(model.path, output / "adapter", output / MERGED, config=hf_config, trust_remote_code=trust)
+    base, trust = copy.deepcopy(run.blueprint.config), run.blueprint.options.trust_remote_code
+    done = merge(run.config.model.path, output / "adapter", output / MERGED, config=base, trust_remote_code=trust)
     changed = f"{done.num_changed} of {done.num_tensors} tensors changed"
     (console or Console()).say(f"merged: {output / MERGED} ({changed}; {done.check})")
 
@@ -160,10 +146,9 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
     Raises:
         UserError: it cannot.
     """
-    model, trust = run.config.model, run.config.model.trust_remote_code
-    hf_config = read_model_config(model.path, trust_remote_code=trust)
+    base, trust = copy.deepcopy(run.blueprint.config), run.blueprint.options.trust_remote_code
     try:
-        check_merge(model.path, adapter, config=hf_config, trust_remote_code=trust)
+        check_merge(run.config.model.path, adapter, config=base, trust_remote_code=trust)
     except UserError as error:
         raise UserError("train.merge_at_end", f"it would fail at the end ({error})", "leave it out") from None
 
@@ -173,10 +158,10 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
     for note in notes:
         reporter.say(note)
     reporter.say(
-        f"{run.plan.model_type} on {run.topology}: {run.num_trainable:,} trainable parameters, "
+        f"{run.plan.model_type} on {run.topology}: {run.blueprint.trained.num_trainable:,} trainable parameters, "
         f"{len(run.train_data):,} sequences, {run.steps:,} steps"
     )
-    for line in describe_targets(run.targets):
+    for line in describe_targets(run.blueprint.trained.targets):
         reporter.say(line)
     if run.resume is not None:
         reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")

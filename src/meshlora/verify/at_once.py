@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from peft import LoraConfig
 
-from meshlora.adapter.manage import add_adapter, runtime
+from meshlora.adapter.manage import draw_adapter
 from meshlora.adapter.peft_format import lora_config
-from meshlora.api import load_without_proof, read_model_config
+from meshlora.api import load_blueprint
+from meshlora.blueprint import make_blueprint, read_model_config
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.oracle.case import Case
@@ -46,25 +47,20 @@ class OneOfMany:
 
 @dataclass(frozen=True)
 class Base:
-    """What all adapters have in common. model: its folder; outputs: a folder for all of them. The rest: as of a run."""
+    """What all adapters have in common. model: as of a run. outputs: a folder for all of them."""
 
-    model: Path
+    model: ModelConfig
     outputs: Path
-    trust_remote_code: bool
-    quantization: str | None
-    attn_implementation: str | None
 
     def config(self, own: OneOfMany, output: Path, topology: str) -> RunConfig:
         """The run of one adapter."""
-        names = ("attn_implementation", "trust_remote_code", "quantization")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        model = ModelConfig(str(self.model), dtype="float64", **options)
         train = TrainConfig(**{**vars(own.train), "output": str(output)})
-        return RunConfig(model, DataConfig("unused"), train, lora={}, topology=topology)
+        return RunConfig(self.model, DataConfig("unused"), train, lora={}, topology=topology)
 
     def data(self, own: OneOfMany) -> TokenizedDataset:
         """Sequences of random tokens."""
-        vocab = read_model_config(self.model, trust_remote_code=self.trust_remote_code).get_text_config().vocab_size
+        config = read_model_config(self.model.path, trust_remote_code=self.model.trust_remote_code)
+        vocab = config.get_text_config().vocab_size
         generator, number = np.random.Generator(np.random.PCG64(own.train.seed)), sum(own.lengths)
         tokens = generator.integers(0, vocab, number).astype(np.int32)
         offsets = np.cumsum([0, *own.lengths]).astype(np.int64)
@@ -153,21 +149,13 @@ def train_at_once(
     """Train all of `adapters` at once, on the calling ranks; returns the losses of each."""
     shape = Topology.parse(topology)
     with applied(mutation):
-        model = load_without_proof(
-            base.model,
-            topology=shape,
-            dtype="float64",
-            device="cpu",
-            attn_implementation=base.attn_implementation,
-            trust_remote_code=base.trust_remote_code,
-            disable_dropout=True,
-            quantization=base.quantization,
-        )
-        plan, runs = runtime(model).plan, {}
+        blueprint = make_blueprint(base.model.path, shape, base.model)
+        model, runs = load_blueprint(blueprint, device="cpu"), {}
         for name, own in adapters.items():
-            lora, config = lora_config(own.lora, "lora"), base.config(own, base.outputs / _TOGETHER / name, topology)
-            runs[name] = Prepared(config, shape, plan, lora, {}, 0, 0, base.data(own), None, own.train.steps or 0)
-            add_adapter(model, name, lora, seed=own.train.seed)
+            config = base.config(own, base.outputs / _TOGETHER / name, topology)
+            one = blueprint.with_adapter(lora_config(own.lora, "lora"))
+            runs[name] = Prepared(config, one, 0, base.data(own), None, own.train.steps or 0)
+            draw_adapter(model, name, one.trained, seed=own.train.seed)
         recorders = {name: _Recorder(own) for name, own in adapters.items()}
         ManyTrainer(runs, model, recorders).train()
     return {name: recorder.losses for name, recorder in recorders.items()}

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from meshlora.adapter import manage, peft_format
+from meshlora.adapter import peft_format
+from meshlora.adapter import plan as adapter_plan
 from meshlora.adapter.manage import active_factors, adapter_factors, runtime
 from meshlora.parallel import collectives, region
 from meshlora.parallel.groups import launcher_place
@@ -101,7 +102,7 @@ def without_tp(split: Split, side: Side) -> Change:
 
         return factor_rule
 
-    return manage, "factor_rule", replace
+    return adapter_plan, "factor_rule", replace
 
 
 def row_magnitude_of_other_kind(original: Any) -> Any:
@@ -220,7 +221,7 @@ def other_b(factors: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]
 
 
 def local_fan_in(original: Any) -> Any:
-    def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
+    def attach(model: Any, name: str, planned: Any, full: Any, *rest: Any) -> None:
         plan = runtime(model).plan
 
         def wider(target: Any) -> dict[str, Tensor]:
@@ -228,17 +229,17 @@ def local_fan_in(original: Any) -> Any:
             width = math.sqrt(plan.topology.tp) if is_row else 1.0
             return {part: t * width if part[0] == "A" else t for part, t in full(target).items()}
 
-        original(model, name, config, targets, wider, *rest)
+        original(model, name, planned, wider, *rest)
 
     return attach
 
 
 def on_rank_0_only(original: Any) -> Any:
-    def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
+    def attach(model: Any, name: str, planned: Any, full: Any, *rest: Any) -> None:
         def zeros(target: Any) -> dict[str, Tensor]:
             return {part: torch.zeros_like(t) for part, t in full(target).items()}
 
-        original(model, name, config, targets, full if rank() == 0 else zeros, *rest)
+        original(model, name, planned, full if rank() == 0 else zeros, *rest)
 
     return attach
 
@@ -262,9 +263,9 @@ def a_without_scale(original: Any) -> Any:
 
 
 def scale_of_fresh_squared(original: Any) -> Any:
-    def attach(model: Any, name: str, config: Any, targets: Any, full: Any, *rest: Any) -> None:
-        squared = {n: dataclasses.replace(t, scaling=t.scaling**2) for n, t in targets.items()}
-        original(model, name, config, squared, full, *rest)
+    def attach(model: Any, name: str, planned: Any, full: Any, *rest: Any) -> None:
+        squared = {n: dataclasses.replace(t, scaling=t.scaling**2) for n, t in planned.targets.items()}
+        original(model, name, dataclasses.replace(planned, targets=squared), full, *rest)
 
     return attach
 

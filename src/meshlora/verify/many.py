@@ -6,6 +6,7 @@ Owns: that second proof, on the twin of the run's model and on its topology. Doe
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Mapping
@@ -94,9 +95,14 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
     alone.start()
     ranks.start()
     with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
-        folder, options = Path(temporary), first.config.model
+        folder = Path(temporary)
         write_twin(stand_in.config, folder / "twin", dtype=torch.float64, seed=0)
-        base = Base(
-            folder / "twin", folder, options.trust_remote_code, options.quantization, stand_in.attn_implementation
+        model = dataclasses.replace(
+            first.config.model,
+            path=str(folder / "twin"),
+            dtype="float64",
+            attn_implementation=stand_in.attn_implementation,
+            disable_dropout=True,
         )
+        base = Base(model, folder)
         return compare_at_once(base, adapters, topology, ranks=ranks, alone=alone)

@@ -143,9 +143,8 @@ def one_piece_further(original: Any) -> Any:
 def rows_one_piece_further(original: Any) -> Any:
     """The same in a file."""
 
-    def rows_of(target: Any, plan: Any) -> dict[str, Tensor]:
-        size = plan.rule_of(target.name).out_features
-        return {piece: (rows + len(rows)) % size for piece, rows in original(target, plan).items()}
+    def rows_of(target: Any) -> dict[str, Tensor]:
+        return {piece: (rows + len(rows)) % target.out_features for piece, rows in original(target).items()}
 
     return rows_of
 

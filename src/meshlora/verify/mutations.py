@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from meshlora.adapter import manage, peft_format
+from meshlora.adapter import plan as adapter_plan
 from meshlora.data import sampler
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel import collectives, inject, linear, region
@@ -350,7 +351,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "target_missing_in_fresh_file",
             "the stored configuration of a fresh adapter names all of its targets",
             "targets",
-            (manage, "final_config", then(faults.one_target_less)),
+            (adapter_plan, "final_config", then(faults.one_target_less)),
         ),
         mutation(
             "head_input_gradient_not_reduced",
@@ -362,7 +363,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "trained_norm_not_summed",
             "the gradient of a norm that is trained is summed over the ranks that see different tokens or terms",
             "sp trained",
-            (manage, "whole_rule", lambda f: lambda domain, *, sp: f(Domain.EQUAL, sp=sp)),
+            (adapter_plan, "whole_rule", lambda f: lambda domain, *, sp: f(Domain.EQUAL, sp=sp)),
         ),
         mutation(
             "trained_weights_missing_in_file",
@@ -390,7 +391,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "row_magnitude_summed_as_other_kind",
             "a row-parallel linear's magnitude is summed over tp under sp alone, as the residual stream is",
             "tp dora row_target",
-            (manage, "factor_rule", faults.row_magnitude_of_other_kind),
+            (adapter_plan, "factor_rule", faults.row_magnitude_of_other_kind),
         ),
     ]
 )

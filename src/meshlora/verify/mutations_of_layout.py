@@ -7,6 +7,7 @@ Owns: this part of the registry (`verify.mutations` has the rest). Does not own:
 from __future__ import annotations
 
 from meshlora.adapter import file_tensors, manage, peft_format
+from meshlora.adapter import plan as adapter_plan
 from meshlora.parallel import collectives, embedding, linear, norm, region, vocabulary
 from meshlora.parallel.embedding import ParallelEmbedding
 from meshlora.parallel.linear import ParallelLinear
@@ -127,7 +128,7 @@ OF_LAYOUT: dict[str, Mutation] = (
                 "embedding_b_not_summed",
                 "the gradient of B on the embedding is summed over tp",
                 "tp embedding_target",
-                (manage, "embedding_rule", then(faults.output_without_tp)),
+                (adapter_plan, "embedding_rule", then(faults.output_without_tp)),
             ),
             mutation(
                 "logits_gathered_in_another_order",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from meshlora.verify.mutation import Mutation, instead, mutation, then
 
 
 def _first_adapter(original: Any) -> Any:
-    def load(model: Any, path: str | Path, **rest: Any) -> Any:
-        folder = Path(path)
-        return original(model, folder.parents[1] / "initial" if folder.parent.name == FOLDER else folder, **rest)
+    def read(model: Any, name: str, planned: Any) -> Any:
+        if planned.folder.parent.name == FOLDER:
+            planned = dataclasses.replace(planned, folder=planned.folder.parents[1] / "initial")
+        return original(model, name, planned)
 
-    return load
+    return read
 
 
 def _counted_anew(_: None, model: Any, optimizer: torch.optim.Optimizer, *__: Any) -> None:
@@ -63,7 +64,7 @@ OF_RESUMING: dict[str, Mutation] = dict(
             "resumed_from_the_first_adapter",
             "a run goes on with the adapter of its checkpoint",
             "resume",
-            (peft_format, "load_adapter", _first_adapter),
+            (peft_format, "read_adapter", _first_adapter),
         ),
         mutation(
             "moments_not_restored",

@@ -22,7 +22,8 @@ from torch import Tensor
 from meshlora.adapter import manage, peft_format
 from meshlora.adapter.manage import active_factors, adapter_factors, runtime
 from meshlora.adapter.pieces import PieceLoraConfig
-from meshlora.api import load_without_proof
+from meshlora.api import load_blueprint
+from meshlora.blueprint import make_blueprint
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.config.objective import Objective, Sft
 from meshlora.lift import lift
@@ -65,7 +66,9 @@ def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
 
 
 def _run_case(case: Case, topology: Topology, folder: Path) -> None:
-    model = _load(case, topology, case.adapter)
+    config = _run_config(case, str(topology), folder)
+    blueprint = make_blueprint(case.model, topology, config.model).with_folder(Path(case.adapter))
+    model = load_blueprint(blueprint, device=case.device)
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
     trace.scalings = _scalings(model, "default")
@@ -75,12 +78,8 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     trace.fresh_scalings = _scalings(model, "fresh")
     peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both")
     run = Prepared(
-        _run_config(case, str(topology), folder),
-        topology,
-        state.plan,
-        state.adapters["default"].config,
-        dict(state.adapters["default"].targets),
-        0,
+        config,
+        blueprint,
         case.pad_token_id,
         case.data,
         case.data,
@@ -88,25 +87,11 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     )
     stopped = _train(run, model, trace, case)
     if stopped is not None:
-        model = _load(case, topology, str(stopped.folder))
-        _train(dataclasses.replace(run, resume=stopped), model, trace, case)
+        run = dataclasses.replace(run, resume=stopped)
+        model = load_blueprint(run.start, device=case.device)
+        _train(run, model, trace, case)
     trace.final = _locals(model, "default")
     trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
-
-
-def _load(case: Case, topology: Topology, adapter: str) -> Any:
-    return load_without_proof(
-        case.model,
-        topology=topology,
-        adapter=adapter,
-        dtype=case.dtype,
-        device=case.device,
-        attn_implementation=case.attn_implementation,
-        trust_remote_code=case.trust_remote_code,
-        disable_dropout="unsupported",  # of what is on nothing is: the case would say so
-        allow_unused_weights=True,
-        quantization=case.quantization,
-    )
 
 
 def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
@@ -312,11 +297,24 @@ def _terms(model: Any) -> list[str]:
     return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
 
 
+def model_config(case: Case) -> ModelConfig:
+    """The base of `case`, as a run file would say it."""
+    return ModelConfig(
+        case.model,
+        dtype=case.dtype,  # type: ignore[arg-type] # one of them
+        attn_implementation=case.attn_implementation,
+        trust_remote_code=case.trust_remote_code,
+        disable_dropout="unsupported",  # of what is on nothing is: the case would say so
+        allow_unused_weights=True,
+        quantization=case.quantization,  # type: ignore[arg-type] # the same
+    )
+
+
 def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
     longest = max(map(len, (sequence.input_ids for sequence in case.data)))
     return RunConfig(
-        model=ModelConfig(case.model, trust_remote_code=case.trust_remote_code, quantization=case.quantization),  # type: ignore[arg-type]
+        model=model_config(case),
         data=DataConfig(
             "unused", eval="unused", packing=case.packing, max_length=2 * longest
         ),  # two or three sequences in a row

@@ -109,7 +109,7 @@ def _command(proof: Proof) -> str:
 def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     """The proof that stands for `run`, and the key under which it is remembered."""
     stand_in = StandIn(run)
-    config, topology = stand_in.config, stand_in.topology
+    config, topology, options = stand_in.config, stand_in.topology, run.blueprint.options
     request = Request(
         topologies=(str(topology),),
         model=config,
@@ -118,12 +118,12 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         packing=run.config.data.packing,
         recompute=run.config.train.recompute != "none",
         attn_implementation=stand_in.attn_implementation,
-        quantization=run.config.model.quantization,
+        quantization=options.quantization,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
         device="cpu",
-        trust_remote_code=run.config.model.trust_remote_code,
+        trust_remote_code=options.trust_remote_code,
         cache_dir=cache_dir,
     )
     proof = prepare_proof(request)

@@ -37,7 +37,7 @@ from meshlora.proof_records import proofs_folder
 from meshlora.state.files import new_folder
 from meshlora.verify.at_once import LIMIT, Base, adapters_of, compare_at_once
 from meshlora.verify.generated import NotPutInError
-from meshlora.verify.ours import run_case
+from meshlora.verify.ours import model_config, run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
 
@@ -189,7 +189,8 @@ def _adapters(
         return []
     adapters = adapters_of(case, proof.request.adapters)
     with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
-        base = Base(Path(case.model), Path(folder), case.trust_remote_code, case.quantization, case.attn_implementation)
+        model = dataclasses.replace(model_config(case), dtype="float64", disable_dropout=True)
+        base = Base(model, Path(folder))
         worst = compare_at_once(
             base, adapters, topology, ranks=pool, alone=worker, mutation=mutation, timeout_s=_timeout_s(proof)
         )

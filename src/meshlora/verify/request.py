@@ -7,6 +7,7 @@ where sequences come from (`verify.sequences`), the shapes of twins (`plan.twin`
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ import torch
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
+from meshlora.adapter.many import check_many
 from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
-from meshlora.api import read_model_config, resolve_dtype
+from meshlora.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.compat import READ_FROM
+from meshlora.config import BaseOptions
 from meshlora.config.objective import Objective, Sft
 from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.guards import dropout_fields, handle_dropout
@@ -35,9 +38,10 @@ from meshlora.plan.topology import Topology
 from meshlora.plan.twin import shrink_config, twin_config
 from meshlora.proof_records import CACHE
 from meshlora.train.packing import check_packing
+from meshlora.train.recompute import check_recompute
 from meshlora.verify.features import features_of_model
 from meshlora.verify.mutations import find
-from meshlora.verify.plans import plans_and_adapter
+from meshlora.verify.plans import blueprints_on, default_adapter, in_full
 from meshlora.verify.sequences import proof_sequences
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -95,6 +99,17 @@ class Request:
     device: str = "auto"
     trust_remote_code: bool = False
     cache_dir: Path = CACHE
+
+    @property
+    def base(self) -> BaseOptions:
+        """How the model is built."""
+        return BaseOptions(
+            dtype=self.dtype,  # type: ignore[arg-type] # a wrong one is refused by its name
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            disable_dropout="unsupported",
+            quantization=self.quantization,  # type: ignore[arg-type] # the same
+        )
 
 
 @dataclass(frozen=True)
@@ -173,22 +188,12 @@ def prepare_proof(request: Request) -> Proof:
         check_packing(
             config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
         )
-    plans, lora = plans_and_adapter(
-        config,
-        given,
-        lora_config(request.lora, "lora", unknown_is_error=True),
-        dtype=dtype,
-        is_default=request.lora == DEFAULT_LORA,
-        default_dropout=request.default_dropout,
-        recomputes=request.recompute,
-        processes=request.nproc or _AUTO_PROCESSES if "auto" in [t.strip() for t in request.topologies] else None,
-        trust_remote_code=request.trust_remote_code,
-        attn_implementation=request.attn_implementation,
-        quantization=request.quantization,
-        several=request.adapters > 1,
-    )
+    blueprints = _blueprints(request, config, given)
+    plans = {topology: blueprint.plan for topology, blueprint in blueprints.items()}
+    first = next(iter(blueprints.values()))
+    lora = in_full(first.trained.config, first.trained.targets, first.plan)
     pieces = getattr(lora, "pieces", None) or {}
-    for name, rule in next(iter(plans.values())).linears.items():
+    for name, rule in first.plan.linears.items():
         for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
             rows_of(config, name, piece, rule.out_features)
     device = _device(request.device, max(t.world for t in plans))
@@ -198,7 +203,41 @@ def prepare_proof(request: Request) -> Proof:
             "several adapters are proved on twins, in float64, on CPUs",
             "give --family or --twin, and --device cpu",
         )
-    batch_size = batch_size_for(max(t.dp for t in plans))
+    if request.objective.needs_base and dtype != "float64" and any(plan.experts for plan in plans.values()):
+        why = "routing is replayed below float64, and the frozen base routes by itself"
+        raise UnsupportedError(f"--objective {request.objective.kind} of experts in {dtype}", why, "use float64")
+    words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))
+    of_adapter = {"lora": words, "pieces": pieces, "share_experts": bool(getattr(lora, "share_experts", False))}
+    case = dataclasses.replace(
+        _case(request, config, batch_size_for(max(t.dp for t in plans))),
+        model="" if is_twin else str(request.model),
+        dtype=dtype,
+        router_aux_loss_coef=_aux_loss_coef(request, config, plans),
+        device=device,
+        **of_adapter,
+    )
+    files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
+    return Proof(request, config, plans, case, case_hash(case, inputs=files))
+
+
+def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
+    """Topology -> the model with the adapter that is trained there, in the order of the runs."""
+    base = make_blueprint(config, given[0] if given else Topology(), request.base)
+    check_recompute(base.model, "full" if request.recompute else "none")
+    lora = lora_config(request.lora, "lora", unknown_is_error=True)
+    if request.lora == DEFAULT_LORA:
+        lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
+    is_auto = "auto" in [text.strip() for text in request.topologies]
+    processes = request.nproc or _AUTO_PROCESSES if is_auto else None
+    found = blueprints_on(base, lora, given, processes=processes)
+    first = next(iter(found.values()))
+    if request.adapters > 1:
+        check_many("adapter-1", lora, first.trained.targets, first.plan)
+    return found
+
+
+def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
+    """What `request` asks for as it is asked for, on sequences of its own or of the user."""
     data, pad = proof_sequences(
         config,
         number=num_sequences_for(batch_size, request.steps),
@@ -208,43 +247,22 @@ def prepare_proof(request: Request) -> Proof:
         model=request.model if isinstance(request.model, str) and not request.twin else None,
         trust_remote_code=request.trust_remote_code,
     )
-    if request.objective.needs_base and dtype != "float64" and any(plan.experts for plan in plans.values()):
-        why = "routing is replayed below float64, and the frozen base routes by itself"
-        raise UnsupportedError(f"--objective {request.objective.kind} of experts in {dtype}", why, "use float64")
-    case = Case(
-        model="" if is_twin else str(request.model),
-        adapter="",
-        model_type=config.model_type,
-        dtype=dtype,
-        lora=json.loads(json.dumps(_in_peft_words(request.lora, lora, plans))),
-        pieces=pieces,
-        share_experts=bool(getattr(lora, "share_experts", False)),
-        objective=request.objective,
-        packing=request.packing,
-        recompute=request.recompute,
-        resumes=request.resume,
-        attn_implementation=request.attn_implementation,
-        quantization=request.quantization,
-        columns={name: tuple(column.tolist()) for name, column in data.columns.items()},
-        rows_per_example=data.rows_per_example,
-        router_aux_loss_coef=_aux_loss_coef(request, config, plans),
-        lora_plus_ratio=request.lora_plus_ratio,
-        lora_plus_embedding_lr=request.lora_plus_embedding_lr,
-        input_ids=tuple(data.input_ids.tolist()),
-        is_trained=tuple(data.is_trained.tolist()),
-        offsets=tuple(data.offsets.tolist()),
-        steps=request.steps,
-        batch_size=batch_size,
-        micro_batch_size=request.micro_batch_size,
-        seed=request.seed,
-        warmup_steps=min(1, request.steps - 1),
-        pad_token_id=pad,
-        dropout=tuple(sorted(dropout_fields(config))),
-        trust_remote_code=request.trust_remote_code,
-        device=device,
-    )
-    files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
-    return Proof(request, config, plans, case, case_hash(case, inputs=files))
+    asked = {item.name: getattr(request, item.name) for item in dataclasses.fields(Case) if hasattr(request, item.name)}
+    own = {
+        "adapter": "",
+        "model_type": config.model_type,
+        "resumes": request.resume,
+        "columns": {name: tuple(column.tolist()) for name, column in data.columns.items()},
+        "rows_per_example": data.rows_per_example,
+        "input_ids": tuple(data.input_ids.tolist()),
+        "is_trained": tuple(data.is_trained.tolist()),
+        "offsets": tuple(data.offsets.tolist()),
+        "batch_size": batch_size,
+        "warmup_steps": min(1, request.steps - 1),
+        "pad_token_id": pad,
+        "dropout": tuple(sorted(dropout_fields(config))),
+    }
+    return Case(**(asked | own))
 
 
 def _check(request: Request) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from meshlora.adapter.targets import Target
-from meshlora.api import read_model_config
+from meshlora.blueprint import make_blueprint
+from meshlora.config import BaseOptions
 from meshlora.errors import UnsupportedError
 from meshlora.guards import dropout_fields, handle_dropout
 from meshlora.plan.quantization import BLOCK
@@ -26,7 +27,7 @@ from meshlora.plan.topology import Topology, divisors
 from meshlora.plan.twin import layers_of_twin, shrink_config
 from meshlora.train.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
-from meshlora.verify.request import Proof, Request, prepare_proof
+from meshlora.verify.request import Proof
 
 # What a machine can run beside the job: ranks beyond two on an axis show nothing that two do not.
 _MOST_RANKS = 8
@@ -45,10 +46,10 @@ class StandIn:
 
     def __init__(self, *runs: Prepared) -> None:
         self._run = run = runs[0]
-        self._given = read_model_config(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
+        self._given = run.blueprint.config
         self._marks = _adapters_of_layers(runs)
         self.topology = provable(run.topology)
-        attention = run.config.model.attn_implementation
+        attention = run.blueprint.options.attn_implementation
         self.attn_implementation = attention if attention in _ATTENTIONS else None
         self.config = self._twin()
 
@@ -56,20 +57,17 @@ class StandIn:
         given, run = copy.deepcopy(self._given), self._run
         block = BLOCK if run.plan.quantized else 1
         config = shrink_config(given, tp=run.topology.tp, block=block, layers=self._marks)
-        handle_dropout(given, disable=run.config.model.disable_dropout)
+        handle_dropout(given, disable=run.blueprint.options.disable_dropout)
         for name, rate in dropout_fields(given).items():  # a twin has none of its own
             setattr(config, name, rate)
         return config
 
     def lora(self, run: Prepared) -> dict[str, Any]:
         """The adapter of `run` on the twin: on each linear what the one that it stands for has."""
-        request = Request(
-            topologies=(str(self.topology),),
-            model=self.config,
-            device="cpu",
-            trust_remote_code=run.config.model.trust_remote_code,
-        )
-        plan, lora = prepare_proof(request).plans[self.topology], run.lora
+        trust = run.blueprint.options.trust_remote_code
+        options = BaseOptions(dtype="float64", trust_remote_code=trust, disable_dropout="unsupported")
+        plan = make_blueprint(self.config, self.topology, options).plan
+        lora, targets = run.blueprint.trained.config, run.blueprint.trained.targets
         stood_for = self._stood_for(plan, [plan.embedding, *plan.linears])
         saved = {
             wanted: [name for name, real in stood_for.items() if f".{real}".endswith(f".{wanted}")]
@@ -78,7 +76,7 @@ class StandIn:
         full = {name for names in saved.values() for name in names} | {
             wanted.rpartition(".")[2] for wanted, names in saved.items() if not names
         }
-        on = self._targets(plan, stood_for, run.targets)
+        on = self._targets(plan, stood_for, targets)
         of_modules = [name for name in on if name in stood_for and name not in full]
         pieces = {
             key: list(names) for key, names in (getattr(lora, "pieces", None) or {}).items() if "experts" not in key
@@ -148,7 +146,8 @@ class StandIn:
                 "its twin has no such block, so a proof of the twin would not cover it",
                 _WAY_OUT,
             )
-        has = features_of_model(run.plan, run.lora, self._given, has_pieces=bool(getattr(run.lora, "pieces", None)))
+        lora = run.blueprint.trained.config
+        has = features_of_model(run.plan, lora, self._given, has_pieces=bool(getattr(lora, "pieces", None)))
         if lacks := has - proof.features_on(self.topology):
             raise UnsupportedError(
                 f"{run.plan.model_type} on {run.topology}: {', '.join(sorted(lacks))}",
@@ -198,7 +197,7 @@ def _adapters_of_layers(runs: Iterable[Prepared]) -> dict[int, Hashable]:
     found = dict[int, list[tuple[int, Target]]]()
     for number, run in enumerate(runs):
         prefix = f"{run.plan.layers}."
-        for name, target in run.targets.items():
+        for name, target in run.blueprint.trained.targets.items():
             layer, _, rest = name.removeprefix(prefix).partition(".")
             if name.startswith(prefix) and layer.isdecimal():
                 found.setdefault(int(layer), []).append((number, dataclasses.replace(target, name=rest)))

@@ -1,0 +1,239 @@
+"""What an adapter trains: every parameter by its name, with its whole shape and its rule on the mesh.
+
+Owns: `AdapterPlan`, made once for an adapter by `plan_adapter`, as `plan.derive` makes the plan of a model; which
+parameters of the base are trained besides; refusing a dropout that would not be followed. Does not own: which linears
+are targets (`adapter.targets`), the axes of a gradient (`plan.grads`), the masks of dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+from meshlora.adapter.expert_targets import out_of_reach, stored_parameters, with_whole_projections
+from meshlora.adapter.targets import Target, resolve_targets
+from meshlora.adapter.whole_matrix import check_whole_matrix
+from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.parallel.sharding import check_not_sharded
+from meshlora.plan.grads import (
+    FactorRule,
+    Side,
+    embedding_rule,
+    expert_rule,
+    factor_rule,
+    parameter_rule,
+    split_rule,
+    whole_rule,
+)
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.quantization import check_not_quantized
+from meshlora.plan.rules import ModelPlan
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One trained parameter: its shape before any split, and how it lies on the mesh."""
+
+    shape: tuple[int, ...]
+    rule: FactorRule
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """Everything that is known about an adapter on a model and a topology before any process exists.
+
+    Attributes:
+        config: as it was given. stored: as it is saved. targets: by name, in module order.
+        parameters: every trained one. `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
+            `.lora_embedding_A`; after these, under their own names, the `copies`: parameters of the base.
+        folder: of the PEFT adapter whose values these begin with; None: they are drawn.
+    """
+
+    config: LoraConfig
+    stored: LoraConfig
+    targets: Mapping[str, Target]
+    parameters: Mapping[str, Trained]
+    copies: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def num_trainable(self) -> int:
+        """Trainable elements, each logical one counted once."""
+        return sum(math.prod(parameter.shape) for parameter in self.parameters.values())
+
+
+def plan_adapter(
+    model: Any, plan: ModelPlan, config: LoraConfig, *, strict: bool = True, folder: Path | None = None
+) -> AdapterPlan:
+    """The plan of the adapter `config` on `model`, which is on the meta device, or parallel already.
+
+    strict: as of `resolve_targets`.
+
+    Raises:
+        UserError: the configuration does not fit the model. UnsupportedError: what is not proved, by name.
+    """
+    targets = resolve_targets(model, plan, config, strict=strict)
+    stored = final_config(config, targets, plan)
+    _check_dropout(stored, targets, plan)
+    check_whole_matrix(config, targets, plan, model.dtype)
+    copies = trained_parameters(model, plan, config, targets)
+    parameters = {
+        target.name_of(part): Trained(shape, rule_of_part(plan, target, part))
+        for target in targets.values()
+        for part, shape in target.shapes.items()
+    }
+    parameters |= {name: Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name)) for name in copies}
+    return AdapterPlan(config, stored, targets, parameters, tuple(copies), folder)
+
+
+def _check_dropout(stored: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
+    """Refuse a `lora_dropout` that would not be followed. On an embedding there is none, as in PEFT.
+
+    stored: the configuration as it will be saved, in which some linears are parameters.
+
+    Raises:
+        UnsupportedError: names the option, and what it does not go with.
+    """
+    if not stored.lora_dropout:
+        return
+    given, off = f"LoraConfig(lora_dropout={stored.lora_dropout})", "leave lora_dropout at 0.0"
+    if stored.use_dora:
+        raise UnsupportedError(f"{given} with use_dora", "the two together are not supported yet", f"{off}")
+    if stored.target_parameters:
+        raise UnsupportedError(
+            f"{given} with an adapter on the parameter {min(stored.target_parameters)}",
+            "PEFT has no dropout for experts, routers and linears that it names as parameters",
+            f"{off}, or leave these targets out",
+        )
+    if plan.head in targets:
+        raise UnsupportedError(
+            f"{given} with an adapter on the output head {plan.head}",
+            "it is computed for some trained tokens at a time",
+            f"{off}, or leave the head out",
+        )
+
+
+def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:
+    """The base parameters that are trained besides: `modules_to_save` in full, and biases as `bias` says.
+
+    Raises:
+        UserError: a module to save that is not there, or that is a target too.
+        UnsupportedError: one that is more than a norm, a linear or an embedding; one with a bias beside bias="all"; a
+            matrix that is sharded over dp.
+    """
+    found: list[str] = []
+    for wanted in config.modules_to_save or ():
+        owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # no dot between: so does PEFT
+        if not owners:
+            names = {name.rpartition(".")[2] for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+            raise UserError(
+                f"modules_to_save={list(config.modules_to_save or ())}",
+                f"{wanted!r} is no module of the model",
+                did_you_mean(wanted, names),
+            )
+        for owner in owners:
+            module = model.get_submodule(owner)
+            if owner in targets:
+                raise UserError(
+                    f"modules_to_save={list(config.modules_to_save or ())}",
+                    f"{owner} is a target of LoRA too",
+                    "a module is trained in full or by LoRA: take it out of one of the two",
+                )
+            if list(module.children()) and owner not in {*plan.linears, plan.embedding}:
+                raise UnsupportedError(
+                    f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
+                )
+            leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+            if config.bias == "all" and "bias" in leaves:
+                raise UnsupportedError(
+                    f"modules_to_save: {owner} with bias='all'",
+                    "PEFT stores its bias twice, under two names",
+                    "use bias='none' or 'lora_only': modules_to_save trains that bias too",
+                )
+            found += [f"{owner}.{leaf}" for leaf in leaves]
+    if config.bias != "none":
+        biases = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
+        if config.bias == "lora_only":
+            biases = [name for name in biases if name.rpartition(".")[0] in targets]
+        found += [name for name in biases if name not in found]
+    for name in found:
+        check_not_quantized(plan, name)
+        check_not_sharded(plan, name, model.get_parameter(name))
+    return found
+
+
+def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
+    """The configuration to store: a copy whose `target_modules` names what is trained (`"all-linear"` resolved)."""
+    config = dataclasses.replace(with_whole_projections(config, plan))
+    config.target_parameters = stored_parameters(config, targets, plan)
+    if any(name in plan.linears and plan.linears[name].is_transposed for name in targets):
+        config.fan_in_fan_out = True  # PEFT's word for a weight that is stored [in, out]
+    if config.target_modules is None and config.target_parameters:
+        config.target_modules = []  # None would mean the defaults of the family to PEFT
+    everywhere = targets
+    if config.target_modules is None or config.target_modules == "all-linear":
+        targets = {name: target for name, target in targets.items() if name in (plan.embedding, *plan.linears)}
+        suffixes = {name.rpartition(".")[2] for name in targets}
+        covered = {name for name in plan.linears if name.rpartition(".")[2] in suffixes}
+        # A number is the name of other modules too: of a whole layer.
+        is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes)
+        config.target_modules = suffixes if is_clear else set(targets)
+    modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
+    return out_of_reach(config, modules, plan.model_type)
+
+
+def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
+    """How `part` of an adapter on `target` lies on the mesh."""
+    module = target.name
+    side, _, piece = part.partition(".")
+    if target.num_experts:
+        projection = plan.projections[module]
+        if piece and projection.split is Split.COLUMN:
+            projection = dataclasses.replace(projection, layout=_layout_of_piece(projection.layout, piece))
+        return expert_rule(projection, Side(side), is_shared=target.is_shared)
+    if module == plan.embedding:
+        rule = plan.parameters.get(f"{module}.weight")
+        return embedding_rule(rule, Side(side)) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
+    linear = plan.matrices.get(module) or plan.linears[module]
+    found = factor_rule(linear, Side.AFTER if side == "magnitude" else Side(side), sp=plan.topology.sp)
+    if piece and found.cuts and linear.split is Split.COLUMN:
+        (cut,) = found.cuts
+        return dataclasses.replace(found, cuts=(dataclasses.replace(cut, layout=_layout_of_piece(cut.layout, piece)),))
+    return found
+
+
+def _layout_of_piece(layout: Layout, piece: str) -> Layout:
+    return Layout((next(p for p in layout.pieces if p.name == piece),))
+
+
+def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
+    """How a trained parameter of the base lies on the mesh."""
+    owner, _, leaf = name.rpartition(".")
+    sp = plan.topology.sp
+    if name in plan.parameters:
+        return parameter_rule(plan.parameters[name])
+    if owner not in plan.linears:
+        return whole_rule(plan.domain_of(owner), sp=sp)
+    linear = plan.linears[owner]
+    if leaf == "bias" or linear.split is Split.WHOLE:
+        return factor_rule(linear, Side.AFTER, sp=sp)
+    # The weight itself: split as its rows or columns, so that each rank has all of its own part's gradient.
+    return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
+
+
+def whole_shape(model: Any, plan: ModelPlan, name: str) -> tuple[int, ...]:
+    """Shape of a parameter of the base before any split."""
+    owner, _, leaf = name.rpartition(".")
+    if owner in plan.linears:
+        rule = plan.linears[owner]
+        return (rule.out_features,) if leaf == "bias" else (rule.out_features, rule.in_features)
+    shape = list(model.get_parameter(name).shape)
+    if (split := plan.parameters.get(name)) is not None:
+        shape[split.dim] = split.layout.size
+    return tuple(shape)
