@@ -32,18 +32,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from base_products import time_products
-from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapter
-from meshlora.adapter.many import train_many
+from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapters
 from meshlora.api import load_blueprint
 from meshlora.blueprint import BaseOptions, make_blueprint
 from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data import TokenizedDataset
-from meshlora.parallel.many import Share
+from meshlora.data import Batch, TokenizedDataset
+from meshlora.parallel.tokens import Share
 from meshlora.plan.topology import Topology
-from meshlora.train.losses import language_model_losses
-from meshlora.train.many import ManyTrainer
+from meshlora.train.losses import Answers
 from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
+from meshlora.train.trained import TrainedAdapter
+from meshlora.train.trainer import Trainer
 from processes import be_quiet
 from table import Findings, Parity, ParityError, default_json, faster, parser, run
 
@@ -120,13 +120,15 @@ def check_parity(folder: Path, vocab: int, quantization: str | None) -> float:
         ParityError: it is above `LIMIT`.
     """
     model = ours(folder, "float32", quantization)
-    train_many(model, NAMES)
+    set_adapters(model, NAMES)
     rows = [torch.from_numpy(data_of(number, vocab)[0].input_ids).long() for number in range(K)]
     ids = torch.stack(rows)
     labels = torch.cat([ids[:, 1:], torch.full((K, 1), -100)], 1)
-    with runtime(model).many.at([Share(name, torch.arange(SEQ)) for name in NAMES]):
-        losses = language_model_losses(model, ids, torch.ones_like(ids), labels, [1] * K)
-        losses.sum().backward()
+    with runtime(model).dropout.of([Share(name, torch.arange(SEQ)) for name in NAMES], NAMES):
+        batch = Batch(ids, torch.ones_like(ids), labels, K * (SEQ - 1), torch.arange(K * SEQ).view(K, SEQ))
+        own = [batch.rows(number, number + 1) for number in range(K)]
+        losses = Answers(model, batch, own, NAMES).losses(0.0)
+        torch.autograd.backward(losses)
     worst = 0.0
     for number, name in enumerate(NAMES):
         alone = peft_alone(folder, "float32", quantization, number)
@@ -169,8 +171,7 @@ class Ours:
         self.model = ours(folder, dtype, quantization)
         runs = {name: self._run(number, vocab) for number, name in enumerate(NAMES)}
         quiet = {name: Reporter(Path("unused"), steps=1, log_every=1, is_main=False) for name in NAMES}
-        self.many = ManyTrainer(runs, self.model, quiet)
-        self.step = 0
+        self.trainer = Trainer(runs, self.model, quiet)
 
     def _run(self, number: int, vocab: int) -> Prepared:
         train = TrainConfig("unused", steps=10_000, batch_size=1, micro_batch_size=K, replica_check_every=0)
@@ -180,30 +181,18 @@ class Ours:
 
     def at_once(self, steps: int) -> float:
         """Seconds a step of all adapters."""
-        self.many._gradients = None  # those of the other way are gone
-        self._step_at_once()
+        return self._steps(self.trainer.adapters, steps)
+
+    def _steps(self, adapters: list[TrainedAdapter], steps: int) -> float:
+        self.trainer.train_step(adapters)  # which are trained has changed
         started = time.perf_counter()
         for _ in range(steps):
-            self._step_at_once()
+            self.trainer.train_step(adapters)
         return (time.perf_counter() - started) / steps
-
-    def _step_at_once(self) -> None:
-        self.many.train_step(NAMES)
-        self.many.done = {name: done + 1 for name, done in self.many.done.items()}
 
     def in_turn(self, steps: int) -> float:
         """Seconds for a step of each adapter, one after another."""
-        total = 0.0
-        for name in NAMES:
-            set_adapter(self.model, name)
-            course = self.many.courses[name]
-            course.train_step(self.step)
-            started = time.perf_counter()
-            for _ in range(steps):
-                course.train_step(self.step)
-            total += time.perf_counter() - started
-        self.step += 1
-        return total / steps
+        return sum(self._steps([one], steps) for one in self.trainer.adapters)
 
 
 class Peft:

@@ -43,7 +43,7 @@ class Fault:
 
 
 def is_there(test: str) -> bool:
-    """Whether there is a test of this id, as in `tests/unit/test_many.py::test_name[case]`, whatever its cases are."""
+    """Whether there is a test of this id, as in `tests/unit/test_file.py::test_name[case]`, whatever its cases are."""
     file, _, name = test.partition("::")
     return name.partition("[")[0] in _functions_of(ROOT / file)
 

@@ -58,65 +58,68 @@ OF_ROUTING: dict[str, Fault] = {
     ),
 }
 
-_MANY, _GRADIENTS, _LINEAR = "train/many.py", "train/many_gradients.py", "parallel/many.py"
-_SINGLE = "tests/ranks/test_many.py::test_each_of_many_is_the_adapter_of_its_single_run[]"
-_ALONE = "tests/unit/test_many.py::test_each_adapter_of_many_computes_what_it_computes_alone"
+_TRAINER, _GRADIENTS, _LINEAR = "train/trainer.py", "train/gradsync.py", "parallel/linear.py"
+_PRODUCTS = "parallel/products.py"
+_OWN = "__import__('meshlora').parallel.tokens.Share(adapters[own.number].adapter, own.batch.tokens.flatten(), "
+_SHARE = _OWN + "{seed}, {step})"
+_SINGLE = "tests/ranks/test_several_adapters.py::test_each_of_many_is_the_adapter_of_its_single_run[]"
+_ALONE = "tests/unit/test_several_adapters.py::test_each_adapter_of_many_computes_what_it_computes_alone"
 
-OF_MANY: dict[str, Fault] = {
+OF_SEVERAL: dict[str, Fault] = {
     "gradient_of_the_neighbour": Fault(
         "the gradient of an adapter is of its own rows",
-        _LINEAR,
-        "da = (dz.mT @ _stack_of(x, ctx.segments))",
-        "da = (dz.mT @ _stack_of(x, ctx.segments)).roll(1, 0)",
+        _PRODUCTS,
+        "das = group.each((dzs[-1].mT @ group.seen(x))",
+        "das = group.each((dzs[-1].mT @ group.seen(x)).roll(1, 0)",
         f"{_ALONE}[alike]",
     ),
     "scale_of_the_first": Fault(
         "each adapter has its own scale",
         _LINEAR,
-        "Segment(start, stop, leaf.scaling[share.adapter], mask)",
-        "Segment(start, stop, next(iter(leaf.scaling.values())), mask)",
+        "Segment(part.start, part.stop, self.scaling[adapter],",
+        "Segment(part.start, part.stop, next(iter(self.scaling.values())),",
         f"{_ALONE}[unequal]",
     ),
     "dropout_of_the_first": Fault(
         "each adapter has its own rate of dropout",
         _LINEAR,
-        "leaf.dropout[share.adapter])",
-        "next(iter(leaf.dropout.values())))",
+        "self.dropout[adapter], part",
+        "next(iter(self.dropout.values())), part",
         f"{_ALONE}[with dropouts of their own]",
     ),
     "seed_of_the_first": Fault(
         "the masks of an adapter are of its own seed",
-        _MANY,
-        "seed = self.runs[names[number]].config.train.seed",
-        "seed = self.runs[names[0]].config.train.seed",
+        _TRAINER,
+        "adapters[own.number].share(own.batch.tokens)",
+        _SHARE.format(seed="adapters[0].run.config.train.seed", step="adapters[own.number].done"),
         _SINGLE,
     ),
     "masks_of_the_step_of_the_first": Fault(
         "the masks of an adapter are of its own step",
-        _MANY,
-        "tokens, seed, self.done[names[number]]))",
-        "tokens, seed, self.done[names[0]]))",
-        "tests/ranks/test_many.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
+        _TRAINER,
+        "adapters[own.number].share(own.batch.tokens)",
+        _SHARE.format(seed="adapters[own.number].run.config.train.seed", step="adapters[0].done"),
+        "tests/ranks/test_several_adapters.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
     ),
     "rate_of_the_step_of_the_first": Fault(
         "the learning rate of an adapter is that of its own step",
-        _MANY,
-        "course, step = self.courses[name], self.done[name]",
-        "course, step = self.courses[name], self.done[names[0]]",
-        "tests/ranks/test_many.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
+        _TRAINER,
+        "rate = one.update(step, ",
+        "rate = one.update(self._training[0].done, ",
+        "tests/ranks/test_several_adapters.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
     ),
     "clipped_by_the_joint_norm": Fault(
         "an adapter is clipped by its own norm",
         _GRADIENTS,
-        "(most / (norms[piece.adapter] + 1e-6))",
-        "(most / (norms.norm() + 1e-6))",
+        "(max_norm / (norm + 1e-6))",
+        "(max_norm / (norms.norm() + 1e-6))",
         _SINGLE,
     ),
     "divided_by_the_tokens_of_all": Fault(
         "an adapter's gradient is a mean over its own tokens",
         _GRADIENTS,
-        "counts[piece.adapter] *",
-        "counts.sum() *",
+        "scales = 1 / (totals.clamp(min=1).double() *",
+        "scales = 1 / (totals.sum().expand_as(totals).double() *",
         _SINGLE,
     ),
 }

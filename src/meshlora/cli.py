@@ -209,11 +209,10 @@ def _train(options: argparse.Namespace) -> None:
     from meshlora.train.agreement import agreed
     from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file, rank_edge
     from meshlora.train.launch import launch
-    from meshlora.train.many import train_together
-    from meshlora.train.many_prepare import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.train.run import train
-    from meshlora.verify.many import preflight_runs
+    from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
+    from meshlora.verify.preflight import preflight_runs
 
     place = launcher_place()
     if options.nproc is not None and place is not None:
@@ -262,10 +261,7 @@ def _train(options: argparse.Namespace) -> None:
             goes_on = any(run.resume is not None for run in runs.values())
             log_to_file(logs_of(runs), place.rank, goes_on=goes_on)
         go_on = how_to_go_on(options.words)
-        if "" in runs:
-            train(first, go_on=go_on)
-        else:
-            train_together(runs, go_on=go_on)
+        train(runs, go_on=go_on)
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
@@ -344,8 +340,8 @@ def _fields(overrides: Sequence[str]) -> dict[str, Any]:
 def _check(options: argparse.Namespace) -> None:
     from meshlora.console import Console
     from meshlora.run_file import read_runs
-    from meshlora.train.many_prepare import prepare_runs
-    from meshlora.verify.many import runs_state
+    from meshlora.train.together import prepare_runs
+    from meshlora.verify.preflight import runs_state
 
     runs = prepare_runs(read_runs(options.file, options.overrides))
     if options.plot and "" not in runs:

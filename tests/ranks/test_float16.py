@@ -26,6 +26,7 @@ from meshlora.train.loss_scale import LossScale
 from meshlora.train.manifest import read_whole
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
+from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
@@ -57,7 +58,7 @@ def _train(file: Path, scale: float) -> None:
 
 
 def _begins_with(scale: float) -> Any:
-    return mock.patch("meshlora.train.trainer.LossScale", functools.partial(LossScale, scale))
+    return mock.patch("meshlora.train.trained.LossScale", functools.partial(LossScale, scale))
 
 
 def test_float16_trains_as_float32_does(folder: Path, pools: Callable[[int], Pool]) -> None:
@@ -100,7 +101,7 @@ def _one_overflow(file: Path) -> dict[str, Any]:
 
     def overflowing(self: Trainer, *args: Any, **options: Any) -> Any:
         result = backward(self, *args, **options)
-        if len(seen) == 1 and runtime(self.model).mesh.rank == 1:
+        if seen[-1] == 1 and runtime(self.model).mesh.rank == 1:
             own = next(f for f in active_factors(self.model) if f.rule.split_dim is not None)
             assert own.parameter.grad is not None
             own.parameter.grad.view(-1)[0] = math.inf
@@ -108,13 +109,14 @@ def _one_overflow(file: Path) -> dict[str, Any]:
 
     step, states = Trainer.train_step, []
 
-    def watched(self: Trainer, number: int) -> Any:
-        metrics = step(self, number)
-        seen.append(number)
+    def watched(self: Trainer, adapters: list[TrainedAdapter]) -> Any:
+        (one,) = adapters
+        seen.append(one.done)
+        (metrics,) = step(self, adapters)
         values: dict[str, Tensor] = {f.name: f.parameter.detach().clone() for f in active_factors(self.model)}
-        moments = [s["exp_avg"].clone() for s in self.optimizer.state.values()]
+        moments = [s["exp_avg"].clone() for s in one.optimizer.state.values()]
         states.append((values, moments, metrics.skipped, metrics.loss_scale))
-        return metrics
+        return [metrics]
 
     with (
         mock.patch.object(run_module, "leave"),
@@ -124,7 +126,7 @@ def _one_overflow(file: Path) -> dict[str, Any]:
     ):
         run = prepare(read_run(file), world=2)
         wait_for_all(2)  # the ranks of a pool have met already: one could make the output before the other looks
-        train(run)
+        train({"": run})
     return {"states": states}
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from meshlora.train.manifest import read_whole
-from meshlora.train.trainer import Trainer
+from meshlora.train.trained import TrainedAdapter
 from tests.pool import Pool
 from tests.processes import own_mounts
 from tests.ranks.jobs import TRAIN, Job, base, job
@@ -33,9 +33,9 @@ __all__ = ["base", "job"]  # fixtures
 
 FULL_DISK = """
     import resource
-    from meshlora.train.trainer import Trainer
+    from meshlora.train.trained import TrainedAdapter
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then raises
-    save = Trainer._save
+    save = TrainedAdapter._save
 
     def save_on_full_disk(self, name, *given, **options):
         if rank == 0 and name.endswith("step-000003"):
@@ -46,7 +46,7 @@ FULL_DISK = """
             if rank == 0:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    Trainer._save = save_on_full_disk
+    TrainedAdapter._save = save_on_full_disk
 """
 
 
@@ -66,14 +66,14 @@ def test_full_disk_ends_all_ranks_and_leaves_the_last_checkpoint(job: Job) -> No
 
 def _train_on_a_disk_that_is_full_for_a_while(folder: Path) -> str:
     """Body of a rank of a pool; returns what it says."""
-    save, rank, said = Trainer._save, dist.get_rank(), io.StringIO()
+    save, rank, said = TrainedAdapter._save, dist.get_rank(), io.StringIO()
 
-    def save_on_full_disk(self: Trainer, name: str, *given: Any, **options: Any) -> None:
+    def save_on_full_disk(self: TrainedAdapter, name: str, *given: Any, **options: Any) -> None:
         with _no_file_above(100) if rank == 0 and name.endswith("step-000003") else contextlib.nullcontext():
             save(self, name, *given, **options)
 
     with contextlib.chdir(folder), contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_save", save_on_full_disk)
+        patch.setattr(TrainedAdapter, "_save", save_on_full_disk)
         run_and_keep_groups(Path("run.yaml"), 2)
     return said.getvalue()
 
@@ -113,8 +113,8 @@ mkdir saved && cp -a output/. saved
 exit $code
 """
 BALLAST = """
-    from meshlora.train.trainer import Trainer
-    save, ballast = Trainer._save, Path("output/ballast")
+    from meshlora.train.trained import TrainedAdapter
+    save, ballast = TrainedAdapter._save, Path("output/ballast")
 
     def save_on_full_disk(self, name, *given, **options):
         if rank == 0 and name.endswith("step-000003"):
@@ -130,7 +130,7 @@ BALLAST = """
             if rank == 0:
                 ballast.unlink(missing_ok=True)
 
-    Trainer._save = save_on_full_disk
+    TrainedAdapter._save = save_on_full_disk
 """
 
 

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshlora.parallel import vocabulary
-from meshlora.train.many import ManyTrainer
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool
-from tests.ranks.test_many import _file as many_file
-from tests.ranks.test_many import _train as run_many
-from tests.ranks.test_many import folder as texts
+from tests.ranks.test_several_adapters import _file as many_file
+from tests.ranks.test_several_adapters import _train as run_many
+from tests.ranks.test_several_adapters import folder as texts
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 from tests.ranks.test_training_experts import _run_file as experts_file
 from tests.ranks.test_training_experts import folder as experts
@@ -113,7 +112,7 @@ def _of_one(file: Path, world: int) -> dict[str, int]:
 
 
 def _of_many(file: Path, world: int) -> dict[str, int]:
-    return _waits_of_a_step(ManyTrainer, "_batch", lambda: run_many(file, world))
+    return _waits_of_a_step(Trainer, "_micro_batches", lambda: run_many(file, world))
 
 
 def _check(ranks: list[dict[str, int]]) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from meshlora.adapter.peft_format import WEIGHTS_FILE
 from meshlora.errors import MeshloraError
 from meshlora.run_file import read_run
-from meshlora.train import trainer
+from meshlora.train import trained, trainer
 from meshlora.train.checkpoint import STATE_FILE
 from meshlora.train.keeping import point
 from meshlora.train.prepare import prepare
@@ -52,10 +52,11 @@ def _run_with_nan(file: Path, world: int, sequences: list[int], module: str, whe
         init(self, *args)
         self.model.get_submodule(module).register_forward_hook(broken)
 
-    def noticed(self: Any, batch: Any, base: Any) -> Any:
+    def noticed(self: Any, own: Any, *given: Any) -> Any:
+        batch = own.batch
         rows = [row[mask.bool()] for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
         here[0] = any(len(row) == len(w) and bool((row == w).all()) for row in rows for w in wanted)
-        return loss_sum(self, batch, base)
+        return loss_sum(self, own, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "__post_init__", watched)
@@ -102,7 +103,7 @@ def test_ten_skipped_steps_in_a_row_end_the_run(folder: Path) -> None:
 
 def test_last_and_best_checkpoints_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 4.0, 1.5, 1.2])
-    monkeypatch.setattr(trainer.Trainer, "evaluate", lambda self, data: (next(losses), 1))
+    monkeypatch.setattr(trained.TrainedAdapter, "evaluate", lambda self, data: (next(losses), 1))
     changes = {"keep_last": 2, "keep_best": True, "save_every": 1, "eval_every": 1, "steps": 6}
     run_and_keep_groups(run_file(folder, "keeps", "", **{f"train__{key}": value for key, value in changes.items()}), 1)
     found = folder / "keeps" / "checkpoints"
@@ -122,14 +123,14 @@ def test_older_checkpoint_goes_only_once_the_newer_one_is_whole(folder: Path, mo
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    save = trainer.Trainer._save_checkpoint
+    save = trained.TrainedAdapter._save_checkpoint
 
     def save_until_full(self: Any, done: int, **options: Any) -> None:
         if done == 3:
             monkeypatch.setattr("meshlora.train.checkpoint.save_file", full)
         save(self, done, **options)
 
-    monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", save_until_full)
+    monkeypatch.setattr(trained.TrainedAdapter, "_save_checkpoint", save_until_full)
     with pytest.raises(MeshloraError, match=r"step-000003: .*No space left on device"):
         run_and_keep_groups(file, 1)
     found = folder / "keeps-one" / "checkpoints"

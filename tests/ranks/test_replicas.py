@@ -26,6 +26,7 @@ from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
+from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter
@@ -279,9 +280,9 @@ def _train_with_a_fault(file: Path, world: int, at_step: int, on_rank: int) -> s
         plant(self, 0)
         train(self)
 
-    def faulty_step(self: Trainer, step: int) -> Any:
-        metrics = train_step(self, step)
-        plant(self, step + 1)
+    def faulty_step(self: Trainer, adapters: list[TrainedAdapter]) -> Any:
+        metrics = train_step(self, adapters)
+        plant(self, adapters[0].done + 1)
         return metrics
 
     with (
@@ -292,7 +293,7 @@ def _train_with_a_fault(file: Path, world: int, at_step: int, on_rank: int) -> s
         run = prepare(read_run(file), world=world)
         wait_for_all(world)  # rank 0 makes the output folder, which a rank that still prepares would refuse
         try:
-            meshlora.train.run.train(run)
+            meshlora.train.run.train({"": run})
         except meshlora.MeshloraError as error:
             return str(error)
     return ""

@@ -23,7 +23,7 @@ from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_run
-from meshlora.train import checkpoint, trainer
+from meshlora.train import checkpoint, trained, trainer
 from meshlora.train.keeping import LATEST, point
 from meshlora.train.manifest import FILE, STATE_FILE, read_whole
 from meshlora.train.prepare import Prepared, prepare
@@ -124,9 +124,9 @@ def _stopped_after(step: int | None, file: Path, world: int, resume: str | None,
     """Every rank of the pool: the last one gets SIGTERM in the second micro-batch of `step`, from 1."""
     train_step, backward, now = trainer.Trainer.train_step, trainer.Trainer._backward, [0]
 
-    def noticed(self: Any, index: int) -> Any:
-        now[0] = index + 1
-        return train_step(self, index)
+    def noticed(self: Any, adapters: Any) -> Any:
+        now[0] = adapters[0].done + 1
+        return train_step(self, adapters)
 
     def asked(self: Any, number: int, batch: Any, *, is_only: bool) -> Any:
         if (now[0], number, self.mesh.rank) == (step, 1, world - 1):
@@ -143,9 +143,9 @@ def _stopped_after(step: int | None, file: Path, world: int, resume: str | None,
 
 
 def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
-    batch, masks, cut = GlobalBatches.batch, trainer.Trainer.masks, checkpoint.local_part
+    batch, share, cut = GlobalBatches.batch, trained.TrainedAdapter.share, checkpoint.local_part
     if fault.endswith("four are too many"):
-        patch.setattr(trainer, "_MOST_SKIPPED", 4)
+        patch.setattr(trained, "_MOST_SKIPPED", 4)
     if fault.startswith("every loss is NaN"):
         loss_sum = trainer.Trainer._loss_sum
 
@@ -157,7 +157,12 @@ def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
     if fault == "data position off by one":
         patch.setattr(GlobalBatches, "batch", lambda self, step: batch(self, step + 1))
     if fault == "dropout begins again":
-        patch.setattr(trainer.Trainer, "masks", lambda self, step, b: masks(self, step - self.run.resume.step, b))
+
+        def again(self: Any, tokens: Any) -> Any:
+            found = share(self, tokens)
+            return dataclasses.replace(found, step=found.step - self.run.resume.step)
+
+        patch.setattr(trained.TrainedAdapter, "share", again)
     if fault == "moments of the neighbour":
 
         def neighbour(full: torch.Tensor, rule: Any, mesh: Any) -> torch.Tensor:
@@ -168,8 +173,8 @@ def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(checkpoint, "local_part", neighbour)
     if fault == "steps of the optimizer forgotten":
-        read = trainer.restore_optimizer
-        patch.setattr(trainer, "restore_optimizer", lambda m, o, c: read(m, o, dataclasses.replace(c, updates=0)))
+        read = trained.restore_optimizer
+        patch.setattr(trained, "restore_optimizer", lambda m, o, c: read(m, o, dataclasses.replace(c, updates=0)))
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def _train(file: Path, world: int, resume: str | None = None) -> None:
     run = prepare(read_run(file), world=world, resume=resume)
     if world > 1:  # elsewhere ranks meet in `join`, before the output folder is made; in a pool they have met already
         wait_for_all(world)
-    train(run)
+    train({"": run})
 
 
 @pytest.fixture(scope="module")

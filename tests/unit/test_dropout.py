@@ -18,9 +18,11 @@ from meshlora.data.tokenization import Sequence
 from meshlora.dropout import keep_mask, mask_key, token_numbers
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.guards import check_dropouts, handle_dropout
-from meshlora.parallel.dropout import DropoutTokens, Mask, TokenDropout, input_features
+from meshlora.parallel.dropout import TokenDropout, input_features
 from meshlora.parallel.groups import Axis
-from meshlora.parallel.linear import LoraLinearFunction, ParallelLinear
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.products import LoraLinearFunction
+from meshlora.parallel.tokens import ForwardTokens, Mask, Segment
 from meshlora.plan.dropout import EXACT_DROPOUTS, is_exact_module
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
@@ -119,7 +121,7 @@ def _rule(split: Split = Split.WHOLE, features: int = 6) -> LinearRule:
     return LinearRule("up", split, features, 7, has_bias=True, layout=layout)
 
 
-def _linear(tokens: DropoutTokens, p: float = 0.3) -> ParallelLinear:
+def _linear(tokens: ForwardTokens, p: float = 0.3) -> ParallelLinear:
     generator = torch.Generator().manual_seed(0)
     linear = ParallelLinear(_rule(), ALONE, scatters_tokens=False, dtype=torch.float64, device="cpu")
     factors = {n: torch.randn(s, generator=generator).double() for n, s in (("A", (2, 6)), ("B", (7, 2)))}
@@ -140,16 +142,17 @@ def test_gradients_of_a_lora_linear_with_dropout_pass_gradcheck() -> None:
     mask = Mask(KEY, torch.arange(6), torch.arange(5), 0.4)
     assert not _kept(tokens=mask.tokens, features=mask.features, p=0.4).all()
     x, a, b = (t.requires_grad_() for t in (x, a, b))
+    whole = [Segment(0, 6, 0.5, mask)]
     assert torch.autograd.gradcheck(
-        lambda *t: LoraLinearFunction.apply(t[0], weight, None, *t[1:], 0.5, mask), (x, a, b)
+        lambda *t: LoraLinearFunction.apply(t[0], weight, None, whole, None, None, None, *t[1:]), (x, a, b)
     )
-    drop = TokenDropout("drop", 0.4, tokens := DropoutTokens(ALONE, sp=False))
+    drop = TokenDropout("drop", 0.4, tokens := ForwardTokens(ALONE, sp=False))
     with tokens.at(0, 0, torch.arange(6).view(2, 3)):
         assert torch.autograd.gradcheck(drop, (x,))
 
 
 def test_only_the_adapters_term_sees_dropout_and_what_is_kept_is_scaled() -> None:
-    tokens = DropoutTokens(ALONE, sp=False)
+    tokens = ForwardTokens(ALONE, sp=False)
     linear, x = _linear(tokens), _x()
     numbers = token_numbers(torch.tensor([4, 1]), 4)
     with tokens.at(7, 2, numbers):
@@ -164,7 +167,7 @@ def test_only_the_adapters_term_sees_dropout_and_what_is_kept_is_scaled() -> Non
 
 
 def _run(recomputes: bool, step: int = 0) -> list[Tensor]:
-    tokens = DropoutTokens(ALONE, sp=False)
+    tokens = ForwardTokens(ALONE, sp=False)
     linear = _linear(tokens)
     model = nn.Sequential(linear, TokenDropout("drop", 0.2, tokens))
     x = _x()
@@ -185,7 +188,7 @@ def test_no_mask_is_saved() -> None:
     sizes: list[int] = []
 
     def saved(p: float, makes: Any) -> int:
-        tokens = DropoutTokens(ALONE, sp=False)
+        tokens = ForwardTokens(ALONE, sp=False)
         sizes.clear()
         with tokens.at(0, 0, token_numbers(torch.arange(2), 4)), torch.autograd.graph.saved_tensors_hooks(keep, drop):
             makes(tokens, p)(_x())
@@ -198,7 +201,7 @@ def test_no_mask_is_saved() -> None:
     def drop(tensor: Tensor) -> Tensor:
         return tensor
 
-    def plain(tokens: DropoutTokens, p: float) -> ParallelLinear:
+    def plain(tokens: ForwardTokens, p: float) -> ParallelLinear:
         return _linear(tokens, p)
 
     assert saved(0.3, plain) == saved(0.0, plain) > 0
@@ -208,12 +211,13 @@ def test_no_mask_is_saved() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_sp_a_module_between_regions_has_its_ranks_part_of_the_tokens(rank: int) -> None:
     numbers = token_numbers(torch.tensor([2, 5]), 4)
-    tokens = DropoutTokens(Axis(2, rank, (0, 1), None), sp=True)
+    tokens = ForwardTokens(Axis(2, rank, (0, 1), None), sp=True)
     with tokens.at(0, 0, numbers):
-        assert torch.equal(tokens.mask("m", 0.1, 8, FEATURES).tokens, numbers.flatten())
-        assert torch.equal(tokens.mask("m", 0.1, 4, FEATURES).tokens, numbers[rank])
+        for rows, expected in ((8, numbers.flatten()), (4, numbers[rank])):
+            (part,) = tokens.parts("m", rows)
+            assert torch.equal(tokens.mask("m", 0.1, part, FEATURES).tokens, expected)
         with pytest.raises(UnsupportedError, match="16 rows for 8 tokens"):
-            tokens.mask("m", 0.1, 16, FEATURES)
+            tokens.parts("m", 16)
 
 
 def test_features_of_an_input_that_is_split_are_those_of_the_whole_matrix() -> None:
@@ -224,7 +228,7 @@ def test_features_of_an_input_that_is_split_are_those_of_the_whole_matrix() -> N
 
 
 def test_training_with_dropout_without_saying_of_which_tokens_is_an_error() -> None:
-    tokens = DropoutTokens(ALONE, sp=False)
+    tokens = ForwardTokens(ALONE, sp=False)
     linear, module = _linear(tokens), TokenDropout("drop", 0.1, tokens)
     for layer in (linear, module):
         with pytest.raises(UserError, match="nobody has said which they are"):

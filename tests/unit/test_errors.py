@@ -73,7 +73,7 @@ def test_long_message_keeps_its_end() -> None:
 
 
 def test_message_with_the_name_of_an_adapter_before_it_is_the_same_message() -> None:
-    """As `train.many_prepare` and `run_file` do; and it travels between processes."""
+    """As `train.together` and `run_file` do; and it travels between processes."""
     first = UnsupportedError(f"k{TITLE}" + "x" * 10**6, "unknown key", "leave it out")
     again = type(first)(f"adapter wide: {first.given}", first.rule, first.way_out)
     assert len(str(again)) < 1_980

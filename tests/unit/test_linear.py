@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.parallel.linear import LoraLinearFunction
+from meshlora.parallel.products import LoraLinearFunction
+from meshlora.parallel.tokens import Segment
+
+
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """One adapter on all rows, with the scale 0.5."""
+    whole = [Segment(0, x.numel() // x.shape[-1], 0.5)]
+    y: Tensor = LoraLinearFunction.apply(x, weight, bias, whole, None, None, None, a, b)
+    return y
 
 
 def _inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -20,13 +28,13 @@ def _inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def test_gradients_of_x_a_and_b_pass_gradcheck() -> None:
     x, weight, bias, a, b = _inputs()
     x, a, b = (t.requires_grad_() for t in (x, a, b))
-    assert torch.autograd.gradcheck(lambda x, a, b: LoraLinearFunction.apply(x, weight, bias, a, b, 0.5), (x, a, b))
+    assert torch.autograd.gradcheck(lambda x, a, b: _apply(x, weight, bias, a, b), (x, a, b))
 
 
 def test_forward_is_base_plus_scaled_update() -> None:
     x, weight, bias, a, b = _inputs()
     expected = F.linear(x, weight + 0.5 * b @ a, bias)
-    assert torch.allclose(LoraLinearFunction.apply(x, weight, bias, a, b, 0.5), expected, rtol=1e-12)
+    assert torch.allclose(_apply(x, weight, bias, a, b), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -35,7 +43,7 @@ def test_few_and_many_tokens_have_the_same_formula(num_tokens: int, has_bias: bo
     _, weight, bias, a, b = _inputs()
     x = torch.randn(1, num_tokens, 5, dtype=torch.float64, requires_grad=True)
     a, b = a.requires_grad_(), b.requires_grad_()
-    y = LoraLinearFunction.apply(x, weight, bias if has_bias else None, a, b, 0.5)
+    y = _apply(x, weight, bias if has_bias else None, a, b)
     expected = F.linear(x, weight + 0.5 * b @ a, bias if has_bias else None)
     torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
     g = torch.randn_like(y)
@@ -64,7 +72,7 @@ def test_no_gradient_of_the_weight_is_ever_computed() -> None:
     weight.requires_grad_()
     x, a, b = (t.requires_grad_() for t in (x, a, b))
     with _LargestProduct(tuple(weight.shape)) as products:
-        LoraLinearFunction.apply(x, weight, bias, a, b, 0.5).sum().backward()
+        _apply(x, weight, bias, a, b).sum().backward()
     assert weight.grad is None
     assert products.count == 0
 
@@ -73,7 +81,7 @@ def test_input_without_gradient_costs_no_product() -> None:
     x, weight, _, a, b = _inputs()
     a, b = a.requires_grad_(), b.requires_grad_()
     with _LargestProduct((6, 5)) as products:  # dx is [T, in] = [6, 5]
-        LoraLinearFunction.apply(x, weight, None, a, b, 0.5).sum().backward()
+        _apply(x, weight, None, a, b).sum().backward()
     assert products.count == 0
     assert a.grad is not None
 
@@ -82,7 +90,7 @@ def test_input_without_gradient_costs_no_product() -> None:
 def test_factors_of_a_half_precision_base_get_fp32_gradients(dtype: torch.dtype) -> None:
     x, weight, bias, a, b = _inputs(torch.float32)
     a, b = a.requires_grad_(), b.requires_grad_()
-    y = LoraLinearFunction.apply(x.to(dtype), weight.to(dtype), bias.to(dtype), a, b, 0.5)
+    y = _apply(x.to(dtype), weight.to(dtype), bias.to(dtype), a, b)
     y.sum().backward()
     assert y.dtype == dtype
     assert a.grad is not None

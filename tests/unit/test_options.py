@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meshlora.blueprint import read_model_config
 from meshlora.config import _MOST, DataConfig, GenerateConfig, TrainConfig
-from meshlora.data import Batch, read_records, tokenize
+from meshlora.data import read_records, tokenize
 from meshlora.errors import UserError
 from meshlora.parallel.groups import Mesh
 from meshlora.run_file import read_run
+from meshlora.train.batches import Own
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.train.run import train
 from meshlora.train.trainer import Trainer
@@ -153,12 +154,12 @@ def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: obje
     """(rows, dtype of the model) of each micro-batch of a run of one step on one process."""
     found, loss_sum = [], Trainer._loss_sum
 
-    def noted(self: Trainer, batch: Batch, base: Any) -> Any:
-        found.append((len(batch.input_ids), self.model.dtype))
-        return loss_sum(self, batch, base)
+    def noted(self: Trainer, own: Own, *given: Any) -> Any:
+        found.append((len(own.batch.input_ids), self.model.dtype))
+        return loss_sum(self, own, *given)
 
     monkeypatch.setattr(Trainer, "_loss_sum", noted)
-    train(prepared(setup, train__steps=1, topology="", **options))
+    train({"": prepared(setup, train__steps=1, topology="", **options)})
     return found
 
 
@@ -184,13 +185,13 @@ def test_layers_are_computed_twice_where_the_run_file_says_so(
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, *args: calls.append(1) or forward(self, *args))
     setup.drop("data.eval")
     run = prepared(setup, train__steps=1, train__recompute=recompute, topology="")
-    train(run)
+    train({"": run})
     assert len(calls) == times * run.plan.num_layers, "one micro-batch"
 
 
 def test_every_so_many_steps_are_said(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"train__steps": 5, "train__log_every": 2, "topology": ""}
-    train(prepared(setup, **options))
+    train({"": prepared(setup, **options)})
     said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [word for word in said if word.endswith("/5")] == ["1/5", "2/5", "4/5", "5/5", "5/5"], "and an evaluation"
 
@@ -204,5 +205,5 @@ def test_ranks_are_waited_for_as_long_as_the_run_file_says(setup: Setup, monkeyp
         return contextlib.nullcontext()
 
     monkeypatch.setattr(Mesh, "patient_for", noted)
-    train(prepared(setup, train__steps=1, train__timeout_s=7.0, topology=""))
+    train({"": prepared(setup, train__steps=1, train__timeout_s=7.0, topology="")})
     assert waited == [7.0]

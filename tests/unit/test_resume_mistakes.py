@@ -235,17 +235,17 @@ def test_output_that_another_run_used_until_it_was_held_is_read_again(
     setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was empty when this run was checked, and another trained and ended before this one held it."""
-    from meshlora.train import many_prepare
+    from meshlora.train import together
 
     setup.command, output = TRAIN[:-2], setup.folder / "output"
-    prepare_runs = many_prepare.prepare_runs
+    prepare_runs = together.prepare_runs
 
     def and_another_trains(*given: Any, **options: Any) -> Any:
         runs = prepare_runs(*given, **options)
         save(output / "adapter", "adapter", step=STEPS, steps=STEPS)
         return runs
 
-    monkeypatch.setattr(many_prepare, "prepare_runs", and_another_trains)
+    monkeypatch.setattr(together, "prepare_runs", and_another_trains)
     setup.write()
     assert main([part.format(folder=setup.folder) for part in setup.command]) == 2
     assert "it holds a run already" in capfd.readouterr().err

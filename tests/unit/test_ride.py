@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.parallel.dropout import DropoutTokens
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.linear import ParallelLinear
 from meshlora.parallel.ride import Rider, pack, rode_along, unpack
+from meshlora.parallel.tokens import ForwardTokens, Share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 
@@ -37,9 +37,9 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
         factors = {"A": torch.randn(r, H, dtype=torch.float64), "B": torch.randn(out, r, dtype=torch.float64)}
         leaf.add_adapter("one", factors, scaling=0.5 + number)
         if dropout:
-            leaf.set_dropout("one", dropout, DropoutTokens(ALONE, sp=False))
+            leaf.set_dropout("one", dropout, ForwardTokens(ALONE, sp=False))
             assert leaf.tokens is not None
-            leaf.tokens._tokens = torch.arange(T)
+            leaf.tokens._shares = (Share(None, torch.arange(T)),)
         for factor in leaf.trained("one").values():
             factor.requires_grad_(True)
         leaf.active = "one"

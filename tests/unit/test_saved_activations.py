@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import meshlora
 from meshlora.adapter.manage import active_factors
 from meshlora.parallel.gated import product_behind, watch_activations
-from meshlora.parallel.linear import LoraLinearFunction
+from meshlora.parallel.products import LoraLinearFunction
 from meshlora.parallel.shared_input import share
+from meshlora.parallel.tokens import Segment
 from meshlora.plan.twin import twin_config
 from meshlora.train.losses import language_model_loss
 from tests.pool import Pool
@@ -120,7 +121,7 @@ def test_a_linear_on_a_gated_product_has_the_gradients_of_the_formula() -> None:
     def gradients(mlp: nn.Module) -> tuple[Tensor, ...]:
         gate, up = _gate_and_up()
         x = mlp(gate, up)
-        y = LoraLinearFunction.apply(x, weight, None, a, b, 0.5, None, product_behind(x))
+        y = LoraLinearFunction.apply(x, weight, None, [Segment(0, 3, 0.5)], product_behind(x), None, None, a, b)
         return torch.autograd.grad(y.square().sum(), (gate, up, a, b))
 
     for ours, expected in zip(gradients(mlp), gradients(plain), strict=True):
@@ -157,11 +158,9 @@ def _shared_and_apart(*, is_shared: bool) -> tuple[Tensor, ...]:
     total = x.sum()  # another reader
     for scale in (0.5, 2.0, 3.0):
         shared = share(x) if is_shared else None
-        others = (w * scale, None, a, b, scale, None, None)
-        if shared is None:
-            y = LoraLinearFunction.apply(x, *others)
-        else:
-            y = LoraLinearFunction.apply(x.detach(), *others, shared.gradient, shared.token)
+        of_shared = (None, None) if shared is None else (shared.gradient, shared.token)
+        own = x if shared is None else x.detach()
+        y = LoraLinearFunction.apply(own, w * scale, None, [Segment(0, 6, scale)], None, *of_shared, a, b)
         total = total + y.square().sum()
     # Stops before the input: what was added up there must not come into the next backward.
     torch.autograd.grad(total, (a,), retain_graph=True)
@@ -187,7 +186,8 @@ def test_a_change_of_a_shared_input_is_noticed_by_who_saved_it() -> None:
     x = leaf * 1
     shared = share(x)
     assert shared is not None
-    y = LoraLinearFunction.apply(x.detach(), w.detach(), None, a, b, 0.5, None, None, shared.gradient, shared.token)
+    whole = [Segment(0, 3, 0.5)]
+    y = LoraLinearFunction.apply(x.detach(), w.detach(), None, whole, None, shared.gradient, shared.token, a, b)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

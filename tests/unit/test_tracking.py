@@ -49,7 +49,7 @@ def run(setup: Setup, *trackers: str) -> tuple[Path, list[tuple[dict[str, float]
         setup.tree["train"][key] = value
     setup.set("topology", "")
     setup.write()
-    train(prepare(read_run(setup.folder / "run.yaml"), world=1))
+    train({"": prepare(read_run(setup.folder / "run.yaml"), world=1)})
     output = setup.folder / "output"
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 3], "three steps, two evaluations"

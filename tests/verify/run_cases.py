@@ -7,6 +7,7 @@ from typing import Any
 from meshlora.verify.mutations_of_resuming import OF_RESUMING
 from meshlora.verify.request import DROPOUT
 
+_DORA = {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 _FIRST = "model.layers.0.self_attn.q_proj"
 _LAST_MLP = "model.layers.1.mlp"
 _MOMENTS = ("deltas", f"{_FIRST}.lora_A", "what the optimizer makes of them")
@@ -48,6 +49,26 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
                 "what one adapter alone has",
             ),
             "adapters_dropped_as_the_first": (
+                "adapters",
+                "adapter-2: model.layers.0.self_attn.o_proj.lora_A",
+                "what one adapter alone has",
+            ),
+        },
+    ),
+    "several adapters on experts": (
+        {"family": "qwen3_moe", "topologies": ("dp=2,ep=2",), "adapters": 3},
+        {
+            "adapters_exchanged_at_experts": (
+                "adapters",
+                "adapter-1: model.layers.1.mlp.experts.base_layer.lora_A",
+                "what one adapter alone has",
+            ),
+        },
+    ),
+    "several adapters with DoRA": (
+        {"family": "llama", "topologies": ("tp=2",), "adapters": 3, "lora": _DORA},
+        {
+            "adapters_scaled_by_the_norm_of_the_first": (
                 "adapters",
                 "adapter-2: model.layers.0.self_attn.o_proj.lora_A",
                 "what one adapter alone has",

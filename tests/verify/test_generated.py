@@ -67,7 +67,7 @@ def test_a_change_that_no_rank_can_make_is_no_kill() -> None:
 
 
 def test_a_silent_one_is_caught_on_ranks(tmp_path: Path) -> None:
-    scale = "1 {} (total[0].clamp(min=1).double() * mesh.over(mean_axes).size)"
+    scale = "1 {} (totals.clamp(min=1).double() * mesh.over(mean_axes).size)"
     fault = _fault("train/gradsync.py", scale.format("/"), scale.format("*"))
     file = tmp_path / "proof.json"
     words = ["--family", "llama", "--topology", "tp=2,sp", "--steps", "1", "--mutation", fault.name]

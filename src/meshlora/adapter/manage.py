@@ -7,7 +7,7 @@ Does not own: files (`adapter.peft_format`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,11 @@ from meshlora.adapter.targets import Target
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX, take_out_of_base
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel.collectives import all_gather
-from meshlora.parallel.dropout import DropoutTokens
 from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import adopt, parallel_leaves
 from meshlora.parallel.linear import ParallelLinear
-from meshlora.parallel.many import ManyTokens
 from meshlora.parallel.sharding import whole_weights
+from meshlora.parallel.tokens import ForwardTokens
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
 
@@ -57,8 +56,8 @@ class Adapter:
 class Runtime:
     """What a parallel model knows about itself.
 
-    base: the parameters of the base of which adapters have copies. dropout: which tokens the running forward has.
-    many: whose they are, where several adapters are trained at once (`adapter.many`).
+    base: the parameters of the base of which adapters have copies. dropout: which tokens the running forward has, and
+    whose they are.
     """
 
     plan: ModelPlan
@@ -67,12 +66,10 @@ class Runtime:
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
-    dropout: DropoutTokens = field(init=False)
-    many: ManyTokens = field(init=False)
+    dropout: ForwardTokens = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dropout = DropoutTokens(self.mesh.tp, sp=self.plan.topology.sp)
-        self.many = ManyTokens(self.mesh.tp, sp=self.plan.topology.sp)
+        self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp)
 
 
 @dataclass(frozen=True)
@@ -147,6 +144,7 @@ def attach(
             for part, value in values.items()
         }
         leaf.add_adapter(name, local, scaling=target.scaling)
+        leaf.tokens = state.dropout
         if isinstance(leaf, ParallelLinear):
             leaf.set_dropout(name, config.lora_dropout, state.dropout)
         if target.use_dora and "magnitude" not in local:
@@ -182,16 +180,42 @@ def set_adapter(model: Any, name: str | None) -> None:
     Raises:
         UserError: there is no such adapter.
     """
+    set_adapters(model, [] if name is None else [name])
+
+
+def set_adapters(model: Any, names: Sequence[str]) -> None:
+    """Make `names` trainable, all others not. Of several none is active: a forward inside
+    `model.meshlora.dropout.of(shares, names)` runs each on its own tokens, any other the base.
+
+    Raises:
+        UserError: there is no such adapter.
+    """
     state = runtime(model)
-    if name is not None and name not in state.adapters:
-        raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
-    state.active = name
-    for leaf in parallel_leaves(model).values():
-        leaf.active = name
+    for name in names:
+        if name not in state.adapters:
+            raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
+    _activate(model, names[0] if len(names) == 1 else None)
     for owner in state.adapters:
         for factor in adapter_factors(model, owner):
-            factor.parameter.requires_grad_(owner == name)
+            factor.parameter.requires_grad_(owner in names)
+
+
+def _activate(model: Any, name: str | None) -> None:
+    runtime(model).active = name
+    for leaf in parallel_leaves(model).values():
+        leaf.active = name
     _use_copies(model, name)
+
+
+@contextlib.contextmanager
+def in_use(model: Any, name: str | None) -> Iterator[None]:
+    """Inside the block `name` is the active adapter: saved, evaluated. What is trainable stays as it is."""
+    before = runtime(model).active
+    try:
+        _activate(model, name)
+        yield
+    finally:
+        _activate(model, before)
 
 
 def _use_copies(model: Any, name: str | None) -> None:
@@ -213,17 +237,10 @@ def disable_adapter(model: Any) -> Iterator[None]:
                 "the base has given its principal part to the adapter",
                 "load the base without it",
             )
-    leaves = list(parallel_leaves(model).values())
-    before = [leaf.active for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.active = None
-        _use_copies(model, None)
+    state, active = runtime(model), runtime(model).active
+    with in_use(model, None), state.dropout.of_base():
+        state.active = active  # it is known, and can be saved
         yield
-    finally:
-        for leaf, active in zip(leaves, before, strict=True):
-            leaf.active = active
-        _use_copies(model, runtime(model).active)
 
 
 def active_factors(model: Any) -> list[Factor]:

@@ -50,6 +50,21 @@ class Batch:
     position_ids: Tensor | None = None
     trained: Tensor | None = None
 
+    def rows(self, start: int, stop: int) -> Batch:
+        """Those of one adapter, where others have rows too. On the host: it counts its labels."""
+        labels = self.labels[start:stop]
+        positions = None if self.position_ids is None else self.position_ids[start:stop]
+        return Batch(
+            self.input_ids[start:stop],
+            self.attention_mask[start:stop],
+            labels,
+            int((labels != IGNORED).sum()),
+            self.tokens[start:stop],
+            {name: column[start:stop] for name, column in self.columns.items()},
+            self.is_dummy,
+            positions,
+        )
+
     def to(self, device: torch.device | str) -> Batch:
         """The same on `device`, with `trained`: the host has the labels, and need not ask the device for it."""
         trained = (self.labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained

@@ -289,11 +289,19 @@ def linear_rates(lr: float, *, warmup_steps: int, steps: int) -> list[float]:
 
 
 def train_run(
-    config: RunConfig, data: TokenizedDataset, *, steps: int, pad_token_id: int, adapter: str | Path, out: str | Path
+    config: RunConfig,
+    data: TokenizedDataset,
+    *,
+    steps: int,
+    pad_token_id: int,
+    adapter: str | Path,
+    out: str | Path,
+    dropouts: Collection[str] = (),
 ) -> list[float]:
     """What one process makes of a whole run: starts from `adapter`, saves with peft to `out`, returns the losses.
 
-    The token batches are those of the run; everything after them is transformers, peft and torch.
+    The token batches are those of the run; everything after them is transformers, peft and torch. dropouts: as of
+    `reference_model`.
     """
     options, torch_dtype = config.train, getattr(torch, config.model.dtype)
     model = reference_model(
@@ -303,6 +311,7 @@ def train_run(
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
         quantization=config.model.quantization,
+        dropouts=dropouts,
     )
 
     def batches(step: int) -> list[MicroBatch]:
@@ -332,7 +341,7 @@ def train_run(
     freeze_outside_pieces(model, pieces_in(adapter))
     masks = Masks(model, seed=options.seed)
     losses = train(model, (batches(step) for step in range(steps)), settings, masks)
-    model.save_pretrained(str(out))
+    model.save_pretrained(str(out), save_embedding_layers=False)
     return losses
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshlora.errors import UnsupportedError
 from meshlora.parallel.collectives import reduce_each_to_one
 from meshlora.parallel.groups import Axis
+from meshlora.parallel.tokens import ForwardTokens
 from meshlora.plan.rules import ParameterRule
 
 
@@ -28,7 +29,7 @@ class ParallelEmbedding(nn.Embedding):
     Attributes:
         rule: how the vocabulary is split; None where it is whole.
         lora_embedding_A, lora_embedding_B: adapter name -> local factor `[r, V_local]`, `[H, r]`, named as PEFT does.
-        scaling: adapter name -> s. active: the adapter in use, None for the base alone.
+        scaling: adapter name -> s. active, tokens: as of `AdaptedLeaf`.
     """
 
     rule: ParameterRule | None
@@ -38,6 +39,7 @@ class ParallelEmbedding(nn.Embedding):
     lora_embedding_B: nn.ParameterDict
     scaling: dict[str, float]
     active: str | None
+    tokens: ForwardTokens | None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """Attach local factors `{"A": [r, V_local], "B": [H, r]}` as adapter `name`; frozen until set."""
@@ -58,6 +60,8 @@ class ParallelEmbedding(nn.Embedding):
         y = super().forward(ids)
         if self.active is not None and self.active in self.scaling:
             y = y + self._lora(ids, self.active, y.dtype)
+        elif self.tokens is not None and self.tokens.names_adapters and self.scaling:
+            y = y + self._lora_of_each(ids.flatten(), y.dtype).view(y.shape)
         if is_other is None:
             return y
         return reduce_each_to_one(y.masked_fill(is_other.unsqueeze(-1), 0), self.tp)
@@ -69,6 +73,15 @@ class ParallelEmbedding(nn.Embedding):
         local = ids - self.first_id
         is_other = (local < 0) | (local >= self.num_embeddings)
         return local.masked_fill(is_other, 0), is_other
+
+    def _lora_of_each(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """ids `[T]` -> `[T, H]`, of several adapters each on its own tokens."""
+        assert self.tokens is not None
+        found, nothing = [], self.weight.new_zeros(len(ids), self.embedding_dim)
+        for part in self.tokens.parts(type(self).__name__, len(ids)):
+            adapter, rows = str(part.share.adapter), slice(part.start, part.stop)
+            found.append(self._lora(ids[rows], adapter, dtype) if adapter in self.scaling else nothing[rows])
+        return torch.cat(found)
 
     def _lora(self, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         # The padding token's column of A gets no gradient, as in PEFT.
@@ -91,7 +104,7 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     assert isinstance(module, ParallelEmbedding)
     module.rule, module.tp, module.first_id = rule, tp, 0
     module.lora_embedding_A, module.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
-    module.scaling, module.active = {}, None
+    module.scaling, module.active, module.tokens = {}, None, None
     if rule is None:
         return
     local = rule.layout.local_size(tp.size)

@@ -12,10 +12,11 @@ taken on the way back, so LoRA costs no collective.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -26,8 +27,10 @@ from meshlora.parallel.expert_mlp import GroupedMlpFunction
 from meshlora.parallel.grouped import Projection
 from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.leaf import AdaptedLeaf
+from meshlora.parallel.tokens import owners
 from meshlora.plan.experts import ExpertRule, ExpertsRule
 from meshlora.plan.layout import Split
+from meshlora.transfer import to_device
 
 
 class ParallelExpertLinear(AdaptedLeaf):
@@ -67,9 +70,27 @@ class ParallelExpertLinear(AdaptedLeaf):
         scale = self.scaling[self.in_use] if self.in_use is not None else 1.0
         return Projection(self.weight, bias, scale, self.rule.is_transposed)
 
-    def active_factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the adapter in use, None where there is none."""
-        return self.factors(self.in_use) if self.in_use is not None else (None, None)
+    def active_factors(self, adapters: Sequence[str | None] = ()) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the adapter in use, None where there is none.
+
+        adapters: K that are trained. Then those of all experts with each of them, `[E_local K, ...]`, an expert's next
+        to each other; of different ranks with zeros up to the largest. B has the scale of its adapter in it.
+        """
+        if self.in_use is not None:
+            return self.factors(self.in_use)
+        if not any(name in self.scaling for name in adapters):
+            return None, None
+        pairs = {name: self.factors(name) for name in adapters if name is not None and name in self.scaling}
+        r = max(a.shape[-2] for a, _ in pairs.values())
+        some_a, some_b = next(iter(pairs.values()))
+        no_a, no_b = some_a.new_zeros(1, r, self.in_features), some_b.new_zeros(1, self.out_features, r)
+        every_a, every_b = [], []
+        for name in adapters:
+            a, b = pairs.get(str(name), (no_a, no_b))
+            a, b = F.pad(a, (0, 0, 0, r - a.shape[-2])), F.pad(b, (0, r - b.shape[-1]))
+            every_a.append(a.expand(self.num_experts, -1, -1))
+            every_b.append((b * self.scaling.get(str(name), 1.0)).expand(self.num_experts, -1, -1))
+        return torch.stack(every_a, 1).flatten(0, 1), torch.stack(every_b, 1).flatten(0, 1)
 
     def _piece_rows(self, piece: str) -> Tensor:
         assert self.rule.fused is not None, self.rule
@@ -96,34 +117,61 @@ class ParallelExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, H]`, the chosen experts `[T, k]` and their weights `[T, k]` -> `[T, H]`."""
         number = len(hidden_states)
+        adapters = self._adapters()
+        pairs = top_k_index  # of experts, or of experts and adapters
+        if adapters:
+            tokens = self._projections()[0].tokens
+            assert tokens is not None
+            owner = to_device(owners(tokens.parts(self.rule.name, number), adapters), pairs.device)
+            pairs = top_k_index * len(adapters) + owner.unsqueeze(1)
         if self.cuts_tokens:
             hidden_states, top_k_weights = share_of_tokens(hidden_states, top_k_weights, self.mesh.tp)
-            top_k_index = _share(top_k_index, self.mesh.tp)
-        out = self._of_own_tokens(hidden_states, top_k_index, top_k_weights)
+            pairs = _share(pairs, self.mesh.tp)
+        out = self._of_own_tokens(hidden_states, pairs, top_k_weights, adapters)
         return _whole(out, number, self.mesh.tp) if self.cuts_tokens else out
 
-    def _of_own_tokens(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
-        slots = Slots.of(top_k_index, self.rule.num_experts)
+    def _projections(self) -> list[ParallelExpertLinear]:
+        found = [self.get_submodule(p.name.rpartition(".")[2]) for p in self.rule.projections]
+        assert all(isinstance(leaf, ParallelExpertLinear) for leaf in found)
+        return found  # type: ignore[return-value]
+
+    def _adapters(self) -> tuple[str | None, ...]:
+        """Those that are trained, where they are several and some are on these experts: alike on all ranks."""
+        leaves = self._projections()
+        tokens = leaves[0].tokens or leaves[1].tokens
+        if tokens is None or not tokens.names_adapters:
+            return ()
+        return tokens.adapters if any(name in leaf.scaling for leaf in leaves for name in tokens.adapters) else ()
+
+    def _of_own_tokens(
+        self, tokens: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Sequence[str | None]
+    ) -> Tensor:
+        slots = Slots.of(top_k_index, self.rule.num_experts * (len(adapters) or 1))
         if self.rule.weights_first:
             rows = slots.rows(tokens)
             rows = rows * _by_slot(weights, slots).to(rows.dtype)
         if self.mesh.over({"ep", "etp"}).size == 1:
             if self.rule.weights_first:
                 rows = self._run(
-                    rows, None, Places.permutation(torch.arange(len(rows), device=rows.device)), slots.counts
+                    rows, None, Places.permutation(torch.arange(len(rows), device=rows.device)), slots.counts, adapters
                 )
                 return slots.places.collect(rows)
-            return self._run(tokens, weights, slots.places, slots.counts)
+            return self._run(tokens, weights, slots.places, slots.counts, adapters)
         journey = Journey(slots, self.mesh)
         rows = rows if self.rule.weights_first else slots.rows(tokens)
-        rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts))
+        rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))
         return slots.places.collect(rows) if self.rule.weights_first else slots.weighted_sum(rows, weights)
 
-    def _run(self, rows: Tensor, weights: Tensor | None, places: Places, counts: list[int]) -> Tensor:
+    def _run(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        places: Places,
+        counts: list[int],
+        adapters: Sequence[str | None],
+    ) -> Tensor:
         """The MLPs of this rank's experts; `places` leads from the rows to their order by expert, and back."""
-        first, second = (self.get_submodule(p.name.rpartition(".")[2]) for p in self.rule.projections)
-        assert isinstance(first, ParallelExpertLinear)
-        assert isinstance(second, ParallelExpertLinear)
+        first, second = self._projections()
         return GroupedMlpFunction.apply(
             rows,
             weights,
@@ -133,8 +181,8 @@ class ParallelExperts(nn.Module):
             self._gated,
             first.projection(),
             second.projection(),
-            *first.active_factors(),
-            *second.active_factors(),
+            *first.active_factors(adapters),
+            *second.active_factors(adapters),
         )
 
     def _gated(self, inner: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ Legend, beyond docs/notation.md: N rows, E experts here, `counts[e]` rows of exp
 Nothing of the size of W is ever made, and no product is padded. An expert without rows costs nothing, and its factors
 get a gradient of zeros.
 
+Of K adapters each expert's rows lie sorted by adapter too: counts and factors are then those of `E K` pairs, an
+expert's next to each other, and the products with W those of the experts.
+
 Factors are `[E, r, in]` and `[E, out, r]`, or `[1, ...]` if all experts share one. B is read as `[E, r, out]`: a B that
 lies so in memory (`empty(E, r, out).mT`) is used as it is, any other is transposed on each use.
 """
@@ -98,7 +101,8 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`."""
+    """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: of experts, or of E K pairs."""
+    counts = of_experts(counts, len(weight))
     if len(x) and can_group(x, weight):
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
@@ -107,6 +111,18 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         if count:
             torch.mm(x_e, weight_e, out=y_e)
     return y
+
+
+def of_experts(counts: Sequence[int], num_experts: int) -> Sequence[int]:
+    """The rows of each expert, of counts for it or for each of K adapters on it."""
+    each = len(counts) // num_experts
+    return counts if each == 1 else [sum(counts[e * each : (e + 1) * each]) for e in range(num_experts)]
+
+
+def _weights(weight: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The matrix for each of `counts`, views."""
+    each = len(counts) // len(weight)
+    return [w for w in weight.unbind() for _ in range(each)]
 
 
 def forward_rows(
@@ -126,12 +142,13 @@ def forward_rows(
     if a is None or b is None:
         return grouped_product(_gathered(x, index), weight, counts), None
     a, bt = a.to(x.dtype), _transposed(b, x.dtype)
+    number = len(counts)
     if _groups_factors(x, a, counts):
         x = _gathered(x, index)
         y = grouped_product(x, weight, counts)
         z = _factor_product(x, a.mT, counts)
         return y.add_(_factor_product(z, bt, counts), alpha=projection.scale), z.T
-    shares_a, shares_b = (len(factor) < len(weight) for factor in (a, b))
+    shares_a, shares_b = (len(factor) < number for factor in (a, b))
     if shares_a:
         x, index = _gathered(x, index), None
     y, zt = x.new_empty(sum(counts), weight.shape[2]), x.new_empty(a.shape[1], sum(counts))
@@ -142,9 +159,9 @@ def forward_rows(
         _by_expert(x, index, counts),
         y.split(counts),
         zt.split(counts, 1),
-        weight.unbind(),
-        a.expand(len(weight), -1, -1).unbind(),
-        bt.expand(len(weight), -1, -1).unbind(),
+        _weights(weight, counts),
+        a.expand(number, -1, -1).unbind(),
+        bt.expand(number, -1, -1).unbind(),
         strict=True,
     )
     for count, x_e, y_e, zt_e, weight_e, a_e, bt_e in pieces:
@@ -186,7 +203,8 @@ def backward_rows(
         return _backward_grouped(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
     a_dtype, b_dtype = a.dtype, b.dtype
     a, bt = a.to(g.dtype), _transposed(b, g.dtype)
-    shares_a, shares_b = (len(factor) < len(weight) for factor in (a, b))
+    number = len(counts)
+    shares_a, shares_b = (len(factor) < number for factor in (a, b))
     if shares_a and x is not None:
         x, index = _gathered(x, index), None
     dx = g.new_empty(len(g), weight.shape[2]) if needs_dx else None
@@ -196,14 +214,14 @@ def backward_rows(
     da = None if x is None else torch.empty_like(a)
     dbt = None if zt is None else torch.empty_like(bt)
     zt = None if zt is None else zt * projection.scale
-    none = [None] * len(weight)
+    none = [None] * number
     pieces = zip(
         counts,
         g.split(counts),
         dzt.split(counts, 1),
-        weight.unbind(),
-        a.expand(len(weight), -1, -1).unbind(),
-        bt.expand(len(weight), -1, -1).unbind(),
+        _weights(weight, counts),
+        a.expand(number, -1, -1).unbind(),
+        bt.expand(number, -1, -1).unbind(),
         none if dx is None else dx.split(counts),
         none if x is None or shares_a else _by_expert(x, index, counts),
         none if zt is None or shares_b else zt.split(counts, 1),
@@ -300,5 +318,5 @@ def _backward_grouped(
 
 def bias_of_rows(bias: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`[E, out]` -> `[N, out]`."""
-    repeats = to_device(torch.tensor(counts), bias.device)
+    repeats = to_device(torch.tensor(of_experts(counts, len(bias))), bias.device)
     return bias.to(dtype).repeat_interleave(repeats, 0, output_size=sum(counts))

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from meshlora.parallel.tokens import ForwardTokens
+
 
 class AdaptedLeaf(nn.Module):
     """A frozen matrix, or a stack of them, with its adapters, as this rank holds it.
@@ -20,7 +22,8 @@ class AdaptedLeaf(nn.Module):
         lora_A, lora_B: adapter name -> local factor `[..., r, in]`, `[..., out, r]`; of an adapter on pieces of a fused
             matrix `name/piece` -> that piece's.
         pieces: adapter name -> the pieces that it is on, in order. scaling: adapter name -> s.
-        active: the adapter in use, None for the base alone.
+        active: the adapter in use, None for the base alone, or for those of several whose tokens come.
+        tokens: which tokens the running forward has, and whose they are; None before the first adapter.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -31,6 +34,7 @@ class AdaptedLeaf(nn.Module):
         self.pieces: dict[str, tuple[str, ...]] = {}
         self.scaling: dict[str, float] = {}
         self.active: str | None = None
+        self.tokens: ForwardTokens | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """Attach local factors `{"A": ..., "B": ...}` as adapter `name`; on pieces `A.q`, `B.q` and so on. Frozen until

@@ -29,20 +29,13 @@ class InputGradient:
         self._sum: Tensor | None = None
         self._backward = -1
 
-    def add(self, term: Tensor) -> Tensor:
-        """Add `term` `[T, in]`, the caller's own; returns the sum, for the caller to add to in place."""
-        so_far = self._so_far()
-        self._sum = term if so_far is None else so_far.add_(term)
-        return self._sum
+    def hold(self, total: Tensor) -> None:
+        """`total` `[T, in]` is what linears have added: what `so_far` gave, changed in place, or the first term."""
+        self._sum = total
 
-    def add_product(self, p: Tensor, q: Tensor) -> Tensor:
-        """As `add`, of `p @ q`, p `[T, n]`, q `[n, in]`."""
-        so_far = self._so_far()
-        self._sum = p @ q if so_far is None else so_far.addmm_(p, q)
-        return self._sum
-
-    def _so_far(self) -> Tensor | None:
-        """What was added in the backward that runs, and not in one that stopped before it came to the input."""
+    def so_far(self) -> Tensor | None:
+        """What was added in the backward that runs, and not in one that stopped before it came to the input. Whoever
+        asks goes on with `hold`."""
         is_other, self._backward = self._backward != running_backward(), running_backward()
         return None if is_other else self._sum
 

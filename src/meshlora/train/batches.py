@@ -1,18 +1,41 @@
 """From examples to the padded micro-batches of one dp rank.
 
-Owns: which options of a run padding depends on. Does not own: which examples, in which order (`data.sampler`), padding
-itself (`data.collate`).
+Owns: which options of a run padding depends on; which rows of a micro-batch are whose, where a step is of several
+adapters. Does not own: which examples, in which order (`data.sampler`), padding itself (`data.collate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
+from meshlora.data.tokenization import Sequence as TokenSequence
 from meshlora.parallel.groups import Mesh
+
+Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the examples of its optimizer step
+Row = tuple[int, list[int]]  # the adapter, by its place among the steps; the places of its sequences in that step
+
+
+@dataclass(frozen=True)
+class Own:
+    """The rows `start:stop` of a micro-batch, by themselves: those of adapter `number` of the step."""
+
+    number: int
+    start: int
+    stop: int
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank runs at once. owners: whose rows they are, in order; of one adapter a single one, of them all."""
+
+    batch: Batch
+    owners: tuple[Own, ...]
 
 
 @dataclass(frozen=True)
@@ -29,38 +52,77 @@ class Batching:
     row_length: int | None = None
     only: int | None = None
 
-    def rows(self, data: TokenizedDataset, indices: np.ndarray, *, dp_rank: int | None = None) -> list[list[list[int]]]:
-        """The micro-batches of this rank, or of `dp_rank`: for each row the places of its sequences in the step.
+    def rows(self, steps: Sequence[Step], *, dp_rank: int | None = None) -> list[list[Row]]:
+        """The rows of each micro-batch of this rank, or of `dp_rank`; neighbours are of one adapter.
 
-        indices: the examples of the step.
+        Every rank gets the same number of micro-batches. Without packing the examples of all adapters are dealt to the
+        ranks in turn: ranks differ by one at most, whatever the batch sizes are.
         """
-        each, dp = data.rows_per_example, self.mesh.dp
-        options = {
-            "dp_rank": dp.rank if dp_rank is None else dp_rank,
-            "dp_size": dp.size,
-            "micro_batch_size": self.micro_batch_size,
-        }
+        rank = self.mesh.dp.rank if dp_rank is None else dp_rank
         if self.row_length is not None:
-            return packed_share(np.diff(data.offsets)[indices].tolist(), row_length=self.row_length, **options)
-        parts = share(np.arange(len(indices)), **options)
-        taken = range(each) if self.only is None else (self.only,)
-        return [[[int(place) * each + row] for place in part for row in taken] for part in parts]
+            of_ranks = [self._packed(steps, self.row_length, other) for other in range(self.mesh.dp.size)]
+            starts = range(0, max(map(len, of_ranks)), self.micro_batch_size)
+            return [of_ranks[rank][start : start + self.micro_batch_size] for start in starts]
+        every = [(number, place) for number, (_, indices) in enumerate(steps) for place in range(len(indices))]
+        parts = share(
+            np.arange(len(every)),
+            dp_rank=rank,
+            dp_size=self.mesh.dp.size,
+            micro_batch_size=self.micro_batch_size,
+        )
+        each = [data.rows_per_example for data, _ in steps]
+        taken = [range(number) if self.only is None else (self.only,) for number in each]
+        examples = [[every[position] for position in part] for part in parts]
+        return [[(n, [place * each[n] + row]) for n, place in part for row in taken[n]] for part in examples]
 
-    def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
-        """This rank's share of the examples `indices`, padded; every rank gets the same number of micro-batches.
+    def _packed(self, steps: Sequence[Step], row_length: int, dp_rank: int) -> list[Row]:
+        """All rows of `dp_rank`: in each the sequences of one adapter."""
+        options = {"dp_rank": dp_rank, "dp_size": self.mesh.dp.size, "micro_batch_size": self.micro_batch_size}
+        found = []
+        for number, (data, indices) in enumerate(steps):
+            lengths = np.diff(data.offsets)[indices].tolist()
+            parts = packed_share(lengths, row_length=row_length, **options)
+            found += [(number, row) for part in parts for row in part]
+        return found
 
-        Each sequence keeps the number of its place in the global batch, whoever computes it.
+    def micro_batches(self, steps: Sequence[Step]) -> Iterator[MicroBatch]:
+        """This rank's share of `steps`, padded.
+
+        Each sequence keeps the number of its place in its own global batch, whoever computes it.
         """
-        each = data.rows_per_example
-        for rows in self.rows(data, indices):
-            of_rows = [[data[int(indices[place // each]) * each + place % each] for place in row] for row in rows]
+        first, _ = steps[0]
+        for rows in self.rows(steps):
+            of_rows = [[_sequence(steps[number], place) for place in places] for number, places in rows]
             batch = collate(
                 [row[0] if self.row_length is None else joined(row) for row in of_rows],
                 pad_token_id=self.pad_token_id,
                 token_multiple=self.mesh.tp.size if self.mesh.topology.sp else 1,
-                columns=tuple(data.columns),
-                places=[row[0] for row in rows],
+                columns=tuple(first.columns),
+                places=[places[0] for _, places in rows],
             )
             if self.row_length is not None:
-                batch = with_positions(batch, [[len(s.input_ids) for s in row] for row in of_rows], rows)
-            yield batch.to(self.mesh.device)
+                lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows]
+                batch = with_positions(batch, lengths, [places for _, places in rows])
+            # A rank without a row runs the others' collectives; the row of padding that it runs on is of the first.
+            groups = itertools.groupby([number for number, _ in rows] or [0])
+            sizes = [(number, len(list(group))) for number, group in groups]
+            whole = batch.to(self.mesh.device)
+            if len(sizes) == 1:
+                yield MicroBatch(whole, (Own(sizes[0][0], 0, len(whole.input_ids), whole),))
+                continue
+            stops = list(itertools.accumulate(size for _, size in sizes))
+            owners = [
+                Own(number, stop - size, stop, batch.rows(stop - size, stop).to(self.mesh.device))
+                for (number, size), stop in zip(sizes, stops, strict=True)
+            ]
+            yield MicroBatch(whole, tuple(owners))
+
+    def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
+        """This rank's share of the examples `indices` of one adapter, padded."""
+        return (micro.batch for micro in self.micro_batches([(data, indices)]))
+
+
+def _sequence(step: Step, place: int) -> TokenSequence:
+    data, indices = step
+    each = data.rows_per_example
+    return data[int(indices[place // each]) * each + place % each]

@@ -1,14 +1,18 @@
 """Finishing gradients: from partial sums on every rank to the gradient one process would have.
 
 Owns: the sum over each factor's gradient axes (and mean axes), one flat bucket per distinct set of axes; division by
-the global number of trained tokens; the one true global norm. Does not own: which axes those are (`plan.grads`).
+the global number of trained tokens; the one true global norm; of one adapter as of several, whose gradients travel
+together. Does not own: which axes those are (`plan.grads`).
 
-Each comes twice: with a number for loops of a user's own, and `_on_device`, where nothing waits for the device: the
-host goes on to give it work, and reads all numbers of a step at once (`train.trainer`).
+Each comes twice: with a number for loops of a user's own, which train one adapter, and `_on_device` for K of them,
+where nothing waits for the device: the host goes on to give it work, and reads all numbers of a step at once
+(`train.trainer`).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +24,8 @@ from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.parallel.groups import Mesh
 from meshlora.plan.grads import Segment, segment_of
+
+Adapters = Sequence[Sequence[Factor]]  # the factors of each on this rank
 
 # Marks a gradient tensor that is summed and divided: a second time would be silently wrong.
 _FINISHED = "_meshlora_finished"
@@ -40,25 +46,27 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     Raises:
         MeshloraError: a trainable factor has no gradient, or nobody trained any token.
     """
-    total = int(finish_gradients_on_device(model, num_tokens=num_tokens).item())
+    total = int(finish_gradients_on_device(runtime(model).mesh, [active_factors(model)], [num_tokens]).item())
     check_total(total)
     return total
 
 
-def check_total(total: int) -> None:
+def check_total(total: int, name: str = "") -> None:
     """Raises:
-    MeshloraError: no token was trained.
+    MeshloraError: no token was trained, of adapter `name` where there are several.
     """
     if total == 0:
-        raise MeshloraError("no rank has a trained token in this step, so its mean loss is not defined")
+        which = f"adapter {name}: " if name else ""
+        raise MeshloraError(f"{which}no rank has a trained token in this step, so its mean loss is not defined")
 
 
 @torch.no_grad()
-def finish_gradients_on_device(model: Any, *, num_tokens: int) -> Tensor:
-    """`finish_gradients`; the number is `[1]`, int64, and not looked at (`check_total`)."""
-    mesh = runtime(model).mesh
-    factors = active_factors(model)
-    for factor in factors:
+def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
+    """`finish_gradients` of each of K adapters, by its own number of tokens `[K]`: one sum for each set of axes.
+
+    Returns their global numbers `[K]`, int64, which are not looked at (`check_total`).
+    """
+    for factor in itertools.chain(*adapters):
         if factor.parameter.grad is None:
             raise MeshloraError(f"{factor.name} has no gradient: was backward called, and did the forward use it?")
         if hasattr(factor.parameter.grad, _FINISHED):
@@ -66,20 +74,21 @@ def finish_gradients_on_device(model: Any, *, num_tokens: int) -> Tensor:
                 f"the gradient of {factor.name} is finished already: call finish_gradients once per optimizer step, "
                 "after the last backward, and zero_grad(set_to_none=True) after the step"
             )
-    # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly. Filled: a copy from the host would wait.
-    total = all_reduce_sum(torch.full((1,), num_tokens, dtype=torch.int64, device=mesh.device), mesh.dp)
-    buckets: dict[tuple[frozenset[str], frozenset[str]], list[Tensor]] = {}
-    for factor in factors:
-        for segment in _segments(factor, mesh):
-            part = segment_of(_grad(factor), segment)
-            buckets.setdefault((segment.grad_axes, segment.mean_axes), []).append(part)
+    # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly.
+    totals = all_reduce_sum(_counts(num_tokens, mesh), mesh.dp)
+    buckets: dict[tuple[frozenset[str], frozenset[str]], list[list[Tensor]]] = {}
+    for number, factors in enumerate(adapters):
+        for factor in factors:
+            for segment in _segments(factor, mesh):
+                of_each = buckets.setdefault((segment.grad_axes, segment.mean_axes), [[] for _ in adapters])
+                of_each[number].append(segment_of(_grad(factor), segment))
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: _in_order(item[0])):
         # Of no token at all gradients stay numbers: whoever looks at the total says so.
-        scale = 1 / (total[0].clamp(min=1).double() * mesh.over(mean_axes).size)
-        _sum_bucket(grads, axes | mean_axes, mesh, scale=scale)
-    for factor in factors:
+        scales = 1 / (totals.clamp(min=1).double() * mesh.over(mean_axes).size)
+        _sum_bucket(grads, axes | mean_axes, mesh, scales=scales)
+    for factor in itertools.chain(*adapters):
         setattr(_grad(factor), _FINISHED, True)
-    return total
+    return totals
 
 
 def clip_gradients(model: Any, max_norm: float | None) -> float:
@@ -90,20 +99,35 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
     Returns:
         The norm before clipping.
     """
-    return float(clip_gradients_on_device(model, max_norm).item())
+    return float(clip_gradients_on_device(runtime(model).mesh, [active_factors(model)], [max_norm]).item())
 
 
 @torch.no_grad()
-def clip_gradients_on_device(model: Any, max_norm: float | None) -> Tensor:
-    """`clip_gradients`; the norm is `[1]`, float64, and not looked at. Not finite, it leaves no gradient to use."""
-    mesh = runtime(model).mesh
-    factors = active_factors(model)
+def clip_gradients_on_device(mesh: Mesh, adapters: Adapters, max_norms: Sequence[float | None]) -> Tensor:
+    """`clip_gradients` of each of K adapters, to its own of `max_norms` `[K]`. Returns their norms, `[K]`, float64.
+
+    They are not looked at: one that is not finite leaves that adapter no gradient to use.
+    """
     # Over all ranks, each with its share of what several hold: one sum gives every rank the same bits.
-    norm = all_reduce_sum(_sum_of_squares(factors, mesh), mesh.world).sqrt()
-    if max_norm:
-        # The same epsilon as torch.nn.utils.clip_grad_norm_.
-        _multiply([_grad(factor) for factor in factors], (max_norm / (norm[0] + 1e-6)).clamp(max=1.0))
-    return norm
+    squares = torch.cat([_sum_of_squares(factors, mesh) for factors in adapters])
+    norms = all_reduce_sum(squares, mesh.world).sqrt()
+    for factors, norm, max_norm in zip(adapters, norms, max_norms, strict=True):
+        if max_norm:
+            # The same epsilon as torch.nn.utils.clip_grad_norm_.
+            _multiply([_grad(factor) for factor in factors], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norms
+
+
+def fill_missing(factors: Sequence[Factor]) -> None:
+    """Zeros for the factors of an adapter of which no token came to this rank in a step."""
+    for factor in factors:
+        if factor.parameter.grad is None:
+            factor.parameter.grad = torch.zeros_like(factor.parameter)
+
+
+def _counts(num_tokens: Sequence[int], mesh: Mesh) -> Tensor:
+    """`[K]` on the device, int64. Filled: a copy from the host would wait."""
+    return torch.cat([torch.full((1,), number, dtype=torch.int64, device=mesh.device) for number in num_tokens])
 
 
 def _grad(factor: Factor) -> Tensor:
@@ -116,23 +140,28 @@ def _in_order(axes: tuple[frozenset[str], frozenset[str]]) -> tuple[list[str], .
     return tuple(map(sorted, axes))
 
 
-def _sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Mesh, *, scale: Tensor) -> None:
-    """Sum `grads` over `axes` as one flat message, scale, and put the results back."""
+def _sum_bucket(grads: list[list[Tensor]], axes: frozenset[str], mesh: Mesh, *, scales: Tensor) -> None:
+    """Sum the gradients of K adapters over `axes` as one flat message, scale by `[K]`, and put the results back."""
     if mesh.over(axes).size == 1:
-        _multiply(grads, scale)
+        for own, scale in zip(grads, scales, strict=True):
+            _multiply(own, scale)
         return
     # The bucket is fresh memory that nobody else holds: no copy of it is made for the sum.
-    flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in grads]), mesh.over(axes))
-    _multiply([flat], scale)
-    copy_each(grads, [r.view_as(g) for g, r in zip(grads, flat.split([g.numel() for g in grads]), strict=True)])
+    every = [grad for own in grads for grad in own]
+    flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in every]), mesh.over(axes))
+    sizes = [sum(grad.numel() for grad in own) for own in grads]
+    for own, scale in zip(flat.split(sizes), scales, strict=True):
+        _multiply([own], scale)
+    copy_each(every, [r.view_as(g) for g, r in zip(every, flat.split([g.numel() for g in every]), strict=True)])
 
 
 def _multiply(tensors: list[Tensor], scale: Tensor) -> None:
     """In place, with a number `[]` that is on the device; all are float32, or all float64."""
-    multiply_each(tensors, scale.to(tensors[0].dtype))
+    if tensors:
+        multiply_each(tensors, scale.to(tensors[0].dtype))
 
 
-def _sum_of_squares(factors: list[Factor], mesh: Mesh) -> Tensor:
+def _sum_of_squares(factors: Sequence[Factor], mesh: Mesh) -> Tensor:
     """`[1]`, float64: the squares of all elements on this rank, each over the number of ranks that hold it."""
     by_holders: dict[int, list[Tensor]] = {}
     for factor in factors:

@@ -1,7 +1,7 @@
 """One run at a time in an output folder, on one machine and on a file system that several share.
 
 Owns: the lock of a folder, who holds it, and when a lock that was left behind counts for nothing. Does not own: when a
-run takes it (`train.many_prepare`), and what it does inside.
+run takes it (`train.together`), and what it does inside.
 
 The lock is `flock` on a file of its own: the kernel gives it back when the last process with the open file ends,
 however it ends, so that on one machine a lock is never stale. Other machines may not see it (NFS without locks, Lustre

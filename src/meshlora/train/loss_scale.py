@@ -11,13 +11,12 @@ data do: they are functions of the step. (Trainers that keep a scheduler as stat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import active_factors
+from meshlora.adapter.manage import Factor
 from meshlora.errors import MeshloraError
 
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
@@ -40,9 +39,9 @@ class LossScale:
         return loss * self.scale
 
     @torch.no_grad()
-    def unscale(self, model: Any) -> None:
+    def unscale(self, factors: Sequence[Factor]) -> None:
         """Make gradients those of the loss; after they are summed, before they are clipped. They are float32."""
-        for factor in active_factors(model):
+        for factor in factors:
             assert factor.parameter.grad is not None, factor.name
             assert factor.parameter.grad.dtype == torch.float32, factor.name
             factor.parameter.grad.mul_(1 / self.scale)

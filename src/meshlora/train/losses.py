@@ -8,6 +8,7 @@ objective makes of log-probabilities (`train.objectives`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.manage import runtime
+from meshlora.data import Batch
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.parallel.linear import ParallelHead
 from meshlora.parallel.recipe import LogitsRecipe
@@ -24,6 +26,10 @@ from meshlora.parallel.vocabulary import (
     log_probabilities_from_hidden,
     summed_cross_entropy_from_hidden,
 )
+
+# What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given.
+_Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]
+_Found = Tensor | _Lazy  # or logits `[B, S, V]`
 
 
 def language_model_loss(
@@ -47,6 +53,8 @@ def language_model_loss(
         UserError: labels that are not shifted, as Hugging Face's models take them. Whoever says what is `trained` knows
             what labels are, and is not checked: a GPU would have to be asked.
     """
+    if isinstance(model, Answer):
+        return model.every.losses(label_smoothing)[model.place]
     if trained is None:
         check_shifted(input_ids, labels, attention_mask, position_ids)
     found = _forward(model, input_ids, attention_mask, position_ids)
@@ -58,29 +66,101 @@ def language_model_loss(
     )
 
 
-def language_model_losses(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    labels: Tensor,
-    rows: Sequence[int],
-    *,
-    label_smoothing: float = 0.0,
-    trained: Tensor | None = None,
-) -> Tensor:
-    """`[K]`: `language_model_loss` of each of K groups of neighbouring rows, `rows` `[K]` of them, in one forward."""
-    if trained is None:
-        check_shifted(input_ids, labels, attention_mask, None)
-    found = _forward(model, input_ids, attention_mask, None)
-    if isinstance(found, Tensor):
-        parts = zip(found.split(list(rows)), labels.split(list(rows)), strict=True)
-        return torch.stack([summed_cross_entropy(one, own, label_smoothing=label_smoothing) for one, own in parts])
-    hidden, head, options = found
-    assert not options.pop("parameters"), "an adapter on the head has its own logits"
-    sizes = [number * labels.shape[1] for number in rows]
-    return cross_entropies_from_hidden(
-        hidden, head, labels.flatten(), sizes, **options, label_smoothing=label_smoothing, trained=trained
-    )
+class Answers:
+    """What `model` says of a micro-batch of K adapters, from one forward; `of` one of them stands for a model of it.
+
+    own: the rows of each, neighbours in `batch`. adapters: whose they are.
+    """
+
+    def __init__(self, model: Any, batch: Batch, own: Sequence[Batch], adapters: Sequence[str]) -> None:
+        self.training, self._own, self._adapters = model.training, own, adapters
+        self._rows = [len(one.labels) for one in own]
+        self._batch = batch
+        self._found = _forward(model, batch.input_ids, batch.attention_mask, batch.position_ids)
+        head = runtime(model).plan.head
+        self._head = model.get_submodule(head) if head else None
+        self._losses: Sequence[Tensor] = ()
+        self._log_probabilities: Sequence[Tensor] = ()
+
+    def of(self, place: int) -> Answer:
+        """What is said to the adapter at `place`."""
+        return Answer(self, place)
+
+    def losses(self, label_smoothing: float) -> Sequence[Tensor]:
+        """The summed cross-entropy of each: the head runs once for all. They are smoothed alike."""
+        if not self._losses:
+            self._losses = self._summed(label_smoothing)
+        return self._losses
+
+    def _summed(self, label_smoothing: float) -> Sequence[Tensor]:
+        found, labels = self._found, self._batch.labels
+        if isinstance(found, Tensor):
+            parts = zip(found.split(self._rows), self._own, strict=True)
+            return [summed_cross_entropy(one, own.labels, label_smoothing=label_smoothing) for one, own in parts]
+        smoothing: dict[str, Any] = {"label_smoothing": label_smoothing}
+        if found[2]["parameters"]:
+            every = zip(self._of_own_heads(found), self._own, strict=True)
+            return [
+                summed_cross_entropy_from_hidden(h, head, own.labels.flatten(), **how, **smoothing, trained=own.trained)
+                for (h, head, how), own in every
+            ]
+        hidden, head, options = found
+        sizes = [number * labels.shape[1] for number in self._rows]
+        how = {name: value for name, value in options.items() if name != "parameters"}
+        trained = self._batch.trained
+        summed = cross_entropies_from_hidden(hidden, head, labels.flatten(), sizes, **how, **smoothing, trained=trained)
+        return summed.unbind()
+
+    def log_probabilities(self) -> Sequence[Tensor]:
+        """`log_probabilities` of the rows of each."""
+        if not self._log_probabilities:
+            found = self._found
+            if not isinstance(found, Tensor) and found[2]["parameters"]:
+                every = zip(self._of_own_heads(found), self._own, strict=True)
+                self._log_probabilities = [_log_probabilities(one, own.labels, own.trained) for one, own in every]
+            else:
+                every_row = _log_probabilities(found, self._batch.labels, self._batch.trained)
+                self._log_probabilities = every_row.split(self._rows)
+        return self._log_probabilities
+
+    def _of_own_heads(self, found: _Lazy) -> list[_Lazy]:
+        """What the head gets of each adapter's rows, with that adapter on the head."""
+        hidden, head, options = found
+        sizes = [one.labels.numel() for one in self._own]
+        return [
+            (h, self._head_of(name, head), {**options, "parameters": self._trained_of_head(name)})
+            for h, name in zip(hidden.split(sizes), self._adapters, strict=True)
+        ]
+
+    def _head_of(self, name: str, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        leaf = self._head
+        assert isinstance(leaf, ParallelHead)
+
+        def run(hidden: Tensor) -> Tensor:  # in a backward too
+            before, leaf.active = leaf.active, name
+            try:
+                return head(hidden)
+            finally:
+                leaf.active = before
+
+        return run
+
+    def _trained_of_head(self, name: str) -> list[Tensor]:
+        assert isinstance(self._head, ParallelHead)
+        return [p for p in self._head.trained(name).values() if p.requires_grad]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said to one of several adapters: a loss takes it in the place of a model, with that one's rows."""
+
+    every: Answers
+    place: int
+
+    @property
+    def training(self) -> bool:
+        """Whether the model was."""
+        return bool(self.every.training)
 
 
 def log_probabilities(
@@ -93,9 +173,14 @@ def log_probabilities(
     trained: Tensor | None = None,
 ) -> Tensor:
     """log p(label) of each token, `[B, S]`, 0 where untrained; arguments and errors as of `language_model_loss`."""
+    if isinstance(model, Answer):
+        return model.every.log_probabilities()[model.place]
     if trained is None:
         check_shifted(input_ids, labels, attention_mask, position_ids)
-    found = _forward(model, input_ids, attention_mask, position_ids)
+    return _log_probabilities(_forward(model, input_ids, attention_mask, position_ids), labels, trained)
+
+
+def _log_probabilities(found: _Found, labels: Tensor, trained: Tensor | None) -> Tensor:
     if isinstance(found, Tensor):
         exact = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -exact.view_as(labels)
@@ -139,10 +224,7 @@ def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids:
     return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
 
 
-def _forward(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Tensor | tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]:
-    """What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given; or logits `[B, S, V]`."""
+def _forward(model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> _Found:
     state = runtime(model)
     inputs = model_inputs(input_ids, attention_mask, position_ids)
     head = model.get_submodule(state.plan.head) if state.plan.head else None

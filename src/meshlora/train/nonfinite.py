@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshlora.adapter.manage import active_factors, runtime
-from meshlora.data import Batch
 from meshlora.parallel.collectives import all_gather
 from meshlora.plan.topology import Topology
+
+_Batch = TypeVar("_Batch")  # whatever `loss_sum` takes
 
 _FINITE, _FORWARD, _LOSS, _GRADIENT = range(4)
 _MOST_SHOWN = 16
@@ -34,8 +35,8 @@ class _First:
 
 def find_not_finite(
     model: Any,
-    batches: Sequence[Batch],
-    loss_sum: Callable[[Batch], Tensor],
+    batches: Sequence[_Batch],
+    loss_sum: Callable[[_Batch], Tensor],
     *,
     examples: Callable[[int, int], list[int]],
 ) -> str:

@@ -1,20 +1,27 @@
-"""One rank of a training run, from prepared run to saved adapter."""
+"""One rank of a training run, from prepared runs to saved adapters.
+
+Owns: loading, the output folders, what is said before and after. Does not own: the steps (`train.trainer`), what is
+refused (`train.prepare`, `train.together`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meshlora.adapter.describe import describe_targets
 from meshlora.adapter.manage import runtime
 from meshlora.adapter.merge import check_merge, merge
+from meshlora.adapter.peft_format import begin_adapter
 from meshlora.api import load_blueprint
 from meshlora.console import Console
 from meshlora.errors import UserError
@@ -38,23 +45,66 @@ from meshlora.train.trainer import Trainer
 _PAUSE_S = 5.0
 
 
-def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resume auto") -> None:
-    """Train as `run` says. Every rank of the job calls this; that the run is proved is its caller's part.
+def train(runs: Mapping[str, Prepared], *, console: Console | None = None, go_on: str = "--resume auto") -> None:
+    """Train the adapters that `runs` names on one base; a single one is called "". Those that are finished stay.
 
-    go_on: what to say of how a run that was asked to stop goes on, a command.
+    Every rank of the job calls this; that the runs are proved is its caller's part.
+
+    go_on: what to say of how runs that were asked to stop go on, a command.
     """
-    config = run.config
-    join(config.device)
-    with hashing_contents([run]) as hashes:
-        model = load_blueprint(run.start, device=config.device, seed=config.train.seed)
-        run = with_contents(run, hashes, runtime(model).mesh, console=console)
-    output = Path(config.train.output)
-    is_main = runtime(model).mesh.rank == 0
-    done = run.resume.step if run.resume is not None else 0
-    notes = list(run.notes)
-    if is_main:
-        notes += prepare_output(run)
-    with Reporter(
+    given = runs
+    runs = {name: run for name, run in given.items() if not run.is_finished}
+    console, first = console or Console(), next(iter(runs.values()))
+    join(first.config.device)
+    with hashing_contents(runs.values()) as hashes:
+        model, names = _loaded(runs)
+        mesh = runtime(model).mesh
+        runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
+    is_main = mesh.rank == 0
+    with contextlib.ExitStack() as opened:
+        reporters = {}
+        for name, run in runs.items():
+            notes = [*run.notes, *(prepare_output(run) if is_main else ())]
+            reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
+            introduce(run, notes, reporters[name])
+        stop = opened.enter_context(noticing_signals(end_at_once, is_lost=another_rank_failed))
+        opened.enter_context(mesh.patient_for(first.config.train.timeout_s))
+        check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
+        of_adapters = {names[name]: run for name, run in runs.items()}
+        trainer = Trainer(of_adapters, model, {names[name]: one for name, one in reporters.items()}, stop, check)
+        say_in_training()
+        is_done = trainer.train()
+        for one in trainer.adapters:
+            if one.is_done:
+                one.reporter.say(f"adapter: {one.output / 'adapter'}")
+            else:
+                end = "" if one.name else f". Go on with:\n{go_on}"
+                one.reporter.say(f"stopped as asked; saved in {one.last_saved}{end}")
+        if not is_done and is_main and len(runs) > 1:
+            console.say(f"Go on with:\n{go_on}")
+    leave()
+    if is_done and first.config.train.merge_at_end and is_main:
+        for run in given.values():
+            merge_at_end(run, console=console)
+
+
+def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
+    """(the base with the adapters of `runs`, as they begin; what each is called in it)."""
+    first = next(iter(runs.values()))
+    device = first.config.device
+    if "" in runs:  # loaded with the base, it says which matrices a base that is sharded has to keep whole
+        return load_blueprint(first.start, device=device, seed=first.config.train.seed), {"": "default"}
+    model = load_blueprint(dataclasses.replace(first.blueprint, adapter=None), device=device)
+    for name, run in runs.items():
+        begin_adapter(model, name, run.start.trained, seed=run.config.train.seed)
+    return model, {name: name for name in runs}
+
+
+def _reporter(name: str, run: Prepared, console: Console, mesh: Mesh) -> Reporter:
+    """What the run of an adapter says about itself."""
+    config, output = run.config, Path(run.config.train.output)
+    done, is_main = run.resume.step if run.resume is not None else 0, mesh.rank == 0
+    return Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
         log_every=config.train.log_every,
@@ -65,24 +115,8 @@ def train(run: Prepared, *, console: Console | None = None, go_on: str = "--resu
         trackers=open_trackers(config.train.track, output, config=dataclasses.asdict(config), done=done)
         if is_main
         else (),
-    ) as reporter:
-        introduce(run, notes, reporter)
-        mesh = runtime(model).mesh
-        with (
-            noticing_signals(end_at_once, is_lost=another_rank_failed) as stop,
-            mesh.patient_for(config.train.timeout_s),
-        ):
-            check = functools.partial(_check_merge, run) if config.train.merge_at_end and is_main else None
-            trainer = Trainer(run, model, reporter, stop, check)
-            say_in_training()
-            is_done = trainer.train()
-            if is_done:
-                reporter.say(f"adapter: {output / 'adapter'}")
-            else:
-                reporter.say(f"stopped as asked; saved in {trainer.last_saved}. Go on with:\n{go_on}")
-    leave()
-    if is_done and config.train.merge_at_end and is_main:
-        merge_at_end(run, console=console)
+        name=name,
+    )
 
 
 def hashing_contents(runs: Iterable[Prepared]) -> FileHashes:

@@ -8,8 +8,9 @@ a step that is not finite (`train.trainer`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,31 +70,47 @@ class StepResult:
 
 
 class StepSums:
-    """What a step reports, as sums over this rank's micro-batches."""
+    """What a step of K adapters reports, as sums over this rank's micro-batches.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._tokens = mesh, 0
-        self._sums: dict[str, Tensor] = {}
+    names: of the adapters, where there are several.
+    """
 
-    def add(self, batch: Batch, loss: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """What one micro-batch adds."""
-        self._tokens += batch.num_trained_tokens
+    def __init__(self, mesh: Mesh, names: Sequence[str] = ("",)) -> None:
+        self._mesh, self._names = mesh, names
+        self._tokens, self.counts = [0] * len(names), [0] * len(names)
+        self._sums: dict[str, list[Any]] = {}
+
+    def add(self, number: int, batch: Batch, count: int, loss: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """What the rows of adapter `number` in one micro-batch add. count: what its objective counts of them."""
+        self._tokens[number] += batch.num_trained_tokens
+        self.counts[number] += count
         for name, value in {"loss": loss, **sums}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.double()
+            of_each = self._sums.setdefault(name, [0.0] * len(self._names))
+            of_each[number] = of_each[number] + value.double()
 
-    def read(self, total: Tensor, norm: Tensor, *, is_asked: bool) -> StepResult:
-        """All numbers of the step, over all ranks. Collective; waits for the device.
+    def read(self, totals: Tensor, norms: Tensor, *, is_asked: bool) -> list[StepResult]:
+        """All numbers of the step of each adapter, over all ranks. Collective; waits for the device.
 
-        total: `[1]`, what sums are divided by. norm: `[1]`, float64, of the gradient. is_asked: this rank, to stop.
+        totals: `[K]`, what sums are divided by. norms: `[K]`, float64, of the gradients. is_asked: this rank, to stop.
 
         Raises:
             MeshloraError: nothing was trained.
         """
-        tokens = torch.full((), self._tokens, dtype=torch.float64, device=self._mesh.device)
-        summed = all_reduce_sum(torch.stack([tokens, *self._sums.values()]), self._mesh.dp)
-        tokens, means = summed[:1], summed[1:] / total
-        read = read_step(means[:1], norm, torch.cat([total, tokens, means[1:]]), mesh=self._mesh, is_asked=is_asked)
-        count, num_tokens, *rest = read.numbers
-        check_total(int(count))
-        named = dict(zip([name for name in self._sums if name != "loss"], rest, strict=True))
-        return StepResult(read.losses[0], named, read.norms[0], int(num_tokens), read.are_finite[0], read.is_to_stop)
+        number, device = len(self._names), self._mesh.device
+        # Filled: a copy from the host would wait. Of which this rank has had no row it has no tensor.
+        own = [*self._tokens, *(value for of_each in self._sums.values() for value in of_each)]
+        filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
+        summed = all_reduce_sum(torch.stack(filled), self._mesh.dp)
+        means = summed[number:].view(-1, number) / totals
+        others = torch.cat([totals, summed[:number], means[1:].flatten()])
+        read = read_step(means[0], norms, others, mesh=self._mesh, is_asked=is_asked)
+        rows = [read.numbers[start : start + number] for start in range(0, len(read.numbers), number)]
+        results = []
+        for place, (name, count, tokens, *rest) in enumerate(zip(self._names, *rows, strict=True)):
+            check_total(int(count), name)
+            named = dict(zip([key for key in self._sums if key != "loss"], rest, strict=True))
+            is_finite = read.are_finite[place]
+            results.append(
+                StepResult(read.losses[place], named, read.norms[place], int(tokens), is_finite, read.is_to_stop)
+            )
+        return results

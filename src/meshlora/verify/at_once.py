@@ -1,7 +1,7 @@
 """Several adapters that ranks train at once, each against transformers + peft, which train it by itself on one process.
 
 Owns: adapters that are unlike in all that may be mixed up, both sides, and how far apart they end. Does not own: the
-proof of one adapter (`verify.proof`), the preflight (`verify.many`).
+proof of one adapter (`verify.proof`), the preflight (`verify.preflight`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from meshlora.oracle.case import Case
 from meshlora.oracle.compare import Worst, compare_adapters
 from meshlora.oracle.reference import train_run
 from meshlora.plan.topology import Topology
-from meshlora.train.many import ManyTrainer
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
+from meshlora.train.trainer import Trainer
 from meshlora.verify.mutations import applied
 from meshlora.verify.pool import Pool
+from meshlora.verify.sequences import as_records
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6
@@ -37,7 +38,7 @@ _TOGETHER, _ALONE = "together", "alone"
 
 
 @dataclass(frozen=True)
-class OneOfMany:
+class OneOfSeveral:
     """One adapter: its LoRA options, its sequences, and how it is trained. Travels between processes."""
 
     lora: Mapping[str, Any]
@@ -47,27 +48,36 @@ class OneOfMany:
 
 @dataclass(frozen=True)
 class Base:
-    """What all adapters have in common. model: as of a run. outputs: a folder for all of them."""
+    """What all adapters have in common. model: as of a run. outputs: a folder for all of them.
+
+    packing, recompute: as of a run. dropout: fields of the model's configuration that are not set to 0.
+    """
 
     model: ModelConfig
     outputs: Path
+    packing: bool = False
+    recompute: str | int = "none"
+    dropout: tuple[str, ...] = ()
 
-    def config(self, own: OneOfMany, output: Path, topology: str) -> RunConfig:
+    def config(self, own: OneOfSeveral, output: Path, topology: str) -> RunConfig:
         """The run of one adapter."""
-        train = TrainConfig(**{**vars(own.train), "output": str(output)})
-        return RunConfig(self.model, DataConfig("unused"), train, lora={}, topology=topology)
+        train = TrainConfig(**{**vars(own.train), "output": str(output), "recompute": self.recompute})
+        data = DataConfig("unused", packing=self.packing, max_length=2 * max(own.lengths))  # two in a row, or three
+        return RunConfig(self.model, data, train, lora={}, topology=topology)
 
-    def data(self, own: OneOfMany) -> TokenizedDataset:
-        """Sequences of random tokens."""
+    def data(self, own: OneOfSeveral) -> TokenizedDataset:
+        """Records of random tokens."""
         config = read_model_config(self.model.path, trust_remote_code=self.model.trust_remote_code)
-        vocab = config.get_text_config().vocab_size
-        generator, number = np.random.Generator(np.random.PCG64(own.train.seed)), sum(own.lengths)
+        vocab, objective = config.get_text_config().vocab_size, own.train.objective
+        lengths = own.lengths * (1 if objective.per == "token" else 2)
+        generator, number = np.random.Generator(np.random.PCG64(own.train.seed)), sum(lengths)
         tokens = generator.integers(0, vocab, number).astype(np.int32)
-        offsets = np.cumsum([0, *own.lengths]).astype(np.int64)
-        return TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
+        offsets = np.cumsum([0, *lengths]).astype(np.int64)
+        sequences = TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
+        return as_records(sequences, objective, vocab_size=vocab, seed=own.train.seed)
 
 
-def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> OneOfMany:
+def one_of_several(number: int, lora: Mapping[str, Any], train: TrainConfig) -> OneOfSeveral:
     """An adapter with the loss and LoRA+ of `train`, and all else of its own, so that mixed-up adapters show.
 
     Both factors are drawn; of three adapters one has no limit of its norm, one a low and one a high one, and they end
@@ -89,23 +99,28 @@ def one_of_many(number: int, lora: Mapping[str, Any], train: TrainConfig) -> One
         replica_check_every=0,
     )
     lengths = tuple(4 + (3 * number + 5 * place) % 9 for place in range(5))
-    return OneOfMany({**lora, "init_lora_weights": False}, lengths, options)
+    return OneOfSeveral({**lora, "init_lora_weights": False}, lengths, options)
 
 
-def adapters_of(case: Case, number: int) -> dict[str, OneOfMany]:
-    """`number` adapters as that of `case`, of other ranks, scales and dropouts."""
+def adapters_of(case: Case, number: int, *, head: str = "") -> dict[str, OneOfSeveral]:
+    """`number` adapters as that of `case`, of other ranks, scales and dropouts. head: the module that has none."""
     options = {name: getattr(case, name) for name in ("objective", "lora_plus_ratio", "lora_plus_embedding_lr")}
     train, lora = TrainConfig(output="unused", steps=1, lr=case.lr, **options), LoraConfig(**case.lora)
-    found, further = {}, min(0.1, (1 - lora.lora_dropout) / number)  # the last one's dropout is below 1 too
+    # The last one's dropout is below 1 too. There is none with DoRA, on parameters, and on the head.
+    on_head = head.rpartition(".")[2] in (lora.target_modules or ())
+    has_none = lora.use_dora or bool(lora.target_parameters) or on_head
+    found, further = {}, 0.0 if has_none else min(0.1, (1 - lora.lora_dropout) / number)
+    of_ours: dict[str, Any] = {"pieces": case.pieces} if case.pieces else {}
+    of_ours |= {"share_experts": True} if case.share_experts else {}
     for n in range(number):
         own = {"r": lora.r + n, "lora_alpha": lora.lora_alpha + 3 * n, "lora_dropout": lora.lora_dropout + further * n}
-        found[f"adapter-{n + 1}"] = one_of_many(n, case.lora | own, train)
+        found[f"adapter-{n + 1}"] = one_of_several(n, case.lora | own | of_ours, train)
     return found
 
 
 def compare_at_once(
     base: Base,
-    adapters: Mapping[str, OneOfMany],
+    adapters: Mapping[str, OneOfSeveral],
     topology: Topology,
     *,
     ranks: Pool,
@@ -134,7 +149,7 @@ def _largest_gap(ours: list[float], theirs: list[float]) -> float:
 class _Recorder(Reporter):
     """The loss of each step, instead of a file."""
 
-    def __init__(self, own: OneOfMany) -> None:
+    def __init__(self, own: OneOfSeveral) -> None:
         super().__init__(Path("unused"), steps=own.train.steps or 0, log_every=1, is_main=False)
         self.losses: list[float] = []
 
@@ -144,7 +159,7 @@ class _Recorder(Reporter):
 
 
 def train_at_once(
-    base: Base, adapters: Mapping[str, OneOfMany], topology: str, mutation: str | None = None
+    base: Base, adapters: Mapping[str, OneOfSeveral], topology: str, mutation: str | None = None
 ) -> dict[str, list[float]]:
     """Train all of `adapters` at once, on the calling ranks; returns the losses of each."""
     shape = Topology.parse(topology)
@@ -157,16 +172,17 @@ def train_at_once(
             runs[name] = Prepared(config, one, 0, base.data(own), None, own.train.steps or 0)
             draw_adapter(model, name, one.trained, seed=own.train.seed)
         recorders = {name: _Recorder(own) for name, own in adapters.items()}
-        ManyTrainer(runs, model, recorders).train()
+        Trainer(runs, model, recorders).train()
     return {name: recorder.losses for name, recorder in recorders.items()}
 
 
-def train_alone(base: Base, adapters: Mapping[str, OneOfMany]) -> dict[str, list[float]]:
+def train_alone(base: Base, adapters: Mapping[str, OneOfSeveral]) -> dict[str, list[float]]:
     """Train each of `adapters` by itself with transformers and peft, from where it began on the ranks."""
     losses = {}
     for name, own in adapters.items():
         begin, end = base.outputs / _TOGETHER / name / "initial", base.outputs / _ALONE / name
         steps = own.train.steps or 0
         config = base.config(own, end, "")
-        losses[name] = train_run(config, base.data(own), steps=steps, pad_token_id=0, adapter=begin, out=end)
+        options: dict[str, Any] = {"pad_token_id": 0, "adapter": begin, "out": end, "dropouts": base.dropout}
+        losses[name] = train_run(config, base.data(own), steps=steps, **options)
     return losses

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from meshlora.adapter import peft_format
 from meshlora.adapter import plan as adapter_plan
-from meshlora.adapter.manage import active_factors, adapter_factors, runtime
+from meshlora.adapter.manage import Factor, adapter_factors, runtime
 from meshlora.parallel import collectives, region
-from meshlora.parallel.groups import launcher_place
+from meshlora.parallel.groups import Mesh, launcher_place
 from meshlora.parallel.linear import ParallelHead, ParallelLinear
 from meshlora.plan.grads import Segment, Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 from meshlora.train import gradsync
+from meshlora.train.gradsync import Adapters
 from meshlora.verify.mutation import Change, in_call, then
 
 # --- outputs of row-parallel layers
@@ -138,8 +139,8 @@ def output_without_tp(found: Any, rule: Any, side: Side) -> Any:
 
 
 def averaged_over_tp(original: Any) -> Any:
-    def sum_bucket(grads: list[Tensor], axes: frozenset[str], mesh: Any, *, scale: Tensor) -> None:
-        original(grads, axes, mesh, scale=scale / (mesh.tp.size if "tp" in axes else 1))
+    def sum_bucket(grads: Any, axes: frozenset[str], mesh: Any, *, scales: Tensor) -> None:
+        original(grads, axes, mesh, scales=scales / (mesh.tp.size if "tp" in axes else 1))
 
     return sum_bucket
 
@@ -151,13 +152,11 @@ def scaled_before(scale: Callable[[int, int, int], float]) -> Callable[[Any], An
     """finish_gradients on gradients multiplied by scale(tokens of all ranks, of this rank, dp)."""
 
     def replace(original: Any) -> Any:
-        def finish(model: Any, *, num_tokens: int) -> Tensor:
-            mesh = runtime(model).mesh
-            total = int(collectives.all_reduce_sum(torch.tensor([num_tokens], device=mesh.device), mesh.dp))
-            for factor in active_factors(model):
-                assert factor.parameter.grad is not None
-                factor.parameter.grad.mul_(scale(total, max(num_tokens, 1), mesh.dp.size))
-            return original(model, num_tokens=num_tokens)
+        def finish(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
+            for factors, own in zip(adapters, num_tokens, strict=True):
+                total = int(collectives.all_reduce_sum(torch.tensor([own], device=mesh.device), mesh.dp))
+                _times(factors, scale(total, max(own, 1), mesh.dp.size))
+            return original(mesh, adapters, num_tokens)
 
         return finish
 
@@ -165,14 +164,19 @@ def scaled_before(scale: Callable[[int, int, int], float]) -> Callable[[Any], An
 
 
 def local_count(original: Any) -> Any:
-    def finish(model: Any, *, num_tokens: int) -> Tensor:
-        total: Tensor = original(model, num_tokens=num_tokens)
-        for factor in active_factors(model):
-            assert factor.parameter.grad is not None
-            factor.parameter.grad.mul_(total.item() / max(num_tokens, 1))
-        return total
+    def finish(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
+        totals: Tensor = original(mesh, adapters, num_tokens)
+        for factors, total, own in zip(adapters, totals, num_tokens, strict=True):
+            _times(factors, total.item() / max(own, 1))
+        return totals
 
     return finish
+
+
+def _times(factors: Sequence[Factor], scale: float) -> None:
+    for factor in factors:
+        assert factor.parameter.grad is not None
+        factor.parameter.grad.mul_(scale)
 
 
 def mean_times_ten(
@@ -256,8 +260,8 @@ def scaling(change: Callable[[float, int], float]) -> Callable[[Any], Any]:
 
 def a_without_scale(original: Any) -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dx, dw, dbias, da, *rest = original(ctx, *grads)
-        return dx, dw, dbias, da if da is None else da / ctx.scale, *rest
+        *of_x, da, db = original(ctx, *grads)
+        return *of_x, da if da is None else da / ctx.segments[0].scale, db
 
     return backward
 
@@ -376,24 +380,16 @@ def at_one_rate(groups: list[dict[str, Any]], *_: Any) -> list[dict[str, Any]]:
     return [{**group, "times_lr": 1.0} for group in groups]
 
 
-def without_last_step(original: Any) -> Any:
-    def train(self: Any) -> None:
-        with mock.patch.object(self, "run", dataclasses.replace(self.run, steps=self.run.steps - 1)):
-            original(self)
-
-    return train
-
-
-def replicas_counted(squares: Tensor, factors: list[Any], mesh: Any) -> Tensor:
+def replicas_counted(squares: Tensor, factors: Sequence[Any], mesh: Any) -> Tensor:
     whole = [f.parameter.grad for f in factors if "tp" in f.rule.replicas and f.parameter.grad is not None]
     once = sum(grad.double().square().sum() for grad in whole) / mesh.dp.size
     return squares + once * (1 - 1 / mesh.tp.size)
 
 
 def clip_first(original: Any) -> Any:
-    def finish(model: Any, *, num_tokens: int) -> Tensor:
-        parameters = [factor.parameter for factor in active_factors(model)]
-        torch.nn.utils.clip_grad_norm_(parameters, 1e-3 * max(num_tokens, 1))
-        return original(model, num_tokens=num_tokens)
+    def finish(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
+        for factors, own in zip(adapters, num_tokens, strict=True):
+            torch.nn.utils.clip_grad_norm_([factor.parameter for factor in factors], 1e-3 * max(own, 1))
+        return original(mesh, adapters, num_tokens)
 
     return finish

@@ -20,13 +20,14 @@ from meshlora.adapter import plan as adapter_plan
 from meshlora.data import sampler
 from meshlora.errors import UserError, did_you_mean
 from meshlora.parallel import collectives, inject, linear, region
-from meshlora.parallel.linear import LoraLinearFunction, ParallelLinear
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.products import LoraLinearFunction
 from meshlora.plan.grads import Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain
 from meshlora.state import weights
-from meshlora.train import batches, gradsync, objectives, trainer
-from meshlora.train.trainer import Trainer
+from meshlora.train import batches, gradsync, objectives, trained, trainer
+from meshlora.train.trained import TrainedAdapter
 from meshlora.verify import faults, misplaced
 from meshlora.verify.generated import generated
 from meshlora.verify.mutation import Mutation, instead, mutation, then
@@ -197,7 +198,7 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "evaluation_per_sequence",
             "the evaluated loss is a mean over tokens",
             "",
-            (Trainer, "evaluate", then(faults.mean_over_sequences)),
+            (TrainedAdapter, "evaluate", then(faults.mean_over_sequences)),
         ),
         mutation(
             "labels_shifted_after_the_split",
@@ -270,14 +271,18 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "clipping_skipped",
             "gradients are scaled down to the largest norm",
             "",
-            (trainer, "clip_gradients_on_device", lambda f: lambda model, max_norm: f(model, None)),
+            (
+                trainer,
+                "clip_gradients_on_device",
+                lambda f: lambda mesh, adapters, limits: f(mesh, adapters, [None] * len(limits)),
+            ),
         ),
         mutation(
             "warmup_skipped",
             "the learning rate falls from the end of the warm-up, not from the start",
             "steps",
             (
-                trainer,
+                trained,
                 "learning_rate",
                 lambda f: (
                     lambda step, *, options, steps: f(step, options=replace(options, warmup_steps=0), steps=steps)
@@ -292,12 +297,6 @@ _OF_TRAINING: dict[str, Mutation] = dict(
             "AdamW has the configured betas",
             "steps digits",
             faults.optimizer_with(betas=(0.9, 0.999)),
-        ),
-        mutation(
-            "last_step_left_out",
-            "a run takes as many optimizer steps as configured",
-            "steps",
-            (Trainer, "train", faults.without_last_step),
         ),
         mutation(
             "scale_of_fresh_squared",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshlora.parallel import dropout, linear
-from meshlora.parallel.dropout import DropoutTokens, Mask
+from meshlora.parallel import linear, tokens
+from meshlora.parallel.tokens import ForwardTokens, Mask
 from meshlora.train import trainer
 from meshlora.verify.mutation import in_call, instead, mutation, then
 
 
-def _local_tokens(rows: Tensor, *_: Any) -> Tensor:
-    return torch.arange(len(rows), device=rows.device)
+def _local_tokens(mask: Mask, *_: Any) -> Mask:
+    return dataclasses.replace(mask, tokens=torch.arange(len(mask.tokens), device=mask.tokens.device))
 
 
 def _local_features(features: Tensor, *_: Any) -> Tensor:
@@ -30,8 +31,8 @@ def _one_for_all_modules(original: Any) -> Any:
     return lambda seed, step, module: original(seed, step, "")
 
 
-def _of_rank(mask: Mask, tokens: DropoutTokens, *_: Any) -> Mask:
-    return Mask(mask.key ^ tokens.tp.rank, mask.tokens, mask.features, mask.p)
+def _of_rank(mask: Mask, own: ForwardTokens, *_: Any) -> Mask:
+    return Mask(mask.key ^ own.tp.rank, mask.tokens, mask.features, mask.p)
 
 
 def _unscaled(original: Any) -> Any:
@@ -44,7 +45,7 @@ OF_DROPOUT = dict(
             "dropout_by_local_token",
             "a mask goes by the place in the global batch and the position, not by the row on the rank",
             "dropout other_tokens",
-            (DropoutTokens, "_rows", then(lambda rows, *_: _local_tokens(rows))),
+            (ForwardTokens, "mask", then(_local_tokens)),
         ),
         mutation(
             "dropout_by_local_feature",
@@ -56,19 +57,19 @@ OF_DROPOUT = dict(
             "dropout_same_in_every_step",
             "each optimizer step has masks of its own",
             "dropout steps",
-            (dropout, "mask_key", _always_first_step),
+            (tokens, "mask_key", _always_first_step),
         ),
         mutation(
             "dropout_same_in_every_module",
             "each module has masks of its own",
             "dropout",
-            (dropout, "mask_key", _one_for_all_modules),
+            (tokens, "mask_key", _one_for_all_modules),
         ),
         mutation(
             "dropout_per_tp_rank",
             "a mask does not depend on the tp rank",
             "dropout tp",
-            (DropoutTokens, "mask", then(_of_rank)),
+            (ForwardTokens, "mask", then(_of_rank)),
         ),
         mutation(
             "dropout_not_scaled",

@@ -13,7 +13,8 @@ from meshlora.verify.mutation import Mutation, in_call, instead, mutation
 
 def _before_each(original: Any) -> Any:
     def backward(self: Trainer, number: int, batch: Any, *, is_only: bool) -> Any:
-        self.optimizer.zero_grad(set_to_none=True)
+        for one in self.adapters:
+            one.optimizer.zero_grad(set_to_none=True)
         return original(self, number, batch, is_only=is_only)
 
     return backward

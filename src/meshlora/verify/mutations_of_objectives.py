@@ -15,7 +15,7 @@ from torch import Tensor
 from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.errors import UserError, did_you_mean
-from meshlora.train import batches, objectives, trainer
+from meshlora.train import batches, objectives, trained, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify.mutation import Change, instead, mutation, then
 
@@ -239,7 +239,7 @@ OF_OBJECTIVES = dict(
             "kto_point_of_first_micro_batches",
             "rewards are compared with the divergence over all sequences of a step",
             "kto",
-            (trainer, "reference_point", _of_the_first),
+            (trained, "reference_point", _of_the_first),
         ),
         mutation(
             "kto_point_of_base_from_policy",

@@ -1,16 +1,19 @@
-"""Mutations of going on from a checkpoint: what a run takes up where it was left."""
+"""Mutations of going on from a checkpoint: what a run takes up where it was left; and of which steps it takes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from meshlora.adapter import peft_format
-from meshlora.train import checkpoint, trainer
+from meshlora.train import checkpoint, trained
 from meshlora.train.resuming import FOLDER
+from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.verify.mutation import Mutation, instead, mutation, then
 
@@ -44,11 +47,11 @@ def _of_next_rank(original: Any) -> Any:
     return local_part
 
 
-def _one_step_late(self: Trainer) -> int:
+def _one_step_late(self: TrainedAdapter) -> int:
     return self.run.resume.step + 1 if self.run.resume is not None else 0
 
 
-def _batches_anew(_: None, self: Trainer) -> None:
+def _batches_anew(_: None, self: TrainedAdapter) -> None:
     batches, start = self.batches, self.start
 
     class Anew:
@@ -56,6 +59,22 @@ def _batches_anew(_: None, self: Trainer) -> None:
             return batches.batch(step - start)
 
     self.batches = Anew()  # type: ignore[assignment]
+
+
+def _without_last_step(original: Any) -> Any:
+    def train(self: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for one in self.adapters:
+                stack.enter_context(
+                    mock.patch.object(one, "run", dataclasses.replace(one.run, steps=one.run.steps - 1))
+                )
+            original(self)
+
+    return train
+
+
+def _of_step_since_start(share: Any, self: TrainedAdapter, *_: Any) -> Any:
+    return dataclasses.replace(share, step=share.step - self.start)
 
 
 OF_RESUMING: dict[str, Mutation] = dict(
@@ -67,16 +86,22 @@ OF_RESUMING: dict[str, Mutation] = dict(
             (peft_format, "read_adapter", _first_adapter),
         ),
         mutation(
+            "last_step_left_out",
+            "a run takes as many optimizer steps as configured",
+            "steps",
+            (Trainer, "train", _without_last_step),
+        ),
+        mutation(
             "moments_not_restored",
             "AdamW goes on with the moments of the checkpoint",
             "resume",
-            (trainer, "restore_optimizer", instead(lambda *_: None)),
+            (trained, "restore_optimizer", instead(lambda *_: None)),
         ),
         mutation(
             "moments_exchanged",
             "each moment is restored as what it was",
             "resume",
-            (trainer, "restore_optimizer", then(_exchanged)),
+            (trained, "restore_optimizer", then(_exchanged)),
         ),
         mutation(
             "moments_of_another_rank",
@@ -88,31 +113,35 @@ OF_RESUMING: dict[str, Mutation] = dict(
             "bias_correction_begins_again",
             "AdamW counts its steps on",
             "resume",
-            (trainer, "restore_optimizer", then(_counted_anew)),
+            (trained, "restore_optimizer", then(_counted_anew)),
         ),
         mutation(
             "resumed_one_step_late",
             "the first step after a checkpoint is the next one",
             "resume",
-            (Trainer, "start", lambda _: property(_one_step_late)),
+            (TrainedAdapter, "start", lambda _: property(_one_step_late)),
         ),
         mutation(
             "schedule_begins_again",
             "the learning rate goes on where it was",
             "resume",
-            (Trainer, "update", lambda f: lambda self, step, **rest: f(self, step - self.start, **rest)),
+            (TrainedAdapter, "update", lambda f: lambda self, step, **rest: f(self, step - self.start, **rest)),
         ),
         mutation(
             "order_begins_again",
             "the next step takes the next sequences",
             "resume",
-            (Trainer, "__post_init__", then(_batches_anew)),
+            (TrainedAdapter, "__post_init__", then(_batches_anew)),
         ),
         mutation(
             "masks_begin_again",
             "dropout is that of the step, however often a run was stopped",
             "resume dropout",
-            (Trainer, "masks", lambda f: lambda self, step, batch: f(self, step - self.start, batch)),
+            (
+                TrainedAdapter,
+                "share",
+                then(lambda share, self, *_: dataclasses.replace(share, step=share.step - self.start)),
+            ),
         ),
     ]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter import manage
-from meshlora.adapter.manage import active_factors
 from meshlora.data import sampler
 from meshlora.data.sampler import GlobalBatches
-from meshlora.parallel import dropout
-from meshlora.parallel.dropout import DropoutTokens, Mask
+from meshlora.parallel import tokens
 from meshlora.parallel.embedding import ParallelEmbedding
-from meshlora.train import batches, gradsync, objectives, trainer
+from meshlora.parallel.groups import Mesh
+from meshlora.parallel.tokens import ForwardTokens, Mask
+from meshlora.train import batches, gradsync, objectives, trained, trainer
+from meshlora.train.batches import Batching
+from meshlora.train.gradsync import Adapters
+from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.verify import faults
 from meshlora.verify.mutation import Change, Mutation, in_call, instead, mutation, then
@@ -30,17 +33,16 @@ def _evaluated(change: Callable[[np.ndarray, int], np.ndarray]) -> Change:
     """What is evaluated, changed by `change(indices, sequences that all ranks take at once)`."""
 
     def of_indices(original: Any) -> Any:
-        def micro_batches(self: Trainer, data: Any, indices: np.ndarray) -> Any:
-            size = self.run.config.train.micro_batch_size * self.mesh.dp.size
-            return original(self, data, change(indices, size))
+        def of(self: Batching, data: Any, indices: np.ndarray) -> Any:
+            return original(self, data, change(indices, self.micro_batch_size * self.mesh.dp.size))
 
-        return micro_batches
+        return of
 
-    return Trainer, "evaluate", in_call(Trainer, "_micro_batches", of_indices)
+    return TrainedAdapter, "evaluate", in_call(Batching, "batches", of_indices)
 
 
 def _smoothed(original: Any) -> Any:
-    def evaluate(self: Trainer, data: Any) -> Any:
+    def evaluate(self: TrainedAdapter, data: Any) -> Any:
         own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_loss
 
         def smoothed(*args: Any, label_smoothing: float, **rest: Any) -> Tensor:
@@ -61,7 +63,7 @@ def _left_in_evaluation(found: Any, model: Any, *_: Any) -> Any:
 
 
 def _groups_with(change: Callable[[Any], Any]) -> Change:
-    return trainer, "parameter_groups", lambda original: lambda model, options: original(model, change(options))
+    return trained, "parameter_groups", lambda original: lambda model, options: original(model, change(options))
 
 
 def _rounded_rate(mask: Mask, *_: Any) -> Mask:
@@ -72,7 +74,7 @@ def _rounded_rate(mask: Mask, *_: Any) -> Mask:
 
 
 def _state_forgotten(original: Any) -> Any:
-    def update(self: Trainer, step: int, **rest: Any) -> Any:
+    def update(self: TrainedAdapter, step: int, **rest: Any) -> Any:
         self.optimizer.state.clear()
         return original(self, step, **rest)
 
@@ -81,23 +83,25 @@ def _state_forgotten(original: Any) -> Any:
 
 def _flipped_at_last(original: Any) -> Any:
     def flipped(clip: Any) -> Any:
-        def call(model: Any, max_norm: float | None) -> Any:
-            gradient = active_factors(model)[-1].parameter.grad
-            assert gradient is not None
-            gradient.neg_()
-            return clip(model, max_norm)
+        def call(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Any:
+            for factors in adapters:
+                gradient = factors[-1].parameter.grad
+                assert gradient is not None
+                gradient.neg_()
+            return clip(mesh, adapters, limits)
 
         return call
 
     flips = in_call(trainer, "clip_gradients_on_device", flipped)(original)
 
-    def train_step(self: Trainer, step: int) -> Any:
-        return (flips if 0 < step == self.run.steps - 1 else original)(self, step)
+    def train_step(self: Trainer, adapters: list[TrainedAdapter]) -> Any:
+        is_last = 0 < adapters[0].done == adapters[0].run.steps - 1
+        return (flips if is_last else original)(self, adapters)
 
     return train_step
 
 
-def _one_step_further(found: Any, self: Trainer, *_: Any, **__: Any) -> Any:
+def _one_step_further(found: Any, self: TrainedAdapter, *_: Any, **__: Any) -> Any:
     for state in self.optimizer.state.values():
         state["step"] += 1
     return found
@@ -105,31 +109,33 @@ def _one_step_further(found: Any, self: Trainer, *_: Any, **__: Any) -> Any:
 
 @torch.no_grad()
 def _each_by_itself(original: Any) -> Any:
-    def clip(model: Any, max_norm: float | None) -> Tensor:
-        norm: Tensor = original(model, None)
-        for factor in active_factors(model):
-            torch.nn.utils.clip_grad_norm_(factor.parameter, max_norm or 0.0)
-        return norm
+    def clip(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Tensor:
+        norms: Tensor = original(mesh, adapters, [None] * len(limits))
+        for factors, limit in zip(adapters, limits, strict=True):
+            for factor in factors:
+                torch.nn.utils.clip_grad_norm_(factor.parameter, limit or 0.0)
+        return norms
 
     return clip
 
 
 @torch.no_grad()
 def _scaled_to_the_limit(original: Any) -> Any:
-    def clip(model: Any, max_norm: float | None) -> Tensor:
-        norm: Tensor = original(model, max_norm)
-        for factor in active_factors(model):
-            assert factor.parameter.grad is not None
-            factor.parameter.grad.mul_(((max_norm or 0.0) / norm[0]).clamp(min=1.0))
-        return norm
+    def clip(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Tensor:
+        norms: Tensor = original(mesh, adapters, limits)
+        for factors, limit, norm in zip(adapters, limits, norms, strict=True):
+            for factor in factors:
+                assert factor.parameter.grad is not None
+                factor.parameter.grad.mul_(((limit or 0.0) / norm).clamp(min=1.0))
+        return norms
 
     return clip
 
 
 def _norm_afterwards(original: Any) -> Any:
-    def clip(model: Any, max_norm: float | None) -> Tensor:
-        original(model, max_norm)
-        after: Tensor = original(model, None)
+    def clip(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Tensor:
+        original(mesh, adapters, limits)
+        after: Tensor = original(mesh, adapters, [None] * len(limits))
         return after
 
     return clip
@@ -176,19 +182,19 @@ OF_RUNS: dict[str, Mutation] = dict(
             "evaluation_counts_dummies",
             "a rank that has no sequence left adds nothing to an evaluation",
             "dp",
-            (Trainer, "evaluate", in_call(batches, "collate", then(faults.counted_dummy))),
+            (TrainedAdapter, "evaluate", in_call(batches, "collate", then(faults.counted_dummy))),
         ),
         mutation(
             "evaluation_smoothed",
             "the evaluated loss is not smoothed",
             "smoothing sft",
-            (Trainer, "evaluate", _smoothed),
+            (TrainedAdapter, "evaluate", _smoothed),
         ),
         mutation(
             "evaluation_ends_dropout",
             "after an evaluation training goes on with dropout",
             "dropout steps",
-            (trainer, "mean_loss", then(_left_in_evaluation)),
+            (trained, "mean_loss", then(_left_in_evaluation)),
         ),
         mutation(
             "sampler_seed_ignored",
@@ -212,13 +218,13 @@ OF_RUNS: dict[str, Mutation] = dict(
             "dropout_seed_ignored",
             "masks are those of the run's seed",
             "dropout seed",
-            (dropout, "mask_key", lambda f: lambda seed, step, module: f(0, step, module)),
+            (tokens, "mask_key", lambda f: lambda seed, step, module: f(0, step, module)),
         ),
         mutation(
             "dropout_rate_in_tenths",
             "the dropout rate of an adapter is the configured one",
             "odd_dropout",
-            (DropoutTokens, "mask", then(_rounded_rate)),
+            (ForwardTokens, "mask", then(_rounded_rate)),
         ),
         mutation(
             "fresh_seed_ignored",
@@ -245,7 +251,7 @@ OF_RUNS: dict[str, Mutation] = dict(
             (
                 trainer,
                 "finish_gradients_on_device",
-                then(lambda total, model, *, num_tokens: torch.full_like(total, num_tokens)),
+                then(lambda totals, mesh, adapters, own: torch.tensor(own, device=totals.device)),
             ),
         ),
         mutation(
@@ -258,32 +264,36 @@ OF_RUNS: dict[str, Mutation] = dict(
             "optimizer_state_forgotten",
             "AdamW goes on from the moments of the step before",
             "steps digits",
-            (Trainer, "update", _state_forgotten),
+            (TrainedAdapter, "update", _state_forgotten),
         ),
         mutation(
             "bias_correction_runs_ahead",
             "the bias correction of step n is that of n",
             "steps digits",
-            (Trainer, "update", then(_one_step_further)),
+            (TrainedAdapter, "update", then(_one_step_further)),
         ),
         mutation("default_eps", "AdamW has the configured eps", "digits", faults.optimizer_with(eps=1e-8)),
         mutation(
             "learning_rate_constant",
             "the learning rate follows its schedule",
             "steps",
-            (trainer, "learning_rate", instead(lambda step, *, options, steps: options.lr)),
+            (trained, "learning_rate", instead(lambda step, *, options, steps: options.lr)),
         ),
         mutation(
             "learning_rate_one_step_late",
             "step n has the learning rate of step n",
             "steps",
-            (trainer, "learning_rate", lambda f: lambda step, **rest: f(max(0, step - 1), **rest)),
+            (trained, "learning_rate", lambda f: lambda step, **rest: f(max(0, step - 1), **rest)),
         ),
         mutation(
             "default_max_grad_norm",
             "gradients are clipped at the configured norm",
             "",
-            (trainer, "clip_gradients_on_device", lambda f: lambda model, max_norm: f(model, 1.0)),
+            (
+                trainer,
+                "clip_gradients_on_device",
+                lambda f: lambda mesh, adapters, limits: f(mesh, adapters, [1.0] * len(limits)),
+            ),
         ),
         mutation(
             "clipped_factor_by_factor",
@@ -321,7 +331,7 @@ OF_RUNS: dict[str, Mutation] = dict(
             "lora_plus_ratio_ignored",
             "with LoRA+ B learns faster than A",
             "lora_plus",
-            (trainer, "parameter_groups", then(faults.at_one_rate)),
+            (trained, "parameter_groups", then(faults.at_one_rate)),
         ),
         mutation(
             "lora_plus_embedding_rate_ignored",

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from meshlora.train import many
-from meshlora.train.many_gradients import ManyGradients
-from meshlora.verify.mutation import Mutation, instead, mutation
+import dataclasses
+
+import torch
+
+from meshlora.parallel import experts
+from meshlora.parallel.linear import ParallelLinear
+from meshlora.train import gradsync, trainer
+from meshlora.train.trained import TrainedAdapter
+from meshlora.verify.mutation import Mutation, in_call, instead, mutation, then
+
+
+def _kept(self: torch.optim.Optimizer, **_: object) -> None:
+    """Gradients stay; they are not marked as finished any more, which would be refused."""
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
 
 OF_SEVERAL: dict[str, Mutation] = dict(
     [
@@ -12,25 +26,49 @@ OF_SEVERAL: dict[str, Mutation] = dict(
             "adapters_divided_by_tokens_of_all",
             "each adapter's gradients are divided by the number of its own tokens",
             "adapters",
-            (ManyGradients, "finish", lambda f: lambda self, counts: f(self, counts.sum().expand_as(counts))),
+            (
+                gradsync,
+                "_sum_bucket",
+                lambda f: lambda *of, scales: f(*of, scales=(1 / (1 / scales).sum()).expand_as(scales)),
+            ),
         ),
         mutation(
             "adapters_clipped_as_the_next",
             "each adapter is clipped to a norm of its own",
             "adapters",
-            (ManyGradients, "clip", lambda f: lambda self, limits: f(self, limits[1:] + limits[:1])),
+            (
+                trainer,
+                "clip_gradients_on_device",
+                lambda f: lambda mesh, adapters, limits: f(mesh, adapters, [*limits[1:], *limits[:1]]),
+            ),
         ),
         mutation(
             "adapters_gradients_kept",
             "a step begins without the gradients of the last one",
             "adapters",
-            (ManyGradients, "zero", instead(lambda self: None)),
+            (torch.optim.AdamW, "zero_grad", instead(_kept)),
         ),
         mutation(
             "adapters_dropped_as_the_first",
             "each adapter's dropout is drawn by its own seed",
             "adapters lora_dropout",
-            (many, "Share", lambda f: lambda name, tokens, seed, step: f(name, tokens, 1, step)),
+            (TrainedAdapter, "share", then(lambda share, *_: dataclasses.replace(share, seed=1))),
+        ),
+        mutation(
+            "adapters_exchanged_at_experts",
+            "at an expert each row gets the product of its own adapter",
+            "adapters expert_target",
+            (experts, "owners", then(lambda found, parts, names: (found + 1) % len(names))),
+        ),
+        mutation(
+            "adapters_scaled_by_the_norm_of_the_first",
+            "each adapter's rows are scaled by magnitudes over norms of its own",
+            "adapters dora",
+            (
+                ParallelLinear,
+                "_ratio",
+                in_call(ParallelLinear, "weight_norm", lambda f: lambda self, _: f(self, next(iter(self.scaling)))),
+            ),
         ),
     ]
 )

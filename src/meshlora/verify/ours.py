@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ from meshlora.oracle.replay import after_step, at_step, is_replayed, record_file
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.parallel import vocabulary
+from meshlora.parallel.groups import Mesh
 from meshlora.parallel.inject import parallel_leaves
 from meshlora.parallel.quantized import plain_weights
 from meshlora.parallel.sharding import whole_weights
@@ -42,11 +43,13 @@ from meshlora.plan.topology import Topology
 from meshlora.routing import RoutingRecord
 from meshlora.train import trainer as trainer_module
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.gradsync import Adapters
 from meshlora.train.losses import model_inputs
 from meshlora.train.manifest import Saved
 from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.resuming import find_checkpoint
+from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.verify.generated import reached_lines
 from meshlora.verify.mutations import applied
@@ -96,31 +99,32 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
 
 def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
     """Take the steps of `run`, into `trace`; the checkpoint of a run that was stopped, as `case` may say."""
-    trainer = Trainer(run, model, _Recorder(trace, case))
+    trainer = Trainer({"default": run}, model, {"default": _Recorder(trace, case)})
     train_step = trainer.train_step
 
-    def watched(step: int) -> StepMetrics:
+    def watched(adapters: list[TrainedAdapter]) -> list[StepMetrics]:
+        step = adapters[0].done
         at_step(routing, step)
         trainer.stop.is_asked = case.resumes and run.resume is None and step == case.steps - 2
         with contextlib.nullcontext() if step == 0 else _in_parts():  # collectives are counted in the first
-            metrics = train_step(step) if step > 0 else _first_step(trainer, train_step, trace)
+            metrics = train_step(adapters) if step > 0 else _first_step(trainer, train_step, trace)
         after_step(routing, step, case)
         return metrics
 
     clip = trainer_module.clip_gradients_on_device
 
-    def recording_clip(model: Any, max_norm: float | None) -> Tensor:
+    def recording_clip(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Tensor:
         raised = case.max_grad_norm_at(len(trace.clipped)) / case.max_grad_norm
-        norm = clip(model, max_norm and max_norm * raised)
+        norms = clip(mesh, adapters, [limit and limit * raised for limit in limits])
         trace.clipped.append(_gradients(model))
-        return norm
+        return norms
 
     record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
     replay = routed(model, case, record, replays=True, cut=lambda tokens: _seen_by_routers(tokens, model))
     recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
     with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
         is_finished = trainer.train()
-    return None if is_finished else find_checkpoint(trainer.output, "auto", logger.warning)
+    return None if is_finished else find_checkpoint(trainer.adapters[0].output, "auto", logger.warning)
 
 
 @contextlib.contextmanager
@@ -132,12 +136,12 @@ def _in_parts() -> Iterator[None]:
         yield
 
 
-def _first_step(trainer: Trainer, train_step: Callable[[int], StepMetrics], trace: Trace) -> StepMetrics:
+def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], trace: Trace) -> list[StepMetrics]:
     """The step of which everything is recorded."""
     logits = _logits(trainer)
-    recomputes = trainer.run.config.train.recompute != "none"
-    with _watch(trainer.model, trace, trainer.objective, recomputes=recomputes):
-        metrics = train_step(0)
+    recomputes = trainer.runs["default"].config.train.recompute != "none"
+    with _watch(trainer.model, trace, trainer.adapters[0].objective, recomputes=recomputes):
+        metrics = train_step(trainer.adapters)
     for micro, whole in zip(trace.micro_batches, logits, strict=True):
         micro.forward[""] = whole
     return metrics
@@ -170,10 +174,11 @@ class _Recorder(Reporter):
 @torch.no_grad()
 def _logits(trainer: Trainer) -> list[Tensor]:
     """Of the first step's micro-batches, as anyone gets them who calls the model: the loss makes none."""
-    model, batches = trainer.model, trainer._micro_batches(trainer.run.train_data, trainer.batches.batch(0))
+    model, (one,) = trainer.model, trainer.adapters
     found = []
-    for batch in batches:
-        with trainer.masks(0, batch), lift(model.dtype == torch.float64):
+    for micro in trainer._micro_batches([(one.run.train_data, one.batches.batch(0))]):
+        batch = micro.batch
+        with trainer.masks([one], micro), lift(model.dtype == torch.float64):
             found.append(copy(model(**model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids)).logits))
     return found
 
@@ -191,14 +196,14 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
     loss = Trainer._loss_sum
     counter = CollectiveCounter()
 
-    def recording_clip(model: Any, max_norm: float | None) -> Tensor:
+    def recording_clip(*given: Any) -> Tensor:
         trace.gradients = _gradients(model)
-        return clip(model, max_norm)
+        return clip(*given)
 
-    def counted_finish(model: Any, *, num_tokens: int) -> Tensor:
+    def counted_finish(*given: Any) -> Tensor:
         counter.phase = "step"
         try:
-            return finish(model, num_tokens=num_tokens)
+            return finish(*given)
         finally:
             counter.phase = None
 
@@ -235,8 +240,8 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         capture = stack.enter_context(Capture(model))
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))
-        for name in ("_of_base", "_reference_point"):
-            stack.enter_context(apart(Trainer, name))
+        stack.enter_context(apart(Trainer, "_of_base"))
+        stack.enter_context(apart(TrainedAdapter, "reference_point"))
         stack.enter_context(counter)
         yield
     plan = runtime(model).plan

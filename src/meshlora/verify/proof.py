@@ -187,10 +187,11 @@ def _adapters(
     """The phase of several adapters at once, where the request has several."""
     if proof.request.adapters == 1:
         return []
-    adapters = adapters_of(case, proof.request.adapters)
+    adapters = adapters_of(case, proof.request.adapters, head=proof.plans[topology].head or "-")
     with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
-        model = dataclasses.replace(model_config(case), dtype="float64", disable_dropout=True)
-        base = Base(model, Path(folder))
+        model = dataclasses.replace(model_config(case), dtype="float64")
+        recompute = "full" if case.recompute else "none"
+        base = Base(model, Path(folder), case.packing, recompute, case.dropout)
         worst = compare_at_once(
             base, adapters, topology, ranks=pool, alone=worker, mutation=mutation, timeout_s=_timeout_s(proof)
         )

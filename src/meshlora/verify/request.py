@@ -18,7 +18,6 @@ import torch
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
-from meshlora.adapter.many import check_many
 from meshlora.adapter.peft_format import lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
@@ -39,6 +38,7 @@ from meshlora.plan.twin import shrink_config, twin_config
 from meshlora.proof_records import CACHE
 from meshlora.train.packing import check_packing
 from meshlora.train.recompute import check_recompute
+from meshlora.train.together import check_adapter_together
 from meshlora.verify.features import features_of_model
 from meshlora.verify.mutations import find
 from meshlora.verify.plans import blueprints_on, default_adapter, in_full
@@ -232,7 +232,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     found = blueprints_on(base, lora, given, processes=processes)
     first = next(iter(found.values()))
     if request.adapters > 1:
-        check_many("adapter-1", lora, first.trained.targets, first.plan)
+        check_adapter_together("adapter-1", lora, first.trained.targets, first.plan)
     return found
 
 
@@ -281,8 +281,7 @@ def _check(request: Request) -> None:
     if request.packing and objective.per != "token":
         given = f"--packing with --objective {objective.kind}"
         raise UserError(given, f"a {objective.per} is two rows", "leave out --packing")
-    alone = {"--packing": request.packing, "--resume": request.resume, "--recompute": request.recompute}
-    alone[f"--objective {objective.kind}"] = not isinstance(objective, Sft)
+    alone = {"--resume": request.resume}
     for what, is_given in alone.items():
         if is_given and request.adapters > 1:
             raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")

@@ -42,13 +42,18 @@ def proof_sequences(
         model=model,
         trust_remote_code=trust_remote_code,
     )
+    return as_records(found, objective, vocab_size=config.get_text_config().vocab_size, seed=seed), pad
+
+
+def as_records(found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int) -> TokenizedDataset:
+    """The sequences `found` as what `objective` trains on."""
     if objective.reader == "pairs":
-        return as_pairs(found), pad
+        return as_pairs(found)
     if objective.reader == "feedback":
-        return with_feedback(found), pad
+        return with_feedback(found)
     if objective.reader == "rollouts":
-        return with_rollouts(found, vocab_size=config.get_text_config().vocab_size, seed=seed), pad
-    return found, pad
+        return with_rollouts(found, vocab_size=vocab_size, seed=seed)
+    return found
 
 
 def _tokens(

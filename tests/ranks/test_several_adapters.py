@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -16,14 +17,12 @@ import yaml
 from meshlora.adapter.peft_format import WEIGHTS_FILE
 from meshlora.errors import MeshloraError
 from meshlora.oracle.compare import compare_adapters
-from meshlora.parallel.many import Share
 from meshlora.run_file import read_runs
-from meshlora.train import many, many_gradients
-from meshlora.train.many import train_together
-from meshlora.train.many_gradients import ManyGradients
-from meshlora.train.many_prepare import prepare_runs
+from meshlora.train import batches, gradsync, run, trainer
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
+from meshlora.train.together import prepare_runs
+from meshlora.train.trained import TrainedAdapter
 from tests.pool import Pool, wait_for_all
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -95,20 +94,18 @@ def _file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
 
 
 def _train(file: Path, world: int, resume: str | None = None) -> None:
-    import meshlora.train.many as module
-
-    module.leave = lambda: None  # the pool needs its groups for the next test
+    run.leave = lambda: None  # type: ignore[assignment]  # the pool needs its groups for the next test
     runs = prepare_runs(read_runs(file), world=world, resume=resume)
     if world > 1:
         wait_for_all(world)
-    train_together(runs)
+    train(runs)
 
 
 @pytest.fixture(scope="module")
 def singles(folder: Path) -> Path:
     """The output of three runs of one adapter each, on one process."""
     for config in read_runs(_file(folder, "singles", "")).values():
-        train(prepare(config, world=1))
+        train({"": prepare(config, world=1)})
     return folder / "singles"
 
 
@@ -145,7 +142,7 @@ def test_each_of_many_on_a_quantised_base_is_that_of_its_single_run(
         tree["model"]["quantization"], tree["topology"] = "nf4", topology
         file.write_text(yaml.safe_dump(tree))
     for config in read_runs(alone).values():
-        train(prepare(config, world=1))
+        train({"": prepare(config, world=1)})
     pools(2).run(_train, together, 2)
     assert max(_gaps(folder / "nf4-together", folder / "nf4-alone").values()) < LIMIT
     assert min(_gaps(folder / "nf4-alone", singles).values()) > 1e-3
@@ -156,32 +153,42 @@ def _gaps(ours: Path, alone: Path) -> dict[str, float]:
 
 
 def _counts_of_all(patch: pytest.MonkeyPatch) -> None:
-    finish = ManyGradients.finish
-    patch.setattr(ManyGradients, "finish", lambda self, counts: finish(self, counts.sum().expand_as(counts)))
+    bucket = gradsync._sum_bucket
+
+    def of_all(*given: Any, scales: torch.Tensor) -> None:
+        bucket(*given, scales=(1 / (1 / scales).sum()).expand_as(scales))
+
+    patch.setattr(gradsync, "_sum_bucket", of_all)
 
 
 def _joint_norm(patch: pytest.MonkeyPatch) -> None:
-    clip = ManyGradients.clip
+    clip = trainer.clip_gradients_on_device
 
-    def joint(self: ManyGradients, max_norms: list[float]) -> torch.Tensor:
-        norms = clip(self, [0.0] * len(max_norms)).tolist()
+    def joint(mesh: Any, adapters: Any, limits: list[float]) -> torch.Tensor:
+        norms = clip(mesh, adapters, [None] * len(limits)).tolist()
         total = math.hypot(*norms)
-        return clip(self, [limit * norm / total for limit, norm in zip(max_norms, norms, strict=True)])
+        return clip(mesh, adapters, [limit * norm / total for limit, norm in zip(limits, norms, strict=True)])
 
-    patch.setattr(ManyGradients, "clip", joint)
+    patch.setattr(trainer, "clip_gradients_on_device", joint)
 
 
 def _masks_of_another_seed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(many, "Share", lambda name, tokens, seed, step: Share(name, tokens, seed + 1, step))
+    share = TrainedAdapter.share
+
+    def of_another(self: TrainedAdapter, tokens: torch.Tensor) -> Any:
+        found = share(self, tokens)
+        return dataclasses.replace(found, seed=found.seed + 1)
+
+    patch.setattr(TrainedAdapter, "share", of_another)
 
 
 def _places_of_the_batch(patch: pytest.MonkeyPatch) -> None:
-    made = many.collate
-    patch.setattr(many, "collate", lambda rows, places, **options: made(rows, **options))
+    made = batches.collate
+    patch.setattr(batches, "collate", lambda rows, places, **options: made(rows, **options))
 
 
 def _sum_over_ranks_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(many_gradients, "all_reduce_sum", lambda tensor, axis: tensor)
+    patch.setattr(gradsync, "all_reduce_in_place", lambda tensor, axis: tensor)
 
 
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -230,14 +237,15 @@ def test_each_of_many_goes_on_from_its_own_last_checkpoint(folder: Path, singles
 def test_step_of_one_that_is_not_finite_is_left_out_and_the_others_go_on(
     folder: Path, singles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clip = ManyGradients.clip
+    read = trainer.StepSums.read
 
-    def broken(self: ManyGradients, max_norms: list[float]) -> torch.Tensor:
-        norms = clip(self, max_norms)
-        norms[self.names.index("second")] = math.inf
-        return norms
+    def broken(self: Any, totals: torch.Tensor, norms: torch.Tensor, **rest: Any) -> Any:
+        place = self._names.index("second") if "second" in self._names else None
+        norms = norms.clone()
+        norms[slice(0) if place is None else place] = math.inf
+        return read(self, totals, norms, **rest)
 
-    monkeypatch.setattr(ManyGradients, "clip", broken)
+    monkeypatch.setattr(trainer.StepSums, "read", broken)
     _train(_file(folder, "skipped", "", on_nonfinite="skip"), 1)
     gaps = _gaps(folder / "skipped", singles)
     assert max(gaps["first"], gaps["third"]) < LIMIT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import yaml
 from torch import Tensor
 
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.parallel import many
-from meshlora.parallel.dropout import DropoutTokens, Mask
+from meshlora.parallel import linear, tokens
 from meshlora.parallel.groups import Axis
 from meshlora.parallel.linear import ParallelLinear
-from meshlora.parallel.many import ManyLoraFunction, ManyTokens, Segment, Share, StackedLoraFunction, are_alike
+from meshlora.parallel.products import LoraLinearFunction
 from meshlora.parallel.quantized import Packed
+from meshlora.parallel.tokens import ForwardTokens, Mask, Part, Segment, Share, are_alike
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 from meshlora.run_file import read_run, read_runs
-from meshlora.train.many_prepare import prepare_runs
+from meshlora.train.together import prepare_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = Axis(1, 0, (0,), None)
@@ -37,7 +38,7 @@ def _linear(
     dropout: dict[str, float] | None = None,
     width: int = IN,
     packed: str | None = None,
-) -> tuple[ParallelLinear, ManyTokens]:
+) -> ParallelLinear:
     torch.manual_seed(0)
     rule = LinearRule("proj", Split.WHOLE, width, OUT, has_bias=True)
     leaf = ParallelLinear(rule, ALONE, scatters_tokens=False, dtype=torch.float64, device="cpu")
@@ -47,16 +48,15 @@ def _linear(
         leaf.bias.normal_()
     if packed is not None:
         leaf.pack_weight(leaf.weight, packed)
-    tokens = DropoutTokens(ALONE, sp=False)
+    forward = ForwardTokens(ALONE, sp=False)
     for number, name in enumerate(names):
         r = ranks[name]
         factors = {"A": torch.randn(r, width, dtype=torch.float64), "B": torch.randn(OUT, r, dtype=torch.float64)}
         leaf.add_adapter(name, factors, scaling=0.5 + number)
-        leaf.set_dropout(name, (dropout or {}).get(name, 0.0), tokens)
+        leaf.set_dropout(name, (dropout or {}).get(name, 0.0), forward)
     for factor in (*leaf.lora_A.values(), *leaf.lora_B.values()):
         factor.requires_grad_(True)
-    leaf.many = ManyTokens(ALONE, sp=False)
-    return leaf, leaf.many
+    return leaf
 
 
 def _shares(rows: dict[str, int]) -> list[Share]:
@@ -65,10 +65,10 @@ def _shares(rows: dict[str, int]) -> list[Share]:
 
 
 def _together(leaf: ParallelLinear, x: Tensor, g: Tensor, rows: dict[str, int]) -> list[Tensor]:
-    assert leaf.many is not None
+    assert leaf.tokens is not None
     leaf.zero_grad()
     x = x.clone().requires_grad_()
-    with leaf.many.at(_shares(rows)):
+    with leaf.tokens.of(_shares(rows), [*leaf.scaling]):
         y = leaf(x)
         y.backward(g)
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in leaf.parameters() if p.requires_grad]
@@ -83,10 +83,8 @@ def _one_by_one(leaf: ParallelLinear, x: Tensor, g: Tensor, rows: dict[str, int]
     for share, number in zip(_shares(rows), rows.values(), strict=True):
         own = x[start : start + number].clone().requires_grad_()
         leaf.active = share.adapter
-        if leaf.tokens is not None:
-            with leaf.tokens.at(share.seed, share.step, share.tokens):
-                y = leaf(own)
-        else:
+        assert leaf.tokens is not None
+        with leaf.tokens.at(share.seed, share.step, share.tokens):
             y = leaf(own)
         y.backward(g[start : start + number])
         assert own.grad is not None
@@ -126,37 +124,37 @@ def _inputs(leaf: ParallelLinear, rows: dict[str, int]) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("case", CASES)
 def test_each_adapter_of_many_computes_what_it_computes_alone(case: str) -> None:
     rows, options = CASES[case]
-    leaf, _ = _linear("abc", **options)
+    leaf = _linear("abc", **options)
     x, g = _inputs(leaf, rows)
     assert _largest(_together(leaf, x, g, rows), _one_by_one(leaf, x, g, rows)) < 1e-14
 
 
 def _boundary_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    ranges = ManyTokens.ranges
+    parts = ForwardTokens.parts
 
-    def shifted(self: ManyTokens, module: str, num_rows: int) -> list[tuple[Share, int, int, int]]:
-        found = ranges(self, module, num_rows)
+    def shifted(self: ForwardTokens, module: str, num_rows: int) -> list[Part]:
+        found = parts(self, module, num_rows)
         last = len(found) - 1
         return [
-            (share, max(low - 1, 0), high - (place < last), skipped)
-            for place, (share, low, high, skipped) in enumerate(found)
+            replace(part, start=max(part.start - 1, 0), stop=part.stop - (place < last))
+            for place, part in enumerate(found)
         ]
 
-    patch.setattr(ManyTokens, "ranges", shifted)
+    patch.setattr(ForwardTokens, "parts", shifted)
 
 
 def _scale_of_the_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(many, "Segment", lambda start, stop, scale, mask: Segment(start, stop, 0.5, mask))
+    patch.setattr(linear, "Segment", lambda start, stop, scale, mask: Segment(start, stop, 0.5, mask))
 
 
 def _mask_of_another_step(patch: pytest.MonkeyPatch) -> None:
-    key = many.mask_key
-    patch.setattr(many, "mask_key", lambda seed, step, module: key(seed, step + 1, module))
+    key = tokens.mask_key
+    patch.setattr(tokens, "mask_key", lambda seed, step, module: key(seed, step + 1, module))
 
 
 def _tokens_counted_through(patch: pytest.MonkeyPatch) -> None:
     """The mask sees a token's place in the batch, not its number in the adapter's own step."""
-    patch.setattr(many, "Mask", lambda key, tokens, features, p: Mask(key, tokens + SEQ, features, p))
+    patch.setattr(tokens, "Mask", lambda key, tokens, features, p: Mask(key, tokens + SEQ, features, p))
 
 
 def _other_weight_in_the_backward(patch: pytest.MonkeyPatch) -> None:
@@ -166,9 +164,8 @@ def _other_weight_in_the_backward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
-    for cls in (ManyLoraFunction, StackedLoraFunction):
-        apply = cls.apply
-        patch.setattr(cls, "apply", lambda x, w, b, s, *f, apply=apply: apply(x, w, b, s, *f[2:], *f[:2]))
+    apply = LoraLinearFunction.apply
+    patch.setattr(LoraLinearFunction, "apply", lambda *given: apply(*given[:7], *given[9:], *given[7:9]))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +186,7 @@ def test_fault_in_a_linear_with_many_shows(
     case: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, options = CASES[case]
-    leaf, _ = _linear("abc", **options)
+    leaf = _linear("abc", **options)
     x, g = _inputs(leaf, rows)
     alone = _one_by_one(leaf, x, g, rows)
     fault(monkeypatch)
@@ -207,7 +204,7 @@ def test_segments_that_are_alike_are_one_batched_product() -> None:
 
 @pytest.mark.parametrize("ranks", [RANKS, dict.fromkeys("abc", 2)])
 def test_infinity_of_one_adapter_does_not_reach_the_others(ranks: dict[str, int]) -> None:
-    leaf, _ = _linear("abc", ranks=ranks)
+    leaf = _linear("abc", ranks=ranks)
     x, g = torch.randn(6, SEQ, IN, dtype=torch.float64), torch.randn(6, SEQ, OUT, dtype=torch.float64)
     x[2, 1, 0] = float("inf")
     _together(leaf, x, g, {"a": 2, "b": 2, "c": 2})
@@ -219,16 +216,16 @@ def test_infinity_of_one_adapter_does_not_reach_the_others(ranks: dict[str, int]
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_sp_a_rank_has_its_slice_of_every_share(rank: int) -> None:
-    tokens = ManyTokens(Axis(2, rank, (0, 1), None), sp=True)
-    with tokens.at(_shares({"a": 1, "b": 3, "c": 2})):  # 24 tokens, 12 a rank
-        found = [(share.adapter, low, high, skipped) for share, low, high, skipped in tokens.ranges("m", 12)]
+    forward = ForwardTokens(Axis(2, rank, (0, 1), None), sp=True)
+    with forward.of(_shares({"a": 1, "b": 3, "c": 2}), "abc"):  # 24 tokens, 12 a rank
+        found = [(part.share.adapter, part.start, part.stop, part.tokens.tolist()) for part in forward.parts("m", 12)]
         expected = {
-            0: [("a", 0, 4, 0), ("b", 4, 12, 0), ("c", 12, 12, 0)],
-            1: [("a", 0, 0, 12), ("b", 0, 4, 8), ("c", 4, 12, 0)],
+            0: [("a", 0, 4, [0, 1, 2, 3]), ("b", 4, 12, [*range(8)]), ("c", 12, 12, [])],
+            1: [("a", 0, 0, []), ("b", 0, 4, [8, 9, 10, 11]), ("c", 4, 12, [*range(8)])],
         }
         assert found == expected[rank]
         with pytest.raises(UnsupportedError, match="7 rows for 24 tokens"):
-            tokens.ranges("m", 7)
+            forward.parts("m", 7)
 
 
 # --- the run file -----------------------------------------------------------------------------------------------------
@@ -291,17 +288,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a key that is for all": ({"adapters__one__train": {"micro_batch_size": 2}}, "outside of adapters:, for all"),
     "an unknown key": ({"adapters__one__train": {"batchsize": 2}}, "did you mean 'batch_size'"),
     "a value out of range": ({"adapters__one__train": {"lr": -1}}, "adapters.one: train.lr=-1"),
-    "dpo": ({"train__objective": "dpo"}, "train.objective=dpo: it is not supported with several adapters"),
-    "packing": ({"data__packing": True}, "data.packing: it is not supported"),
-    "trackers": ({"train__track": ["tensorboard"]}, "train.track"),
+    "trackers that follow one run a process": ({"train__track": ["wandb"]}, "train.track"),
+    "a loss of routers": ({"train__router_aux_loss_coef": 0.01}, "train.router_aux_loss_coef"),
     "float16": ({"model__dtype": "float16"}, "float16 with several adapters"),
-    "DoRA": ({"adapters__one__lora": {"use_dora": True}}, "adapter one: use_dora"),
     "PiSSA": ({"adapters__one__lora": {"init_lora_weights": "pissa"}}, "adapter one: init_lora_weights"),
     "a norm in full": ({"adapters__one__lora": {"modules_to_save": ["norm"]}}, "adapter one: modules_to_save"),
-    "the embedding": (
-        {"adapters__one__lora": {"target_modules": ["embed_tokens"]}},
-        "adapter one on model.embed_tokens",
-    ),
+    "trained biases": ({"adapters__one__lora": {"bias": "all"}}, "adapter one: bias='all'"),
     "no such module": ({"adapters__two__lora": {"target_modules": ["qq"]}}, "adapter two: target_modules"),
 }
 
@@ -309,8 +301,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_with_several_adapters_is_said(mistake: str, tmp_path: Path) -> None:
     changes, said = MISTAKES[mistake]
-    if mistake != "dpo":
-        changes = {"data__train": str(EXAMPLES / "docstrings" / "eval.jsonl"), **changes}
+    changes = {"data__train": str(EXAMPLES / "docstrings" / "eval.jsonl"), **changes}
     with pytest.raises(UserError) as raised:
         prepare_runs(read_runs(_file(tmp_path, **changes)), world=1)
     assert said in str(raised.value)

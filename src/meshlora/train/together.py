@@ -1,7 +1,7 @@
-"""Preparing a run of several adapters: each as its single run is, and what several cannot have is refused.
+"""Preparing the runs of a run file: each by itself, and what several adapters cannot have together is refused.
 
-Owns: which options of a run several adapters can have, the checks between them, and holding their outputs. Does not
-own: the checks of each (`train.prepare`), which adapters these can be (`adapter.many`), the lock (`train.lock`).
+Owns: what several adapters in one run cannot have, all of it; and holding their outputs. Does not own: the checks of
+each (`train.prepare`), the lock (`train.lock`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 
-from meshlora.adapter.many import check_many
+from meshlora.adapter.targets import Target
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.blueprint import Blueprint
 from meshlora.config import RunConfig
-from meshlora.config.objective import Sft
 from meshlora.errors import UnsupportedError, UserError
-from meshlora.guards import dropout_fields
+from meshlora.plan.rules import ModelPlan
 from meshlora.train.lock import hold
 from meshlora.train.prepare import Prepared, prepare, read_output
 
@@ -56,7 +57,7 @@ def prepare_runs(
         base = runs[name].blueprint
     _check_base(runs[name].blueprint)
     for name, run in runs.items():
-        check_many(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
+        check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
 
 
@@ -113,22 +114,35 @@ def logs_of(runs: Mapping[str, Prepared]) -> Path:
     return output if "" in runs else output.parent
 
 
+def check_adapter_together(name: str, lora: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+    """Refuse the adapter `name` among several where that is not proved.
+
+    Raises:
+        UnsupportedError: names the option or the target.
+    """
+    refused = {
+        f"bias={lora.bias!r}": lora.bias != "none",
+        "modules_to_save": bool(lora.modules_to_save),
+        f"init_lora_weights={lora.init_lora_weights!r}": lora.init_lora_weights in WHOLE_MATRIX,
+        **{f"LoRA on the router {target}": True for target in targets if target in plan.matrices},
+    }
+    for option, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(f"adapter {name}: {option}", "it is not supported among several adapters", _WAY_OUT)
+
+
 def _check_options(config: RunConfig) -> None:
     """Refuse what is for all adapters of a run and is not proved for several.
 
     Raises:
         UnsupportedError: names the option.
     """
-    train, data = config.train, config.data
+    train = config.train
     given = {
-        f"train.objective={train.objective.kind}": not isinstance(train.objective, Sft),
         f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
-        f"train.sample_every={train.sample_every}": train.sample_every > 0,
-        f"train.track={train.track}": bool(train.track),
-        "train.merge_at_end": train.merge_at_end,
+        f"train.track={train.track}": bool({*train.track} - {"tensorboard"}),  # the others follow one run a process
         "train.routing_record": train.routing_record is not None,
         "train.routing_replay": train.routing_replay is not None,
-        "data.packing": data.packing,
     }
     for option, is_given in given.items():
         if is_given:
@@ -139,13 +153,7 @@ def _check_base(base: Blueprint) -> None:
     """The same of what the base is, and not an option.
 
     Raises:
-        UnsupportedError: names the dtype or the dropout.
+        UnsupportedError: names the dtype.
     """
     if base.dtype == torch.float16:
         raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
-    if dropouts := {name: rate for name, rate in dropout_fields(base.model.config).items() if rate}:
-        raise UnsupportedError(
-            f"{min(dropouts)}={dropouts[min(dropouts)]} in the model's configuration with several adapters",
-            "the model's own dropout is not proved with them",
-            "use model.disable_dropout: true",
-        )

@@ -19,11 +19,13 @@ from meshlora.oracle.inputs import write_twin
 from meshlora.plan.topology import Topology
 from meshlora.plan.twin import twin_config
 from meshlora.run_file import read_runs
-from meshlora.train.many_prepare import prepare_runs
 from meshlora.train.prepare import Prepared
-from meshlora.verify import many as module
-from meshlora.verify.many import compare_on_twin, preflight_runs, runs_state
+from meshlora.train.together import prepare_runs
+from meshlora.verify import preflight as module
+from meshlora.verify.mutations_of_objectives import PROVED, as_proved
+from meshlora.verify.preflight import compare_on_twin, preflight_runs, runs_state
 from meshlora.verify.proof import Processes
+from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 # Of a fused matrix, of which one key/value head lies on two ranks: rows of one factor are summed over unlike axes.
@@ -76,6 +78,39 @@ def test_together_on_the_twin_is_as_alone(
     worst = compare_on_twin(runs, Topology.parse(topology), processes)
     assert worst.keys() == runs.keys()
     assert max(found.relative for found in worst.values()) < 1e-11
+
+
+# What one adapter may have several may: each the adapter that transformers + peft make of it alone.
+MAY_HAVE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "DoRA": ("llama", ("tp=2,sp", "dp=2"), {"lora": {"r": 4, "target_modules": "all-linear", "use_dora": True}}),
+    "pieces": (
+        "phi3",
+        ("tp=2,sp",),
+        {"lora": {"r": 4, "target_modules": ["qkv_proj", "down_proj"], "pieces": {"qkv_proj": ["q", "v"]}}},
+    ),
+    "the embedding": ("gemma2", ("tp=2,sp",), {"lora": {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}}),
+    "the head": ("llama", ("tp=2,sp", "dp=2"), {"lora": {"r": 4, "target_modules": ["lm_head", "q_proj"]}}),
+    "experts": ("qwen3_moe", ("tp=2,sp,ep=2", "dp=2,ep=2", "tp=2,etp=2"), {}),
+    "experts with biases": ("gpt_oss", ("tp=2,etp=2",), {}),
+    "experts of scaled tokens": ("llama4_text", ("dp=2,ep=2",), {}),
+    "attention beside experts": (
+        "mixtral",
+        ("tp=2,sp,ep=2",),
+        {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}},
+    ),
+    "packing": ("llama", ("tp=2,sp", "dp=2"), {"packing": True}),
+    "dropout of the model": ("gpt2", ("tp=2,sp",), {"overrides": {"resid_pdrop": 0.1}, "recompute": True}),
+    **{f"objective {kind}": ("llama", ("tp=2,sp", "dp=2"), {"objective": as_proved(kind)}) for kind in PROVED},
+}
+
+
+@pytest.mark.parametrize("case", MAY_HAVE)
+def test_what_one_adapter_may_have_several_may(case: str, prove: Prove) -> None:
+    family, topologies, options = MAY_HAVE[case]
+    for outcome in prove(family=family, topologies=topologies, adapters=3, **options):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+        (at_once,) = [phase for phase in outcome.phases if phase.name == "adapters"]
+        assert max(result.error for result in at_once.results) < 1e-11
 
 
 def test_together_is_proved_once_and_a_difference_refuses_the_run(

@@ -1,0 +1,250 @@
+"""One adapter of a training run: its optimizer, schedule and objective, and what it evaluates, says and saves.
+
+Owns: all of a run that an adapter has for itself. It works on the adapter in use (`adapter.manage.in_use`). Does not
+own: the step, in which others may be trained too (`train.trainer`), the order of the data, files, which checkpoints
+stay (`train.keeping`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.adapter.manage import active_factors, in_use, runtime
+from meshlora.adapter.peft_format import save_adapter
+from meshlora.data import Batch, TokenizedDataset
+from meshlora.errors import MeshloraError, SaveError
+from meshlora.lift import lift
+from meshlora.parallel.collectives import broadcast_in_place
+from meshlora.parallel.tokens import Share
+from meshlora.train.batches import Batching
+from meshlora.train.checkpoint import restore_optimizer, state_writer
+from meshlora.train.evaluate import mean_loss, perplexity
+from meshlora.train.keeping import Keeping, folder_name
+from meshlora.train.loss_scale import LossScale
+from meshlora.train.manifest import Kind, Manifest, write_manifest
+from meshlora.train.metrics import Reporter
+from meshlora.train.objectives import reference_point
+from meshlora.train.optimizer import parameter_groups
+from meshlora.train.prepare import Prepared
+from meshlora.train.replicas import check_replicas
+from meshlora.train.resuming import FINISHED, FOLDER
+from meshlora.train.samples import FILE as SAMPLES
+from meshlora.train.schedule import learning_rate
+from meshlora.versions import versions
+
+# Steps in a row that are left out before a run that leaves them out ends: it learns nothing any more.
+_MOST_SKIPPED = 10
+
+
+@dataclass
+class TrainedAdapter:
+    """The adapter `adapter` of `model`, as `run` trains it; it is in use while this is made.
+
+    name: what it is called where there are several. check: called with the folder of the adapter that training starts
+    from.
+    """
+
+    name: str
+    adapter: str
+    run: Prepared
+    model: Any
+    reporter: Reporter
+    batching: Batching
+    check: Callable[[Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        options = self.run.config.train
+        self.mesh = runtime(self.model).mesh
+        self.batches = self.run.batches
+        self.output = Path(options.output)
+        self.last_saved: Path | None = None
+        self.updates, self.skipped_in_row = 0, 0
+        self.is_to_stop = False  # as all ranks agreed in the last step
+        self.keeping = Keeping(
+            self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
+        )
+        self.objective = options.objective
+        self.point: Tensor | None = None  # of the step that is taken
+        self.factors = active_factors(self.model)
+        # float16 has few exponents: what it rounds to zero would be lost.
+        self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, options),
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,  # one pass over each parameter and its moments: experts have many
+        )
+        if self.run.resume is not None:
+            if self.loss_scale is not None:
+                self.loss_scale.restore(self.run.resume.loss_scale)
+            restore_optimizer(self.model, self.optimizer, self.run.resume)
+            self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
+            self.skipped_in_row = self.run.resume.skipped_in_row
+        self.done = self.start
+
+    @property
+    def start(self) -> int:
+        """Steps that were done before this run."""
+        return self.run.resume.step if self.run.resume is not None else 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return self.done >= self.run.steps
+
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block it is the one that is saved and evaluated."""
+        is_active = runtime(self.model).active == self.adapter
+        return contextlib.nullcontext() if is_active else in_use(self.model, self.adapter)
+
+    def share(self, tokens: Tensor) -> Share:
+        """Its tokens, int64, in a forward of its next step."""
+        return Share(self.adapter, tokens.flatten(), self.run.config.train.seed, self.done)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What `backward` is called on."""
+        return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
+
+    def begin(self) -> None:
+        """What comes before the first step."""
+        if not self.start:
+            self._save("initial", self._manifest("initial", done=0))
+        if self.check is not None:
+            assert self.last_saved is not None
+            self.check(self.last_saved)
+
+    def between(self, done: int) -> None:
+        """What is due after `done` steps: samples, an evaluation, a checkpoint."""
+        options = self.run.config.train
+        if options.replica_check_every and done % options.replica_check_every == 0:
+            check_replicas(self.model, step=done, last_saved=self.last_saved)
+        if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
+            with self.reporter.doing("samples"):
+                self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
+        if done == self.run.steps:
+            return
+        is_due = options.eval_every and done % options.eval_every == 0
+        loss = self._report_evaluation(done) if is_due else None
+        is_best = self._is_best(loss)
+        if is_best or self.is_to_stop or (options.save_every and done % options.save_every == 0):
+            self._save_checkpoint(done, is_best=is_best, loss=loss)
+
+    def end(self) -> None:
+        """What comes after the last step."""
+        if self.start < self.run.steps:
+            loss = self._report_evaluation(self.run.steps)
+            if self._is_best(loss):
+                self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
+        self._save(FINISHED, self._manifest("adapter", done=self.run.steps))
+
+    def update(self, step: int, *, is_finite: bool) -> float:
+        """The optimizer's part of a step, where its gradient is finite; returns the learning rate."""
+        rate = learning_rate(step, options=self.run.config.train, steps=self.run.steps)
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["times_lr"]
+            self.optimizer.step()
+            self.updates, self.skipped_in_row = self.updates + 1, 0
+        return rate
+
+    def leave_out(self, text: str) -> None:
+        """End the run for a step that is not finite, as `text` says, or go on without it."""
+        self.skipped_in_row += 1
+        if self.run.config.train.on_nonfinite == "stop":
+            raise MeshloraError(
+                f"{text}; lower train.lr, look at the data, or leave out such steps: on_nonfinite: skip"
+            )
+        if self.skipped_in_row >= _MOST_SKIPPED:
+            raise MeshloraError(f"{text}; {_MOST_SKIPPED} steps in a row were left out: lower train.lr")
+        self.reporter.say(f"{text}; left out")
+
+    def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
+        """(mean loss over what the objective counts of `data`, and how many these are), over all ranks."""
+        size = self.run.config.train.micro_batch_size * self.mesh.dp.size
+        with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
+            indices = np.arange(data.num_examples)
+            batches = _each_then(advance, self.batching.batches(data, indices))
+            return mean_loss(self.model, batches, self.objective, self.reference_point(data, indices))
+
+    def reference_point(self, data: TokenizedDataset, indices: np.ndarray) -> Tensor | None:
+        """That of the examples `indices`, where the objective has one. Collective."""
+        with lift(self.model.dtype == torch.float64):
+            return reference_point(self.objective, self.model, self.batching, data, indices)
+
+    def _manifest(self, kind: Kind, *, done: int) -> Manifest:
+        """What is said of a folder that is saved after `done` steps."""
+        own = self.run.identity
+        return Manifest(
+            kind=kind, step=done, steps=self.run.steps, updates=self.updates, identity=own, versions=versions()
+        )
+
+    def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:
+        """Write the adapter to folder `name` of the output, with what `state` adds; a drift saves nothing."""
+        if self.run.config.train.replica_check_every:
+            check_replicas(self.model, step=manifest.step, last_saved=self.last_saved)
+
+        def add(folder: Path) -> None:
+            if state is not None:
+                state(folder)
+            write_manifest(folder, manifest)
+
+        with self.reporter.doing("save"):
+            save_adapter(self.model, self.output / name, also=add)
+        self.last_saved = self.output / name
+
+    def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
+        """Write what a run needs to go on after `done` steps, and forget older checkpoints."""
+        state = state_writer(self.model, self.optimizer)
+        manifest = dataclasses.replace(
+            self._manifest("checkpoint", done=done),
+            topology=str(self.mesh.topology),
+            eval_loss=loss if loss is not None and math.isfinite(loss) else None,
+            loss_scale=self.loss_scale.state() if self.loss_scale is not None else {},
+            skipped_in_row=self.skipped_in_row,
+        )
+        try:
+            self._save(f"{FOLDER}/{folder_name(done)}", manifest, state=state)
+        except SaveError as error:
+            if self.run.config.train.on_save_error == "stop" or self.is_to_stop:
+                raise
+            self.reporter.say(f"step {done}: {error}; the run goes on without")
+            return
+        self.reporter.saved(done)
+        if self.mesh.rank == 0:
+            try:
+                self.keeping.saved(done, is_best=is_best, loss=loss)
+            except OSError as error:  # the names still point at whole checkpoints
+                self.reporter.say(f"step {done}: {self.output / FOLDER} could not be kept in order ({error.strerror})")
+
+    def _is_best(self, loss: float | None) -> bool:
+        """Whether an evaluation is the best so far, as rank 0 sees it. Collective where it matters."""
+        if loss is None or not self.run.config.train.keep_best:
+            return False
+        flag = torch.tensor([int(self.keeping.is_best(loss))], device=self.mesh.device)
+        return bool(broadcast_in_place(flag, self.mesh.world).item())
+
+    def _report_evaluation(self, step: int) -> float | None:
+        if self.run.eval_data is None:
+            return None
+        loss, number = self.evaluate(self.run.eval_data)
+        of_text = self.objective.is_of_text
+        self.reporter.evaluation(step, loss, number, perplexity=perplexity(loss) if of_text else None)
+        return loss
+
+
+def _each_then(advance: Callable[[], None], batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        advance()
