@@ -32,17 +32,33 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 FUSED = {"num_key_value_heads": 1}
 
 
-def _runs(folder: Path, topology: str, *, model: Path = TINY, quantization: str | None = None) -> dict[str, Prepared]:
+_ON_LINEARS: dict[str, dict[str, Any]] = {
+    "all": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+    "some": {"r": 2, "target_modules": ["o_proj", "down_proj"]},
+    "same": {"r": 4, "target_modules": "all-linear"},
+}
+# One on both projections of experts, one on one, one on none.
+_ON_EXPERTS: dict[str, dict[str, Any]] = {
+    "both": {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
+    "attention": {"r": 4, "target_modules": ["q_proj", "o_proj"], "lora_dropout": 0.1},
+    "one": {"r": 2, "target_modules": ["k_proj"], "target_parameters": ["down_proj"]},
+}
+
+
+def _runs(
+    folder: Path,
+    topology: str,
+    *,
+    model: Path = TINY,
+    quantization: str | None = None,
+    adapters: dict[str, dict[str, Any]] = _ON_LINEARS,
+) -> dict[str, Prepared]:
     (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
     tree: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32", "quantization": quantization},
         "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "cache_dir": str(folder / "tokens")},
         "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 2, "micro_batch_size": 1},
-        "adapters": {
-            "all": {"lora": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}},
-            "some": {"lora": {"r": 2, "target_modules": ["o_proj", "down_proj"]}},
-            "same": {"lora": {"r": 4, "target_modules": "all-linear"}},
-        },
+        "adapters": {name: {"lora": lora} for name, lora in adapters.items()},
         "topology": topology,
         "device": "cpu",
     }
@@ -64,6 +80,8 @@ def _model(folder: Path, family: str, **options: int) -> Path:
         ("tp=2,sp", "phi3", FUSED, None),
         ("tp=2,sp", "llama", {"tp": 2, "block": 64}, "nf4"),
         ("dp=2,dp_shard", "llama", {"block": 64}, "int8"),
+        ("tp=2,sp,ep=2", "qwen3_moe", {}, None),
+        ("dp=2,ep=2", "qwen3_moe", {}, None),
     ],
 )
 def test_together_on_the_twin_is_as_alone(
@@ -74,7 +92,9 @@ def test_together_on_the_twin_is_as_alone(
     tmp_path: Path,
     processes: Processes,
 ) -> None:
-    runs = _runs(tmp_path, topology, model=_model(tmp_path, family, **options), quantization=quantization)
+    adapters = _ON_EXPERTS if "moe" in family else _ON_LINEARS
+    model = _model(tmp_path, family, **options)
+    runs = _runs(tmp_path, topology, model=model, quantization=quantization, adapters=adapters)
     worst = compare_on_twin(runs, Topology.parse(topology), processes)
     assert worst.keys() == runs.keys()
     assert max(found.relative for found in worst.values()) < 1e-11
