@@ -221,14 +221,13 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
 
 
 def _show(result: dict[str, Any]) -> None:
+    from meshlora.config.objective import COUNTED
     from meshlora.console import Console
 
     say = Console().say
     adapter = f"adapter {result['adapter']}" if result["adapter"] else "the base, without an adapter"
     say(f"{result['model']}, {adapter}")
-    counted = (
-        f"{result['trained_tokens']:,} trained tokens" if "trained_tokens" in result else f"{result['pairs']} pairs"
-    )
+    counted = next(f"{result[name]:,} {name.replace('_', ' ')}" for name in COUNTED.values() if name in result)
     shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
     say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from meshlora.cli import main
+from meshlora.config.objective import COUNTED
 from meshlora.errors import UnsupportedError, UserError
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
@@ -73,6 +75,11 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
         assert evaluated
         assert not any("eval_perplexity" in line for line in evaluated), "no loss of these is one of text"
     assert largest_loss_gap(*[_column(output, sorted(reported)[0]) for output in list(outputs.values())[:2]]) < 1e-11
+    assert main(["evaluate", str(file), "--json", str(tmp_path / "evaluated.json")]) == 0
+    found = json.loads((tmp_path / "evaluated.json").read_text())
+    assert found["loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-11)
+    counted = COUNTED[run.config.train.objective.per]
+    assert counted == "trained_tokens" or found[counted] == 19
 
 
 def _column(output: Path, name: str) -> list[float]:

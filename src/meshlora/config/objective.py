@@ -14,6 +14,7 @@ from meshlora.errors import UserError
 
 # What a loss is a mean over; pairs and records have rows of their own, which nothing else shares.
 Per = Literal["token", "pair", "record"]
+COUNTED: dict[Per, str] = {"token": "trained_tokens", "pair": "pairs", "record": "records"}  # as a result names them
 _LARGEST = 1e6  # far above any use
 
 

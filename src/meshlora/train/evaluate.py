@@ -23,7 +23,7 @@ from meshlora.adapter.peft_format import CONFIG_FILE
 from meshlora.api import load_blueprint
 from meshlora.blueprint import Blueprint, make_blueprint
 from meshlora.config import RunConfig
-from meshlora.config.objective import Objective
+from meshlora.config.objective import COUNTED, Objective
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.errors import UserError
 from meshlora.lift import lift
@@ -137,7 +137,7 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
         "examples": run.data.num_examples,
         "loss": loss,
     }
-    found["trained_tokens" if objective.per == "token" else f"{objective.per}s"] = number
+    found[COUNTED[objective.per]] = number
     if objective.is_of_text:
         value = perplexity(loss)
         found["perplexity"] = value if math.isfinite(value) else None  # JSON has no word for infinity
