@@ -92,6 +92,8 @@ def test_every_fault_is_caught_on_every_topology_where_it_can_show(prove: Prove)
         ("qwen3_moe", {"topologies": ("dp=2,ep=2",), "objective": PROVED["policy"]}),
         ("llama", {"objective": PROVED["policy"]}),
         ("llama", {"objective": PROVED["dpo"]}),
+        ("llama", {"objective": PROVED["orpo"]}),
+        ("llama", {"objective": PROVED["kto"]}),
         ("llama", {"packing": True}),
         ("llama", {"resume": True}),
         ("llama", {"adapters": 3}),
