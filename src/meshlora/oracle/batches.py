@@ -7,14 +7,12 @@ words of docs/oracle.md. Does not own: the sequences themselves, which both side
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.data import Sequence as Row
 from meshlora.data import TokenizedDataset
 
 UNTRAINED = -100
@@ -40,6 +38,12 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Trained tokens."""
         return int((self.labels != UNTRAINED).sum())
+
+    def every_second(self, first: int) -> MicroBatch:
+        """Every second row, from `first` on."""
+        columns = {name: column[first::2] for name, column in self.columns.items()}
+        ids, mask, labels = (t[first::2] for t in (self.input_ids, self.attention_mask, self.labels))
+        return MicroBatch(ids, mask, labels, columns, self.first_place + first, stride=2)
 
     def to(self, device: str) -> MicroBatch:
         """The same on `device`."""
@@ -90,24 +94,18 @@ def micro_batches(
     each = data.rows_per_example
     for start in range(0, len(indices), micro_batch_size):
         chosen = indices[start : start + micro_batch_size]
-        if trained_row is None:
-            rows = [data[index * each + row] for index in chosen for row in range(each)]
-            yield _padded(rows, pad_token_id, first_place=start * each)
-            continue
-        trained, other = ([data[index * each + row] for index in chosen] for row in (trained_row, 1 - trained_row))
-        beside = _padded(other, pad_token_id)
-        yield _padded(trained, pad_token_id, first_place=start * each + trained_row, stride=each, other=beside)
-
-
-def _padded(rows: Sequence[Row], pad_token_id: int, **place: Any) -> MicroBatch:
-    shape = (len(rows), max(len(row.input_ids) for row in rows))
-    ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
-    columns = {name: torch.zeros(shape) for name in rows[0].columns}
-    for number, row in enumerate(rows):
-        for position, token in enumerate(row.input_ids.tolist()):
-            ids[number, position], mask[number, position] = token, 1
-            if position and row.is_trained[position]:  # what comes before a trained token predicts it
-                labels[number, position - 1] = token
-                for name, column in columns.items():
-                    column[number, position - 1] = float(row.columns[name][position])
-    return MicroBatch(ids, mask, labels, columns, **place)
+        rows = [data[index * each + row] for index in chosen for row in range(each)]
+        shape = (len(rows), max(len(row.input_ids) for row in rows))
+        ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
+        columns = {name: torch.zeros(shape) for name in data.columns}
+        for place, row in enumerate(rows):
+            for position, token in enumerate(row.input_ids.tolist()):
+                ids[place, position], mask[place, position] = token, 1
+                if position and row.is_trained[position]:  # what comes before a trained token predicts it
+                    labels[place, position - 1] = token
+                    for name, column in columns.items():
+                        column[place, position - 1] = float(row.columns[name][position])
+        found = MicroBatch(ids, mask, labels, columns, start * each)
+        if trained_row is not None:
+            found = replace(found.every_second(trained_row), other=found.every_second(1 - trained_row))
+        yield found
