@@ -34,9 +34,10 @@ TRAIN = ("-m", "meshlora", "train", "run.yaml", "--nproc", "2", "--no-preflight"
 
 
 FAULTS = '''
-import os, signal, time
+import os, signal, sys, time
 from pathlib import Path
 
+sys.modules["bitsandbytes"] = None  # as where it is not installed: PEFT imports it, a fifth of the start of a process
 here = Path(__file__).parent
 if "RANK" in os.environ:
     rank = int(os.environ["RANK"])
