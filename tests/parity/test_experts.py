@@ -26,7 +26,7 @@ _ON_EXPERTS: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ["q_p
     [
         ("qwen3_moe", TOPOLOGIES, 5),
         *((family, FEW, 3) for family in FAMILIES),
-        *(pytest.param(family, TOPOLOGIES, 5, marks=pytest.mark.long) for family in FAMILIES),
+        *(pytest.param(family, TOPOLOGIES, 5, marks=pytest.mark.proof) for family in FAMILIES),
     ],
 )
 def test_adapter_on_experts_is_the_one_a_single_process_produces(
@@ -42,7 +42,7 @@ def test_adapter_on_experts_is_the_one_a_single_process_produces(
         }
 
 
-@pytest.mark.eight_ranks
+@pytest.mark.proof
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_every_axis_at_once_on_eight_ranks(family: str, prove: Prove) -> None:
     """edp, ep and etp are all above 1, which four ranks do not allow."""

@@ -31,7 +31,7 @@ OFTEN = ("deepseek_v2", "ernie4_5_moe", "glm4_moe", "jamba", "minimax", "nemotro
 
 @pytest.mark.parametrize(
     "family",
-    [*OFTEN, *(pytest.param(name, marks=pytest.mark.every_family) for name in sorted(PROVED_EXPERTS - set(OFTEN)))],
+    [*OFTEN, *(pytest.param(name, marks=pytest.mark.proof) for name in sorted(PROVED_EXPERTS - set(OFTEN)))],
 )
 def test_family_with_experts_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
     """With the adapter on its experts too."""

@@ -25,7 +25,7 @@ OTHERS = ("qwen3", "gemma2")
     [
         ("llama", TOPOLOGIES),
         *((family, FEW) for family in OTHERS),
-        *(pytest.param(family, TOPOLOGIES, marks=pytest.mark.long) for family in OTHERS),
+        *(pytest.param(family, TOPOLOGIES, marks=pytest.mark.proof) for family in OTHERS),
     ],
 )
 def test_adapter_is_the_one_a_single_process_produces(

@@ -24,7 +24,7 @@ def test_disturbed_runs_end_in_the_same_bytes_or_one_clear_line() -> None:
     assert lines[-1] == "2 of 2: same bytes or one clear line; no process, no file left"
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.timeout(5400)
 def test_every_fault_at_every_moment() -> None:
     lines = _chaos()

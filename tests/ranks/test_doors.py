@@ -109,8 +109,8 @@ for door in doors:
     "victim",
     [
         "launcher",
-        pytest.param("rank 1", marks=pytest.mark.long),
-        pytest.param("janitor", marks=pytest.mark.long),
+        pytest.param("rank 1", marks=pytest.mark.proof),
+        pytest.param("janitor", marks=pytest.mark.proof),
     ],
 )
 def test_nothing_lives_on_when_a_process_is_killed(victim: str, training: tuple[Job, Started]) -> None:

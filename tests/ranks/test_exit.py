@@ -23,7 +23,7 @@ for _ in range(3):
 
 
 # Under torchrun, for without its store the fault does not show: 0 of 10 launches against 1 of 3.
-@pytest.mark.parametrize("launches", [1, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("launches", [1, pytest.param(8, marks=pytest.mark.proof)])
 def test_last_collective_does_not_abort_the_interpreter(launches: int, tmp_path: Path) -> None:
     """gloo's thread took the GIL of an interpreter that was shutting down; it ended with SIGABRT."""
     script = tmp_path / "script.py"

@@ -90,7 +90,7 @@ def test_user_mistake_under_torchrun_is_said_once(job: Job) -> None:
 
 
 # By default one of the two comes first here, and the other twice in the next test but two: both go the same way.
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
 def test_first_signal_saves_and_says_how_to_go_on(number: signal.Signals, job: Job) -> None:
     job.write(steps=1_000_000)
     process = job.start(*TRAIN, "--set", "train.schedule=constant")
@@ -133,7 +133,7 @@ def test_signal_to_a_single_process_saves(job: Job) -> None:
     assert out.splitlines()[-1].endswith("--resume auto")
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGTERM])
 def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) -> None:
     # Rank 1 never ends its step, so the first signal cannot be followed.
     job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n")

@@ -35,14 +35,14 @@ def test_what_is_given_is_checked_and_then_ignored(monkeypatch: pytest.MonkeyPat
         made.TrainConfig("out", steps=1, beta1=2)
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_named_tests_pass_where_nothing_is_ignored() -> None:
     done = run_under({}, sorted(set(CAUGHT_BY.values())))
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("option", CAUGHT_BY)
 def test_option_that_is_ignored_is_caught(option: str) -> None:
     done = run_under(ignoring(option), [CAUGHT_BY[option]], timeout_s=TIMEOUT_S)

@@ -21,14 +21,14 @@ def test_fault_can_be_put_in_and_its_test_is_there(name: str) -> None:
     assert is_there(fault.test), f"there is no test {fault.test}"
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_named_tests_pass_without_a_fault() -> None:
     done = run_under({}, sorted({fault.test for fault in FAULTS.values()}))
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str) -> None:
     done = run_under(FAULTS[name].sources(), [FAULTS[name].test], timeout_s=TIMEOUT_S)

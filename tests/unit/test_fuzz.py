@@ -30,7 +30,7 @@ from tests.unit.saved import save
 FEW, MANY = 6, 400
 LONGEST_S, MOST_KILOBYTES = 5.0, 2**20
 # As many are asked for by default, and with the marker.
-NUMBERS = [FEW, pytest.param(MANY, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+NUMBERS = [FEW, pytest.param(MANY, marks=[pytest.mark.proof, pytest.mark.timeout(3600)])]
 
 SCALARS = st.one_of(
     st.sampled_from([None, True, False, 0, -1, 1, 2**31, 10**18, -(10**30), 1e300, 0.5, float("inf"), float("nan")]),

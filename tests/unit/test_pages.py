@@ -56,7 +56,7 @@ def test_fault_of_a_public_thread_can_show_where_it_is_put(words: str, monkeypat
         main(["verify", *shlex.split(words)])
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("words", REASONS)
 def test_fault_of_a_public_thread_is_caught(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

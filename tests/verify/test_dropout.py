@@ -39,7 +39,7 @@ def test_dropout_of_an_adapter_is_that_of_one_process(prove: Prove) -> None:
     "family",
     [
         OFTEN,
-        *(pytest.param(f, marks=pytest.mark.every_family) for f in sorted(EXACT_DROPOUTS.keys() - {"gpt2", OFTEN})),
+        *(pytest.param(f, marks=pytest.mark.proof) for f in sorted(EXACT_DROPOUTS.keys() - {"gpt2", OFTEN})),
     ],
 )
 def test_every_dropout_of_the_table_is_exact(family: str, prove: Prove) -> None:
