@@ -16,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 # The collector would look through all that libraries and the collection of tests make, and that stays, a third longer.
 gc.disable()
+# ruff: noqa: E402
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The promise in full, on every topology of up to four processes: five clipped AdamW steps.
 
 By default every topology on one family, and two on the others: `tests/parity/test_families.py` has all families on two
-ranks. Everything on each of them: `-m long`.
+ranks. Everything on each of them: `-m proof`.
 """
 
 from __future__ import annotations

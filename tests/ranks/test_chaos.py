@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
 # A launch takes seconds of imports. The rest of what kills and full disks leave is in test_failures and test_full_disk.
-REPRESENTATIVE = ("save:SIGKILL launcher", "rename:SIGKILL rank 0")
+REPRESENTATIVE = "save:SIGKILL launcher"
 
 
 def _chaos(*arguments: str) -> list[str]:
@@ -20,8 +20,8 @@ def _chaos(*arguments: str) -> list[str]:
 
 
 def test_disturbed_runs_end_in_the_same_bytes_or_one_clear_line() -> None:
-    lines = _chaos("--rounds", str(len(REPRESENTATIVE)), "--only", *REPRESENTATIVE)
-    assert lines[-1] == "2 of 2: same bytes or one clear line; no process, no file left"
+    lines = _chaos("--rounds", "1", "--only", REPRESENTATIVE)
+    assert lines[-1] == "1 of 1: same bytes or one clear line; no process, no file left"
 
 
 @pytest.mark.proof

@@ -168,6 +168,7 @@ def test_checkpoints_that_fill_a_file_system_end_the_run_with_the_last_one_whole
     assert read_whole(job.folder / "saved" / "checkpoints" / "latest").step == len(steps)
 
 
+@pytest.mark.proof
 @pytest.mark.mounts
 def test_run_goes_on_over_a_file_system_that_was_full_for_a_while(job: Job) -> None:
     job.write(BALLAST, save_every=1, on_save_error="continue")

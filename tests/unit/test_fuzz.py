@@ -1,7 +1,7 @@
 """Whatever stands in what a stranger gave: it works, or one message says why not, soon, in little memory, and nothing
 is written.
 
-Few examples of each door by default, the same ones each time; with `-m long` many.
+Few examples of each door by default, the same ones each time; with `-m proof` many.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import subprocess
@@ -29,7 +30,7 @@ from meshlora.planner.communication import Message, grouped, span_of
 from meshlora.planner.fake import FakeRun, Work
 from meshlora.planner.hardware import GPUS, hardware_named
 from meshlora.planner.problem import Problem, pose
-from meshlora.planner.simulate import Simulation, simulate
+from meshlora.planner.simulate import Simulation, _most_resident_bytes, simulate
 
 SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
 
@@ -133,7 +134,8 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer() -> None:
 
 def test_memory_of_a_simulation_is_not_that_of_the_process_that_started_it() -> None:
     """A child inherits its parent's ru_maxrss, which here is at least what it takes to be noticed."""
-    code = "from meshlora.planner.simulate import _most_resident_bytes as most; print(most())"
+    imports = "import resource, sys\nfrom pathlib import Path\n"  # those of the file take seconds
+    code = f"{imports}{inspect.getsource(_most_resident_bytes)}\nprint(_most_resident_bytes())"
     alone = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     large = bytearray(alone + 500_000_000)
     large[::4096] = b"1" * len(range(0, len(large), 4096))  # pages that are touched
