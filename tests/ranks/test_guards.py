@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.oracle.compare import relative
-from meshlora.oracle.reference import loss_sum, reference_model
+from meshlora.oracle.reference import losses_of, reference_model
 from meshlora.plan.twin import twin_config
 from meshlora.train.losses import summed_cross_entropy
 from tests.pool import Pool, RankError
@@ -140,7 +140,7 @@ def test_model_that_changes_a_linears_output_in_place_trains_on_one_process(tmp_
     folder = make_twin(tmp_path, "falcon", hidden_dropout=0.0, attention_dropout=0.0)
     batch = make_batches()
     peft_model = reference_model(folder / "model", folder / "adapter", dtype=torch.float64, attn_implementation="eager")
-    expected = loss_sum(peft_model, batch)[1].detach()
+    expected = losses_of(peft_model, batch)[1].detach()
     model = meshlora.load(folder / "model", adapter=folder / "adapter", dtype="float64", attn_implementation="eager")
     with meshlora.lift():
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
