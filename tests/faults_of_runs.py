@@ -131,15 +131,15 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     "mean_of_means": Fault(
         "an evaluated loss is a mean over all tokens",
         _EVALUATE,
-        "sums[0] += loss\n        sums[1] += objective.count(batch)\n",
-        "sums[0] += loss / objective.count(batch)\n        sums[1] += 1\n",
+        "sums[0] += loss\n        sums[1] += count(objective, batch)\n",
+        "sums[0] += loss / count(objective, batch)\n        sums[1] += 1\n",
         _LOSS,
     ),
     "remainder_not_evaluated": Fault(
         "every sequence is evaluated",
         _EVALUATE,
-        "np.arange(run.data.num_examples))",
-        "np.arange(run.data.num_examples // batching.micro_batch_size * batching.micro_batch_size))",
+        "np.arange(run.data.num_examples)",
+        "np.arange(run.data.num_examples // run.config.train.micro_batch_size * run.config.train.micro_batch_size)",
         _LOSS,
     ),
     "moments_of_the_neighbouring_expert": Fault(

@@ -33,7 +33,9 @@ def _with_mask(inputs: dict[str, Any], ids: Any, mask: Any, positions: Any) -> d
 
 
 def _alone(original: Any) -> Any:
-    return lambda mesh, micro_batch_size, pad_token_id, row_length: original(mesh, micro_batch_size, pad_token_id, None)
+    return lambda mesh, micro_batch_size, pad_token_id, row_length, only=None: original(
+        mesh, micro_batch_size, pad_token_id, None, only
+    )
 
 
 OF_PACKING = dict(
