@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import os
 import shlex
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -32,7 +29,7 @@ from meshlora.cli_inspect import add_inspect
 from meshlora.cli_pictures import add_pictures, plot_schedule_of
 from meshlora.cli_plan import add_plan
 from meshlora.errors import MeshloraError, UserError, report
-from meshlora.lifetime import end_with
+from meshlora.lifetime import end_with, import_libraries, note_interrupts
 from meshlora.reading import path_argument
 
 # Metavars of arguments that name a file or a folder.
@@ -61,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # the process is ours
         sys.excepthook = _say_fault
     try:
-        _note_interrupts(interrupts)
+        note_interrupts(interrupts)
         options = _parser().parse_args(arguments)
         options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
         run: Callable[[argparse.Namespace], None] = options.run
@@ -81,36 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
     """What nobody foresaw, as Python shows it, but fit to print: it may hold a user's values."""
     print(report("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
-
-
-def _note_interrupts(seen: list[int]) -> None:
-    """From here on `seen` grows when Ctrl-C is pressed, which still raises KeyboardInterrupt.
-
-    While a command only imports its libraries it ends this process on the spot: nothing has been begun, and a library
-    may swallow the exception, turn it into another, or abort the interpreter's own way out (torch, half imported).
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        if _only_imports(frame):
-            os.write(sys.stderr.fileno(), b"interrupted\n")
-            os._exit(130)
-        raise KeyboardInterrupt
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-
-
-def _only_imports(frame: FrameType | None) -> bool:
-    """Whether what the command line itself has called is an import, rather than any work that imports something."""
-    called = ""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == __name__:
-            return called.startswith("importlib.")
-        called = frame.f_globals.get("__name__", "")
-        frame = frame.f_back
-    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -204,21 +171,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _import_libraries() -> None:
-    """Import peft, and with it torch and transformers, without the garbage collector.
-
-    It would look again and again through a million objects that stay: a quarter of the time that a process needs.
-    """
-    if "peft" not in sys.modules:
-        gc.disable()
-        import peft  # noqa: F401
-
-        gc.freeze()
-        gc.enable()
-
-
 def _train(options: argparse.Namespace) -> None:
-    _import_libraries()
+    import_libraries()
     from meshlora.parallel.groups import join, launcher_place, on_gpus
     from meshlora.run_file import read_runs
     from meshlora.train.agreement import agreed
@@ -295,7 +249,7 @@ def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    _import_libraries()
+    import_libraries()
     from meshlora.adapter.peft_format import read_lora
     from meshlora.parallel.groups import launcher_place
     from meshlora.train.edge import rank_edge
@@ -354,7 +308,7 @@ def _fields(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    _import_libraries()
+    import_libraries()
     from meshlora.console import Console
     from meshlora.run_file import read_runs
     from meshlora.train.together import prepare_runs

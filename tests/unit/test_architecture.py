@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -87,6 +88,7 @@ QUIET = {
 }
 
 
+@functools.cache
 def _modules() -> list[tuple[str, Path, ast.Module]]:
     """(package, file, tree) of every source file but the top-level `__init__`, which re-exports."""
     files = [f for f in SOURCE.rglob("*.py") if f != SOURCE / "__init__.py"]

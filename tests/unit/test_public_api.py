@@ -37,7 +37,7 @@ def test_command_line_and_package_are_there_before_torch_is() -> None:
     code = "import gc, sys, meshlora.cli as cli; libraries = {'torch', 'transformers', 'peft'}"
     before = "assert not libraries & sys.modules.keys()"
     after = "assert libraries <= sys.modules.keys() and gc.isenabled() and gc.get_freeze_count() > 100_000"
-    code = f"{code}\n{before}\ncli._import_libraries()\n{after}"
+    code = f"{code}\n{before}\ncli.import_libraries()\n{after}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -190,7 +190,7 @@ def write_for_ever(folders: list[str]) -> None:
             (new / "file").write_bytes(bytes(1000))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.proof)])
 def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     root = Path(__file__).parents[2]
