@@ -48,7 +48,7 @@ def test_a_run_builds_its_model_once(setup: Setup, builds: Counter[str]) -> None
     setup.set("topology", "")
     setup.set("train.steps", 1)
     setup.write()
-    train(prepare(read_run(setup.folder / "run.yaml"), world=1))
+    train({"": prepare(read_run(setup.folder / "run.yaml"), world=1)})
     assert list(builds.values()) == [1]
 
 
