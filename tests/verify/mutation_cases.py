@@ -354,7 +354,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "kto_labels_swapped": LOSS,
             "kto_weights_swapped": LOSS,
             "kto_point_of_one_rank": LOSS,
-            "kto_point_of_first_micro_batches": LOSS,
             "kto_point_of_base_from_policy": LOSS,
             "kto_beta_at_default": LOSS,
         },

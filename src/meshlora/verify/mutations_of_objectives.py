@@ -15,7 +15,7 @@ from torch import Tensor
 from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.errors import UserError, did_you_mean
-from meshlora.train import batches, objectives, trained, trainer
+from meshlora.train import batches, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify.mutation import Change, instead, mutation, then
 
@@ -84,15 +84,6 @@ def _of_other_row(batch: Batch, *_: Any, **__: Any) -> Batch:
 def _liked_the_other_way_round(batch: Batch, *_: Any, **__: Any) -> Batch:
     columns = {name: -column if name == "desirable" else column for name, column in batch.columns.items()}
     return dataclasses.replace(batch, columns=columns)
-
-
-def _of_the_first(point: Any) -> Any:
-    """A reference point of the first micro-batches of the ranks alone."""
-
-    def of_first(objective: Any, model: Any, batching: Any, data: Any, indices: Any) -> Any:
-        return point(objective, model, batching, data, indices[: batching.micro_batch_size * batching.mesh.dp.size])
-
-    return of_first
 
 
 def _base_in_halves(base: Tensor | None, *_: Any) -> Tensor | None:
@@ -234,12 +225,6 @@ OF_OBJECTIVES = dict(
             "rewards are compared with the divergence over the sequences of all ranks",
             "kto dp",
             (objectives, "all_reduce_sum", instead(lambda tensor, axis: tensor)),
-        ),
-        mutation(
-            "kto_point_of_first_micro_batches",
-            "rewards are compared with the divergence over all sequences of a step",
-            "kto",
-            (trained, "reference_point", _of_the_first),
         ),
         mutation(
             "kto_point_of_base_from_policy",
