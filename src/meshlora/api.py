@@ -105,7 +105,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     model.meshlora = manage.Runtime(plan, mesh, None if blueprint.source is None else str(blueprint.source))
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
-    compare_first_tokens(model, mesh.tp)
+    compare_first_tokens(model, mesh.same_rows)
     if blueprint.adapter is not None:
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
     manage.set_adapter(model, "default" if blueprint.adapter is not None else None)

@@ -16,13 +16,13 @@ from meshlora.parallel.quantized import pack
 from meshlora.plan.budget import micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.quantization import with_quantization
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import DATA, Topology
 from meshlora.plan.twin import twin_config
 from meshlora.planner.base import held
 from meshlora.planner.choose import choose
 from meshlora.planner.communication import Message
 from meshlora.planner.fake import FakeRun
-from meshlora.planner.gathers import DP, gathers_s
+from meshlora.planner.gathers import gathers_s
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.memory import LayerMemory, Phase, States, StepMemory, peak_of
 from tests.unit.test_planner import problem_of, simulated
@@ -111,7 +111,7 @@ def test_unpacking_takes_time_and_memory_of_a_step() -> None:
 def test_gathers_hide_behind_the_layer_before_and_no_further() -> None:
     """Two layers, gathers of 4 s, 80 % of kernels: the first one of either direction hides behind nothing."""
     gpu = Hardware("-", 1, 1, 1, 1e9, 1, 1, link_efficiency=1, launch_s=0, node_hop_s=0, kernel_s=0)
-    messages = [Message(phase, "allgather", DP, 4 * 10**9, 2, 0, is_ahead=True) for phase in ("forward", "backward")]
+    messages = [Message(phase, "allgather", DATA, 4 * 10**9, 2, 0, is_ahead=True) for phase in ("forward", "backward")]
 
     def found(forward_s: float, backward_s: float, *, again: bool = False) -> float:
         return gathers_s(

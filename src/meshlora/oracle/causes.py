@@ -198,13 +198,11 @@ def _gradients(case: Failure) -> str:
     kinds = sorted({_kind(case, r.name) for r in failed})
     is_all = len(failed) == len(case.phase.results)
     which = "every factor" if is_all else " and ".join(kinds)
-    # Only what is whole on a rank is summed over tp, and everything is summed over dp.
-    may_be = {
-        "tp": case.tp > 1 and all(is_held_by_several(r, case.evidence.topology) for r in failed),
-        "dp": case.dp > 1 and is_all,
-    }
-    for axis in (name for name, possible in may_be.items() if possible):
-        size = getattr(case, axis)
+    for axis, size in reversed(case.evidence.topology.sizes.items()):
+        # Only what is whole on a rank is summed over tp, and everything is summed over the others.
+        is_summed = all(is_held_by_several(r, case.evidence.topology) for r in failed) if axis == "tp" else is_all
+        if size == 1 or not is_summed:
+            continue
         if case.ratio == 1 / size:
             return f"the gradient of {which} is averaged over {axis} instead of summed"
         if case.ratio == size:

@@ -6,15 +6,12 @@ Owns: the rules about experts, their tokens and the axes that they lie on. Empty
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from meshlora.oracle.capture import CHOICES
 from meshlora.oracle.experts import stack_of
 from meshlora.oracle.failure import Failure
-from meshlora.oracle.results import TensorResult
 from meshlora.oracle.symptoms import is_permuted
 from meshlora.oracle.unshard import Ownership, ShapeError, Tokens, canonical, token_pieces
-from meshlora.plan.topology import EXPERT_AXES
 
 
 def of_backward(case: Failure) -> str:
@@ -81,12 +78,10 @@ def of_gradients(case: Failure) -> str:
     if first.whole is None:
         return f"nobody has the gradient that one process has: {first.note}"
     which = " and ".join(sorted({_kind(case, result.name) for result in failed}))
-    sizes = case.evidence.topology.expert_sizes
-    for axis in EXPERT_AXES:
-        size = sizes[axis]
+    for axis, size in case.evidence.topology.expert_sizes.items():
         if size == 1:
             continue
-        if all(_adds_up_over(case, axis, result) for result in failed):
+        if all(case.adds_up_over(axis, result) for result in failed):
             return f"the gradient of {which} is not summed over {axis}: the ranks' gradients add up to the reference"
         if case.ratio == 1 / size:
             return f"the gradient of {which} is averaged over {axis} instead of summed"
@@ -100,22 +95,3 @@ def _kind(case: Failure, name: str) -> str:
     split = case.fact(stack_of(module)).removeprefix("expert ")
     projection = {"column": "first", "row": "second"}.get(split, split)
     return f"{part.partition('.')[0]} of the experts' {projection} projections"
-
-
-def _adds_up_over(case: Failure, axis: str, result: TensorResult) -> bool:
-    """Whether the parts of the ranks along `axis` are different terms whose sum is the reference."""
-    whole, topology = result.whole, case.evidence.topology
-    if whole is None:
-        return False
-    totals: dict[tuple[tuple[int, ...], int], Tensor] = {}
-    parts: dict[tuple[tuple[int, ...], int], Tensor] = {}
-    numbers: dict[tuple[tuple[int, ...], int], int] = {}
-    for piece in result.pieces:
-        place = topology.expert_coordinates(piece.rank)
-        key = (tuple(index for name, index in place.items() if name != axis), piece.start)
-        parts[key] = piece.along(whole).double()
-        totals[key] = totals.get(key, torch.zeros_like(parts[key])) + piece.values.double()
-        numbers[key] = numbers.get(key, 0) + 1
-    return max(numbers.values(), default=0) > 1 and all(
-        float((totals[key] - part).norm()) <= case.tolerance * float(part.norm()) for key, part in parts.items()
-    )

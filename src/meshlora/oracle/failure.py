@@ -6,6 +6,7 @@ Owns: the questions. Does not own: what follows from the answers (`oracle.causes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,14 +60,14 @@ class Failure:
         whole, topology = result.whole, self.evidence.topology
         if whole is None or getattr(topology, axis) == 1:
             return False
-        other = "dp" if axis == "tp" else "tp"
-        totals: dict[tuple[int | None, int, int], Tensor] = {}
-        parts: dict[tuple[int | None, int, int], Tensor] = {}
+        place = topology.expert_coordinates if axis in topology.expert_sizes else topology.coordinates
+        totals: dict[tuple[Any, ...], Tensor] = {}
+        parts: dict[tuple[Any, ...], Tensor] = {}
         for piece in result.pieces:
             part = piece.along(whole)
-            # Every dp rank has tokens of its own and a copy of its own of each factor.
-            copy = topology.coordinates(piece.rank)[other] if piece.rows is None else 0
-            key = (piece.dim, piece.start, copy)
+            # Ranks elsewhere on the other axes have tokens of their own and copies of their own of each factor.
+            others = [index for name, index in place(piece.rank).items() if name != axis and piece.rows is None]
+            key = (piece.dim, piece.start, *others)
             total = totals.setdefault(key, torch.zeros_like(part, dtype=torch.float64))
             rows = torch.arange(part.shape[0]) if piece.rows is None else piece.rows
             total.index_add_(0, rows, piece.values.double())

@@ -110,12 +110,12 @@ class _Judge:
         self.rows = [self.tokens.rows(trace.micro_batches) for trace in self.ranks]
 
     def sequences(self) -> list[TensorResult]:
-        """Each sequence of the step is taken by one dp rank, by all of its tp ranks; the trained tokens are counted."""
-        results = []
+        """Each sequence of the step is taken by one dp rank, by all that share its rows; trained tokens are counted."""
+        results, sharing = [], self.topology.sharing
         for index, sequence in enumerate(self.tokens.sequences):
             takers = [sum(sequence == s for m in trace.micro_batches for s in sequences_of(m)) for trace in self.ranks]
-            by_tp = {sum(takers[t :: self.topology.tp]) for t in range(self.topology.tp)}
-            note = "" if by_tp == {1} else f"taken {' or '.join(map(str, sorted(by_tp)))} times"
+            times = {sum(takers[place::sharing]) for place in range(sharing)}
+            note = "" if times == {1} else f"taken {' or '.join(map(str, sorted(times)))} times"
             results.append(TensorResult(f"sequence {index}", 0.0 if not note else math.inf, 0.0, note=note))
         for step, number in enumerate(self.reference.num_tokens):
             ours = {at(trace.num_tokens, step) for trace in self.ranks}

@@ -160,12 +160,13 @@ class Ownership:
 
     def copy_of(self, rank: int, module: str, *, is_split: bool) -> tuple[int, ...]:
         """Which copy of a parameter in `module` rank `rank` holds, or holds a part of."""
-        if not self.is_of_experts(module):
-            place = self.topology.coordinates(rank)
-            return (place["dp"],) if is_split else (place["dp"], place["tp"])
-        place = self.topology.expert_coordinates(rank)
-        copy = (place["edp"], place["ep"]) if module in self.reference.stacks else (place["edp"],)
-        return copy if is_split else (*copy, place["etp"])
+        is_of_experts = self.is_of_experts(module)
+        place = (self.topology.expert_coordinates if is_of_experts else self.topology.coordinates)(rank)
+        if is_split:
+            del place["etp" if is_of_experts else "tp"]
+        if is_of_experts and module not in self.reference.stacks:
+            del place["ep"]
+        return tuple(place.values())
 
     def one_of(self, rank: int, projection: str) -> str:
         """One expert of those that a rank holds of `projection`."""

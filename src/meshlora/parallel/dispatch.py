@@ -36,6 +36,7 @@ from meshlora.parallel.collectives import (
 )
 from meshlora.parallel.grouped import inverse_of, sort_by_expert, sum_rows
 from meshlora.parallel.groups import Mesh
+from meshlora.plan.topology import EP, ETP
 from meshlora.transfer import to_device
 
 
@@ -137,9 +138,9 @@ class Journey:
     """
 
     def __init__(self, slots: Slots, mesh: Mesh) -> None:
-        self.ep, self.etp = mesh.over({"ep"}), mesh.over({"etp"})
+        self.ep, self.etp = mesh.over({EP}), mesh.over({ETP})
         self.is_flat = not mesh.topology.two_stage
-        self.block = mesh.over({"ep", "etp"})
+        self.block = mesh.over({EP, ETP})
         device = slots.places.index.device
         own = to_device(torch.tensor(slots.counts), mesh.device).view(1, self.ep.size, -1)
         every = all_gather(own, self.block).cpu()  # [ranks of the block, ep, experts of a rank]

@@ -30,6 +30,7 @@ from meshlora.parallel.leaf import AdaptedLeaf
 from meshlora.parallel.tokens import owners
 from meshlora.plan.experts import ExpertRule, ExpertsRule
 from meshlora.plan.layout import Split
+from meshlora.plan.topology import EP, ETP
 from meshlora.transfer import to_device
 
 
@@ -45,10 +46,10 @@ class ParallelExpertLinear(AdaptedLeaf):
     """
 
     def __init__(self, rule: ExpertRule, mesh: Mesh, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        etp = mesh.over({"etp"})
+        etp = mesh.over({ETP})
         super().__init__(*rule.local_features(etp.size))
         self.rule, self.etp = rule, etp
-        self.num_experts = rule.num_experts // mesh.over({"ep"}).size
+        self.num_experts = rule.num_experts // mesh.over({EP}).size
         shape = [self.out_features, self.in_features]
         shape = shape[::-1] if rule.is_transposed else shape
         empty = torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
@@ -150,7 +151,7 @@ class ParallelExperts(nn.Module):
         if self.rule.weights_first:
             rows = slots.rows(tokens)
             rows = rows * _by_slot(weights, slots).to(rows.dtype)
-        if self.mesh.over({"ep", "etp"}).size == 1:
+        if self.mesh.over({EP, ETP}).size == 1:
             if self.rule.weights_first:
                 rows = self._run(
                     rows, None, Places.permutation(torch.arange(len(rows), device=rows.device)), slots.counts, adapters

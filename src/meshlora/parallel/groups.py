@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora import compat
@@ -28,7 +29,7 @@ from meshlora.errors import UserError
 from meshlora.parallel import local_group
 from meshlora.parallel.arrivals import Arrivals, Board, telling_the_others
 from meshlora.parallel.links import Links
-from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
+from meshlora.plan.topology import DATA, FEATURES, SEQUENCES, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
 # Names the file by which ranks meet that were started on one machine, in a folder of this user alone.
@@ -74,12 +75,27 @@ class Mesh:
     @property
     def tp(self) -> Axis:
         """The tensor-parallel group of this rank."""
-        return self.over({"tp"})
+        return self.over(FEATURES)
 
     @property
     def dp(self) -> Axis:
-        """The data-parallel group of this rank."""
-        return self.over({"dp"})
+        """The data-parallel group of this rank: each of its ranks reads rows of its own."""
+        return self.over(SEQUENCES)
+
+    @property
+    def data(self) -> Axis:
+        """The ranks that each have tokens of their own: losses, counts and gradients are sums over them."""
+        return self.over(DATA)
+
+    @property
+    def same_rows(self) -> Axis:
+        """The ranks that are given the same rows as this one."""
+        return self.over(frozenset(self.topology.sizes) - SEQUENCES)
+
+    @property
+    def token_cut(self) -> Axis:
+        """The ranks over which the tokens of one batch are cut between regions; this rank alone where they are not."""
+        return self.over(self.topology.token_cut)
 
     @property
     def world(self) -> Axis:
@@ -89,6 +105,13 @@ class Mesh:
     def over(self, axes: set[str] | frozenset[str]) -> Axis:
         """The group that spans `axes`: the ranks that agree with this one on every other axis; alone over none."""
         return self._axes[frozenset(axes)]
+
+    def own_tokens(self, tokens: Tensor) -> Tensor:
+        """Of tokens `[B, S]` of a forward, flat, those that modules between regions see on this rank: all, or its part.
+
+        The one place that says which these are (`parallel.region.TokenCut` cuts the residual stream so).
+        """
+        return tokens.flatten().tensor_split(self.token_cut.size)[self.token_cut.rank]
 
     @contextlib.contextmanager
     def patient_for(self, timeout_s: float) -> Iterator[None]:
@@ -294,18 +317,13 @@ def open_mesh(
             f"this job has {world}",
             f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
         )
-    subsets = _subsets(tuple(topology.sizes)) + (_subsets(EXPERT_AXES)[1:] if has_experts else [])
-    for number in sorted(copies):
-        subsets += [frozenset({copies_axis(number)}), frozenset({copies_axis(number), "dp"})]
     opened: dict[tuple[tuple[int, ...], ...], Axis] = {}  # two sets of axes may span the same ranks
     arrivals = Arrivals()
-    axes = {subset: _open_axis(topology.groups_over(subset), rank, world, opened, arrivals) for subset in subsets}
+    axes = {
+        names: _open_axis(topology.groups_over(names), rank, world, opened, arrivals)
+        for names in axis_sets(copies, has_experts=has_experts)
+    }
     return Mesh(topology, rank, device or torch.device("cpu"), axes)
-
-
-def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
-    """All of them, the empty one first."""
-    return [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
 
 
 def _open_axis(

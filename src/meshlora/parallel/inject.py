@@ -66,7 +66,7 @@ def parallelize(
         widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
     watch_activations(model, plan.owners)
     own_gradients_of_norms(model)
-    install_borders(model, plan, mesh.tp)
+    install_borders(model, plan, mesh)
 
 
 ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter

@@ -26,7 +26,7 @@ from meshlora.parallel.collectives import (
     gather_each_to_one,
     slice_one_to_each,
 )
-from meshlora.parallel.groups import Axis
+from meshlora.parallel.groups import Axis, Mesh
 from meshlora.parallel.linear import ParallelLinear
 from meshlora.parallel.ride import pack, unpack
 from meshlora.plan.rules import ModelPlan, Region
@@ -61,11 +61,11 @@ class TokenCut:
         return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
 
 
-def install_borders(model: nn.Module, plan: ModelPlan, tp: Axis) -> None:
-    """Put the borders of `plan` on `model`; with tp=1 there are none."""
-    if plan.topology.tp == 1:
+def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
+    """Put the borders of `plan` on `model`; where each rank runs whole layers there are none."""
+    if plan.topology.is_whole:
         return
-    cut = TokenCut(tp)
+    tp, cut = mesh.tp, TokenCut(mesh.tp)
     for region in plan.regions:
         module = model.get_submodule(region.name)
         _install_region(module, region, cut, sp=plan.topology.sp, riders=_riders(model, plan, region))

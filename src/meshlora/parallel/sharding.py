@@ -75,9 +75,9 @@ def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None
         if not plan.is_sharded(f"{unit}.{name}", ndim=parameter.ndim)
     }
     before = list(forward_hooks(layer))
-    fully_shard(layer, mesh=mesh.dp.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
+    fully_shard(layer, mesh=mesh.data.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
     assert isinstance(layer, FSDPModule)
-    layer.set_custom_all_gather(_Gather(mesh.dp))  # type: ignore[arg-type]
+    layer.set_custom_all_gather(_Gather(mesh.data))  # type: ignore[arg-type]
     # Before the hooks of the layer's borders, which may return views: the gather hangs on the tensor that the layer
     # itself returns.
     hooks = forward_hooks(layer)
@@ -90,7 +90,7 @@ def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
     if not plan.units:
         return
     stack = model.get_submodule(plan.units[0].rpartition(".")[0].rpartition(".")[0])
-    fully_shard(stack, mesh=mesh.dp.as_torch_mesh(mesh.device.type), ignored_params=set(stack.parameters()))
+    fully_shard(stack, mesh=mesh.data.as_torch_mesh(mesh.device.type), ignored_params=set(stack.parameters()))
     layers = [model.get_submodule(unit) for unit in plan.units]
     for index, layer in enumerate(layers):
         assert isinstance(layer, FSDPModule)
@@ -121,11 +121,11 @@ def whole_weights(model: nn.Module, name: str | None = None) -> Iterator[None]:
 class _Gather:
     """torch's all-gather of a unit, as one of ours: counted, and named where a rank does not arrive."""
 
-    def __init__(self, dp: Axis) -> None:
-        self.dp = dp
+    def __init__(self, data: Axis) -> None:
+        self.data = data
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        all_gather_into(output_tensor, input_tensor, self.dp)
+        all_gather_into(output_tensor, input_tensor, self.data)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import DATA
 
 # Of a model's forwards with gradients, and of those without: how many compare the tokens of tp ranks.
 COMPARED_FORWARDS = 2
@@ -32,7 +33,7 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: boo
     units = len(plan.units)
     if recomputes:
         once = micro_batch_budget(plan, scaled_rows=scaled_rows)
-        is_split = plan.topology.tp > 1
+        is_split = not plan.topology.is_whole
         # The backward gathers a layer that dp_shard shards in any case.
         outside = Counter({"allreduce": int(is_split), "allgather": units + int(is_split and plan.topology.sp)})
         forward = Counter({kind: number for (phase, kind), number in once.items() if phase == "forward"}) - outside
@@ -42,7 +43,7 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: boo
     whole = len(plan.regions) - entered
     left = sum(rule.split is Split.ROW for rule in plan.linears.values())
     norms = len(plan.wide_norms)
-    if plan.topology.tp == 1:
+    if plan.topology.is_whole:
         return budget
     if not plan.topology.sp:
         return budget + Counter(
@@ -91,13 +92,12 @@ def _of_experts(plan: ModelPlan) -> Counter[tuple[str, str]]:
 
 def first_forwards_budget(plan: ModelPlan, num_forwards: int) -> Counter[tuple[str, str]]:
     """Of the first forwards of a loaded model besides: what compares their tokens over tp."""
-    compared = min(num_forwards, COMPARED_FORWARDS) if plan.topology.tp > 1 else 0
+    compared = 0 if plan.topology.is_whole else min(num_forwards, COMPARED_FORWARDS)
     return Counter({("forward", "allgather"): compared})
 
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:
     """Of one optimizer step besides: a bucket for each set of gradient axes that spans ranks, and the token count."""
-    sizes = plan.topology.sizes
-    segments = [segment for rule in factors for segment in rule.segments(rank=0, size=sizes["tp"])]
+    segments = [segment for rule in factors for segment in rule.segments(rank=0, size=plan.topology.tp)]
     buckets = {(s.grad_axes, s.mean_axes) for s in segments if plan.topology.size_over(s.grad_axes | s.mean_axes) > 1}
-    return Counter({("step", "allreduce"): len(buckets) + (plan.topology.dp > 1)})
+    return Counter({("step", "allreduce"): len(buckets) + (plan.topology.size_over(DATA) > 1)})

@@ -47,7 +47,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     if topology.dp_shard:
         prefix, found = decoder_layers(model)
         units = tuple(f"{prefix}.{index}" for index in range(len(found)))
-    if topology.tp == 1:
+    if topology.is_whole:
         layers = model.config.get_text_config().num_hidden_layers
         head = head if head in linears else ""
         return ModelPlan(

@@ -102,7 +102,7 @@ def proof_of_family(model_type: str, topology: Topology) -> dict[str, Any]:
 
 
 def _is_split(topology: Topology) -> bool:
-    return max(topology.tp, topology.ep, topology.etp) > 1
+    return not topology.is_whole or topology.ep * topology.etp > 1
 
 
 def _smallest(topology: Topology) -> Topology:

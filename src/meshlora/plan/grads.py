@@ -1,6 +1,10 @@
 """Gradient axes: over which mesh axes the gradient of a trained parameter is a partial sum.
 
-Owns: the one place where they are derived from how the base is split. Does not own: the summing (`train.gradsync`).
+Owns: the one place where they are derived from how the base is split. Does not own: the summing (`train.gradsync`),
+what an axis cuts (`plan.topology`).
+
+A gradient is a sum over every axis of its mesh but those that cut the parameter and those along which all ranks compute
+it alike. Sequences and tokens are never alike: `dp` stands for all axes that cut them. What is left to say is of tp.
 
 y = x W^T + s (x A^T) B^T with A `[r, in]` on the input side and B `[out, r]` on the output side of a linear:
 
@@ -25,7 +29,7 @@ Rows that several tp ranks hold (a key/value head that serves query heads on all
 terms of its own query heads, so these rows are summed over that part of tp besides.
 
 Experts lie on axes of their own. Each rank has tokens of its own there, on its way to them or at home, so that nothing
-is whole by being computed alike:
+is computed alike:
 
 | expert matrix          | A `[E, r, in]`                   | B `[E, out, r]`                  |
 |------------------------|----------------------------------|----------------------------------|
@@ -47,7 +51,7 @@ from torch import Tensor
 from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, LinearRule, ParameterRule
-from meshlora.plan.topology import EXPERT_AXES, copies_axis
+from meshlora.plan.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, TP, copies_axis
 
 
 class Side(StrEnum):
@@ -86,31 +90,31 @@ class FactorRule:
     @property
     def replicas(self) -> frozenset[str]:
         """The axes along which all ranks hold the same of it."""
-        every = EXPERT_AXES if self.is_expert else ("dp", "tp")
-        return frozenset(every) - {cut.axis for cut in self.cuts}
+        return frozenset(EXPERT_AXES if self.is_expert else DENSE_AXES) - {cut.axis for cut in self.cuts}
 
     @property
     def split_dim(self) -> int | None:
         """The dim that is split over tp."""
-        return next((cut.dim for cut in self.cuts if cut.axis == "tp"), None)
+        return next((cut.dim for cut in self.cuts if cut.axis == TP), None)
 
     def segments(self, *, rank: int, size: int) -> list[Segment]:
         """What tp rank `rank` of `size` holds, by the axes over which it is summed."""
-        whole = Segment(0, 0, None, self.grad_axes, self.mean_axes, 1, self.replicas)
-        cut = next((cut for cut in self.cuts if cut.axis == "tp"), None)
+        whole = Segment(0, 0, None, self.grad_axes, self.mean_axes, self.replicas)
+        cut = next((cut for cut in self.cuts if cut.axis == TP), None)
         if cut is None or cut.layout.copies(size) == {1}:
             return [whole]
         found: list[Segment] = []
         start = 0
         for run in cut.layout.runs(rank=rank, size=size):
+            stop = start + run.size
+            over = {copies_axis(run.copies)} if run.copies > 1 else set()
             last = found[-1] if found else None
-            if last and last.copies == run.copies:
-                found[-1] = replace(last, stop=start + run.size)
+            if last and last.replicas == self.replicas | over:
+                found[-1] = replace(last, stop=stop)
             else:
-                axes = self.grad_axes | ({copies_axis(run.copies)} if run.copies > 1 else set())
-                own = replace(whole, dim=cut.dim, start=start, stop=start + run.size)
-                found.append(replace(own, grad_axes=axes, copies=run.copies))
-            start += run.size
+                own = Segment(cut.dim, start, stop, self.grad_axes | over, self.mean_axes, self.replicas | over)
+                found.append(own)
+            start = stop
         return found
 
 
@@ -118,7 +122,8 @@ class FactorRule:
 class Segment:
     """Rows `start:stop` (None: to the end) of dim `dim` of a local parameter that are summed over the same axes.
 
-    copies: on how many neighbouring tp ranks they lie. replicas: the axes along which all ranks hold them.
+    replicas: the axes along which all ranks hold them, a `copies_axis` among them: their sizes make the number of ranks
+        that hold each element.
     """
 
     dim: int
@@ -126,7 +131,6 @@ class Segment:
     stop: int | None
     grad_axes: frozenset[str]
     mean_axes: frozenset[str]
-    copies: int
     replicas: frozenset[str]
 
 
@@ -143,7 +147,7 @@ def factor_rule(rule: LinearRule, side: Side, *, sp: bool) -> FactorRule:
     if rule.split is Split.ROW and side is Side.INPUT:
         return split_rule(1, rule.layout)
     if rule.split is Split.COLUMN or (rule.split is Split.ROW and side is Side.OUTPUT):
-        return FactorRule((), frozenset({"dp", "tp"}))
+        return whole_rule(Domain.PARTIAL, sp=sp)
     return whole_rule(rule.domain, sp=sp)
 
 
@@ -180,7 +184,7 @@ def expert_rules() -> list[tuple[str, Side, FactorRule]]:
 def split_rule(dim: int, layout: Layout | None) -> FactorRule:
     """The rule of a parameter of which each tp rank holds its own part along `dim`, with all of its gradient."""
     assert layout is not None
-    return FactorRule((Cut(dim, "tp", layout),), frozenset({"dp"}))
+    return _rule(DENSE_AXES, Cut(dim, TP, layout))
 
 
 def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> FactorRule:
@@ -189,22 +193,17 @@ def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> Fac
     is_shared: one adapter for all of them, A `[1, r, in]`, B `[1, out, r]`.
     """
     assert side is not Side.AFTER, rule
-    cuts: tuple[Cut, ...] = () if is_shared else (Cut(0, "ep", Layout.plain(rule.num_experts)),)
-    summed = {"edp"} | ({"ep"} if is_shared else set())
-    is_cut = (rule.split is Split.COLUMN) == (side is Side.OUTPUT)
-    if is_cut:
+    cuts = [] if is_shared else [Cut(0, EP, Layout.plain(rule.num_experts))]
+    if (rule.split is Split.COLUMN) == (side is Side.OUTPUT):
         assert rule.layout is not None
-        cuts += (Cut(1 if side is Side.OUTPUT else 2, "etp", rule.layout),)
-    else:
-        summed |= {"etp"}
-    return FactorRule(cuts, frozenset(summed), is_expert=True)
+        cuts.append(Cut(1 if side is Side.OUTPUT else 2, ETP, rule.layout))
+    return _rule(EXPERT_AXES, *cuts)
 
 
 def whole_rule(domain: Domain, *, sp: bool) -> FactorRule:
     """The rule of a parameter that is whole on every tp rank."""
-    if domain is Domain.PARTIAL or (domain is Domain.RESIDUAL and sp):
-        return FactorRule((), frozenset({"dp", "tp"}))
-    return FactorRule((), frozenset({"dp"}), mean_axes=frozenset({"tp"}))
+    is_term = domain is Domain.PARTIAL or (domain is Domain.RESIDUAL and sp)
+    return _rule(DENSE_AXES, alike=frozenset() if is_term else FEATURES)
 
 
 def parameter_rule(rule: ParameterRule) -> FactorRule:
@@ -216,4 +215,12 @@ def embedding_rule(rule: ParameterRule, side: Side) -> FactorRule:
     """Of LoRA on a vocabulary that is split: A `[r, V]` as the rows of the embedding; B sees one term of the sum."""
     if side is Side.INPUT:
         return split_rule(1, rule.layout)
-    return FactorRule((), frozenset({"dp", "tp"}))
+    return whole_rule(Domain.PARTIAL, sp=False)
+
+
+def _rule(axes: tuple[str, ...], *cuts: Cut, alike: frozenset[str] = frozenset()) -> FactorRule:
+    """The rule of a parameter on the mesh of `axes`: a term of its gradient along each that neither cuts it nor
+    computes it `alike`. Sequences and tokens are never alike, and no parameter is cut by them.
+    """
+    terms = frozenset(axes) - {cut.axis for cut in cuts} - alike
+    return FactorRule(cuts, terms, alike, is_expert=axes is EXPERT_AXES)

@@ -1,24 +1,100 @@
-"""The topology: sizes of the mesh axes, as text and as numbers.
+"""The topology: the axes of a mesh of ranks, what each of them cuts, and their sizes, as text and as numbers.
 
-Owns: parsing, the divisibility rules between axes, and which rank sits where. Does not own: whether a model can be
-split that way (`plan.rules`), or the process groups (`parallel.groups`).
+Owns: one entry an axis, which says what the ranks along it have of their own; the sets of axes that are asked for by
+what they cut; parsing, the divisibility rules between axes, which rank sits where. Does not own: whether a model can be
+split that way (`plan.rules`), which sums follow for a parameter (`plan.grads`), process groups (`parallel.groups`).
 
-The same ranks lie on two meshes. The dense one is `(dp, tp)` with tp fastest, so that the ranks of one tensor-parallel
-group are neighbours. That of experts is `(edp, ep, etp)` with etp fastest; nothing ties its axes to the dense ones but
-the number of ranks. A set of axes is of one mesh or of the other.
+The same ranks lie on two meshes, each in the order of its table, the last axis fastest, so that the ranks of one
+tensor-parallel group are neighbours. Nothing ties the axes of one to those of the other but the number of ranks; a set
+of axes is of one of them. The first axis of a mesh has the ranks that the others leave.
+
+| cuts      | along it each rank has      | parameters | a gradient that it does not cut                |
+|-----------|-----------------------------|------------|------------------------------------------------|
+| sequences | rows of its own             | alike      | sum over it                                    |
+| tokens    | its own tokens of same rows | alike      | sum over it                                    |
+| features  | its own part of matrices    | by layout  | sum over it, or mean, by domain (`plan.grads`) |
+| experts   | its own experts             | by expert  | sum over it: one adapter for all experts       |
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from enum import StrEnum
+from typing import Any, Self
 
 from meshlora.errors import UserError, did_you_mean
 
-_SIZES = ("dp", "tp", "ep", "etp")
-_FLAGS = ("sp", "two-stage", "dp_shard")
-EXPERT_AXES = ("edp", "ep", "etp")
+
+class Cuts(StrEnum):
+    """What the ranks along an axis have of their own."""
+
+    SEQUENCES = "sequences"
+    TOKENS = "tokens"
+    FEATURES = "features"
+    EXPERTS = "experts"
+
+
+# The axes that layouts and dispatch are about, by name.
+TP, EP, ETP = "tp", "ep", "etp"
+
+# Name -> what it cuts, in mesh order.
+DENSE = {"dp": Cuts.SEQUENCES, TP: Cuts.FEATURES}
+# The axes of experts. Along edp lie the copies of an expert, each with tokens of its own.
+EXPERTS = {"edp": Cuts.TOKENS, EP: Cuts.EXPERTS, ETP: Cuts.FEATURES}
+# Ways to use an axis, on or off: name -> (the axis that needs several ranks for it, what it does there).
+FLAGS = {
+    "sp": (TP, "sequence parallelism splits tokens over the tp ranks"),
+    "dp_shard": ("dp", "it shards the frozen base over the dp ranks"),
+    "two-stage": (ETP, "it is a way to the etp ranks of an expert"),
+}
+DENSE_AXES, EXPERT_AXES = tuple(DENSE), tuple(EXPERTS)
+
+# The dense axes by what they cut. Along those of sequences each rank reads rows of its own, along all others the same.
+SEQUENCES, TOKENS, FEATURES = (
+    frozenset(name for name, cuts in DENSE.items() if cuts is what)
+    for what in (Cuts.SEQUENCES, Cuts.TOKENS, Cuts.FEATURES)
+)
+# Along these each rank has tokens of its own, and all parameters alike: gradients, losses and counts are sums over it.
+DATA = SEQUENCES | TOKENS
+
+
+def field_of(flag: str) -> str:
+    """The name of a flag in `Topology`."""
+    return flag.replace("-", "_")
+
+
+def copies_axis(number: int) -> str:
+    """The axis of `number` neighbouring tp ranks that hold the same key/value heads: a part of tp."""
+    return f"kv/{number}"
+
+
+def size_of_copies(axis: str) -> int | None:
+    """The number of ranks of a `copies_axis`; None for an axis of a mesh."""
+    _, slash, number = axis.partition("/")
+    return int(number) if slash else None
+
+
+def axis_sets(copies: Iterable[int], *, has_experts: bool) -> list[frozenset[str]]:
+    """Every set of axes that a group may be asked for over, the empty one first, in the same order on every rank.
+
+    copies: numbers of neighbouring tp ranks that hold the same key/value heads. has_experts: with the second mesh.
+    """
+    found = _subsets(DENSE_AXES) + (_subsets(EXPERT_AXES)[1:] if has_experts else [])
+    for axis in map(copies_axis, sorted(copies)):
+        found += [frozenset({axis}), DATA | {axis}]
+    return found
+
+
+def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
+    return [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
+
+
+# The first axis of experts has what the others leave, and is never given.
+_SIZES = (*DENSE_AXES, *EXPERT_AXES[1:])
+_REST, *_OTHERS = DENSE_AXES
 
 
 @dataclass(frozen=True)
@@ -48,34 +124,26 @@ class Topology:
             size = getattr(self, name)
             if size < 1:
                 raise UserError(f"{name}={size}", "the size of an axis is at least 1", f"use {name}=1 to leave it out")
-        if self.sp and self.tp == 1:
-            raise UserError(
-                "sp with tp=1", "sequence parallelism splits tokens over the tp ranks", "raise tp or leave out sp"
-            )
-        if self.two_stage and self.etp == 1:
-            raise UserError(
-                "two-stage with etp=1", "it is a way to the etp ranks of an expert", "raise etp or leave out two-stage"
-            )
-        if self.dp_shard and self.dp == 1:
-            raise UserError(
-                "dp_shard with dp=1", "it shards the frozen base over the dp ranks", "raise dp or leave out dp_shard"
-            )
+        for flag, (needs, why) in FLAGS.items():
+            if getattr(self, field_of(flag)) and getattr(self, needs) == 1:
+                raise UserError(f"{flag} with {needs}=1", why, f"raise {needs} or leave out {flag}")
         if self.world % (self.ep * self.etp):
+            whole = "*".join(DENSE_AXES)
             raise UserError(
-                f"ep*etp={self.ep * self.etp} with dp*tp={self.world}",
-                "ep*etp must divide dp*tp",
+                f"ep*etp={self.ep * self.etp} with {whole}={self.world}",
+                f"ep*etp must divide {whole}",
                 f"use ep*etp in {_set_of_divisors(self.world)}",
             )
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp
+        return math.prod(self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the dense axes in mesh order, slowest first."""
-        return {"dp": self.dp, "tp": self.tp}
+        return {name: getattr(self, name) for name in DENSE_AXES}
 
     @property
     def edp(self) -> int:
@@ -85,14 +153,28 @@ class Topology:
     @property
     def expert_sizes(self) -> dict[str, int]:
         """Sizes of the axes of experts in mesh order, slowest first."""
-        return {"edp": self.edp, "ep": self.ep, "etp": self.etp}
+        return {name: getattr(self, name) for name in EXPERT_AXES}
+
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring ranks read the same rows."""
+        return self.world // self.size_over(SEQUENCES)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank runs whole layers, but for experts, on whole sequences: the model's own code unchanged."""
+        return self.sharing == 1
+
+    @property
+    def token_cut(self) -> frozenset[str]:
+        """The axes over which the tokens of one batch are cut between regions."""
+        return TOKENS | (FEATURES if self.sp else frozenset())
 
     @property
     def experts_repeat_over_dp(self) -> bool:
-        """Whether the ranks of a dp group all hold the same part of the same experts."""
-        places = [self.expert_coordinates(rank) for rank in range(self.world)]
-        held = [(place["ep"], place["etp"]) for place in places]
-        return all(len({held[rank] for rank in group}) == 1 for group in self.groups_over(frozenset({"dp"})))
+        """Whether ranks that differ in their data alone all hold the same part of the same experts."""
+        held = [tuple(self.expert_coordinates(rank).values())[1:] for rank in range(self.world)]
+        return all(len({held[rank] for rank in group}) == 1 for group in self.groups_over(DATA))
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None) -> Self:
@@ -103,54 +185,55 @@ class Topology:
         Raises:
             UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
         """
-        sizes: dict[str, int] = {}
-        flags: dict[str, bool] = {}
+        given: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
-            if name in sizes or name in flags:
+            if field_of(name) in given:
                 raise UserError(f"topology {text!r}", f"{name} is given twice", "give each axis once")
-            if name in _FLAGS:
-                flags[name] = _parse_flag(text, name, equals, value)
+            if name in FLAGS:
+                given[field_of(name)] = _parse_flag(text, name, equals, value)
             elif name not in _SIZES:
-                raise UserError(
-                    f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, [*_SIZES, *_FLAGS])
-                )
+                raise UserError(f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, [*_SIZES, *FLAGS]))
             elif not value.isdecimal():
                 raise UserError(
                     f"topology {text!r}", f"{name} needs a whole number, as in {name}=2", f"it has {value!r}"
                 )
             else:
-                sizes[name] = int(value)
-        sizes.setdefault("tp", 1)
-        if "dp" not in sizes:
-            sizes["dp"] = _missing_dp(world, sizes)
-        sp, two_stage, dp_shard = (flags.get(name, False) for name in _FLAGS)
-        topology = cls(sp=sp, two_stage=two_stage, dp_shard=dp_shard, **sizes)
+                given[name] = int(value)
+        given.setdefault(_REST, _missing(world, given))
+        topology = cls(**given)
         if world is not None and topology.world != world:
             raise UserError(
                 f"topology {topology} needs {topology.world} processes",
                 f"{world} were started",
-                f"start {topology.world}, or use sizes whose product dp*tp is {world}",
+                f"start {topology.world}, or use sizes whose product {'*'.join(DENSE_AXES)} is {world}",
             )
         return topology
 
     def __str__(self) -> str:
-        parts = [f"{name}={getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
-        dense = sum(part.startswith(("dp=", "tp=")) for part in parts)
-        parts[dense:dense] = [name for name in ("sp", "dp_shard") if getattr(self, name)]
-        if self.two_stage:
-            parts.append("two-stage")
-        return ",".join(parts) or "dp=1"
+        parts = []
+        for axes in (DENSE_AXES, EXPERT_AXES[1:]):
+            parts += [f"{name}={getattr(self, name)}" for name in axes if getattr(self, name) > 1]
+            parts += [flag for flag, (needs, _) in FLAGS.items() if needs in axes and getattr(self, field_of(flag))]
+        return ",".join(parts) or f"{_REST}=1"
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on the dense axes: `{"dp": i, "tp": j}`."""
-        assert 0 <= rank < self.world, (rank, self)
-        return {"dp": rank // self.tp, "tp": rank % self.tp}
+        return self._place(rank, self.sizes)
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on the axes of experts: `{"edp": i, "ep": j, "etp": k}`."""
+        return self._place(rank, self.expert_sizes)
+
+    def _place(self, rank: int, sizes: dict[str, int]) -> dict[str, int]:
         assert 0 <= rank < self.world, (rank, self)
-        return {"edp": rank // (self.ep * self.etp), "ep": rank // self.etp % self.ep, "etp": rank % self.etp}
+        return {name: rank // self.stride_of(name) % size for name, size in sizes.items()}
+
+    def stride_of(self, axis: str) -> int:
+        """How far apart neighbours along an axis lie: 1 along the last of a mesh."""
+        mesh = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
+        faster = mesh[mesh.index(axis) + 1 :] if axis in mesh else ()  # copies are neighbours
+        return math.prod(getattr(self, name) for name in faster)
 
     def groups_over(self, axes: frozenset[str]) -> list[list[int]]:
         """The rank lists of all groups that span `axes`: ranks that agree on every other axis, in mesh order.
@@ -159,24 +242,25 @@ class Topology:
         """
         of_experts = axes & set(EXPERT_AXES)
         assert not of_experts or of_experts == axes, axes
-        copies = next((int(axis.partition("/")[2]) for axis in axes if "/" in axis), 1)
+        copies = math.prod(filter(None, map(size_of_copies, axes)))
         by_place: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            place = self.coordinates(rank) | {"tp": rank % self.tp // copies}
-            if of_experts:
-                place = self.expert_coordinates(rank)
+            place = self.expert_coordinates(rank) if of_experts else self.coordinates(rank)
+            if not of_experts:
+                place[DENSE_AXES[-1]] //= copies
             by_place.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
         return list(by_place.values())
 
-    def size_over(self, axes: frozenset[str]) -> int:
+    def size_over(self, axes: Iterable[str]) -> int:
         """Number of ranks of a group over `axes`."""
-        sizes = {**self.sizes, **self.expert_sizes}
-        return math.prod(sizes[axis] if axis in sizes else int(axis.partition("/")[2]) for axis in axes)
+        return math.prod(size_of_copies(axis) or getattr(self, axis) for axis in axes)
 
 
-def copies_axis(number: int) -> str:
-    """The axis of `number` neighbouring tp ranks that hold the same key/value heads."""
-    return f"kv/{number}"
+def dense_sizes(world: int) -> Iterator[dict[str, Any]]:
+    """All sizes of the dense axes that make `world` ranks."""
+    for sizes in itertools.product(divisors(world), repeat=len(_OTHERS)):
+        if world % math.prod(sizes) == 0:
+            yield {_REST: world // math.prod(sizes), **dict(zip(_OTHERS, sizes, strict=True))}
 
 
 def divisors(number: int) -> list[int]:
@@ -195,14 +279,16 @@ def _parse_flag(text: str, name: str, equals: str, value: str) -> bool:
     return flags[value.lower()]
 
 
-def _missing_dp(world: int | None, sizes: dict[str, int]) -> int:
-    experts, tp = sizes.get("ep", 1) * sizes.get("etp", 1), sizes["tp"]
-    if world is None or tp < 1:
-        return max(1, experts // math.gcd(experts, tp)) if tp else 1
-    if world % tp:
+def _missing(world: int | None, given: dict[str, Any]) -> int:
+    """The size of the dense axis that has what the others leave."""
+    others, experts = (math.prod(given.get(name, 1) for name in names) for names in (_OTHERS, EXPERT_AXES[1:]))
+    if world is None or others < 1:
+        return max(1, experts // math.gcd(experts, others)) if others else 1
+    if world % others:
+        what = "*".join(_OTHERS)
         raise UserError(
-            f"tp={tp} on {world} processes",
-            "tp must divide the number of processes",
-            f"use tp in {_set_of_divisors(world)}",
+            f"{what}={others} on {world} processes",
+            f"{what} must divide the number of processes",
+            f"use {what} in {_set_of_divisors(world)}",
         )
-    return world // tp
+    return world // others

@@ -19,6 +19,7 @@ import torch
 from meshlora.plan.layout import Split
 from meshlora.plan.quantization import BLOCK, KINDS
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import DATA
 from meshlora.planner.kinds import Shrunk
 
 
@@ -58,7 +59,7 @@ def base_states(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> Ba
             num_bytes = tensor.num_bytes
             if plan.is_sharded(name, ndim=len(tensor.shape)):
                 assert kind is not None, name
-                num_bytes = tensor.shard_bytes(plan.topology.dp)
+                num_bytes = tensor.shard_bytes(plan.topology.size_over(DATA))
                 shards[kind] += num_bytes
             weights += shrunk.times(name) * num_bytes
     return BaseStates(weights, tuple(shards) if plan.units else ())

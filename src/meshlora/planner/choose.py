@@ -21,10 +21,10 @@ from meshlora.parallel.groups import simulated_job
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.families import check_proved
 from meshlora.plan.layout import Split
-from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.topology import DATA, TP, Topology, dense_sizes, divisors
 from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, span_of, traffic_of
 from meshlora.planner.fake import Work
-from meshlora.planner.gathers import DP, gathers_of, gathers_s
+from meshlora.planner.gathers import gathers_of, gathers_s
 from meshlora.planner.memory import Peak, States, peak_of, states_of
 from meshlora.planner.problem import Problem, Recompute
 from meshlora.planner.trace import Trace, tokens_of_chunk, trace
@@ -154,18 +154,17 @@ def _shapes(problem: Problem) -> Iterator[Topology]:
     experts = [
         m.shape[0] for n, m in problem.shrunk.model.named_parameters() if n.endswith(".down_proj") and m.ndim == 3
     ]
-    for tp in divisors(problem.gpus):
-        for sp in (False, True) if tp > 1 else (False,):
-            dp = problem.gpus // tp
+    for dense in dense_sizes(problem.gpus):
+        for sp in (False, True) if dense[TP] > 1 else (False,):
             if not experts:
-                yield Topology(dp=dp, tp=tp, sp=sp)
+                yield Topology(**dense, sp=sp)
                 continue
             sizes = itertools.product(divisors(experts[0]), divisors(problem.gpu.gpus_per_node))
             for ep, etp in sizes:
                 if problem.gpus % (ep * etp) == 0:
-                    yield Topology(dp=dp, tp=tp, sp=sp, ep=ep, etp=etp)
+                    yield Topology(**dense, sp=sp, ep=ep, etp=etp)
                     if etp > 1 and ep > 1:
-                        yield Topology(dp=dp, tp=tp, sp=sp, ep=ep, etp=etp, two_stage=True)
+                        yield Topology(**dense, sp=sp, ep=ep, etp=etp, two_stage=True)
 
 
 def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
@@ -185,7 +184,8 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
     small = small.with_adapter(problem.lora)
     states = states_of(problem.shrunk, small)
-    tokens = -(-problem.seq // topology.tp) * topology.tp if topology.sp else problem.seq
+    cut = topology.size_over(topology.token_cut)
+    tokens = -(-problem.seq // cut) * cut
     whole = dataclasses.replace(topology, dp_shard=False)
     if whole not in traces:
         one, two = (trace(small, rows=n, tokens=tokens) for n in (1, 2))
@@ -235,10 +235,10 @@ def _prediction(
     shrunk, gpu, (one, two) = problem.shrunk, problem.gpu, traces
     topology, plan, targets = small.topology, small.plan, small.trained.targets
     micro_batches = -(-problem.global_batch // (topology.dp * rows))
-    recomputed = recomputed_layers(recompute, len(shrunk.order))
+    recomputed, shards = recomputed_layers(recompute, len(shrunk.order)), topology.size_over(DATA)
     chunk_tokens = tokens_of_chunk(problem.vocab, problem.dtype, rows * tokens)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
-    peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=topology.dp)
+    peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=shards)
     sizes = Sizes(rows, tokens, problem.width, problem.vocab, problem.dtype)
     scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
     ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
@@ -264,8 +264,8 @@ def _prediction(
         shrunk.order,
         recomputed,
         gpu,
-        ranks=topology.dp,
-        is_network=gpu.crosses_nodes(span_of(topology, DP)),
+        ranks=shards,
+        is_network=gpu.crosses_nodes(span_of(topology, DATA)),
         forward_s=forward_s,
         backward_s=backward_s,
     )

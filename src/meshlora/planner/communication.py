@@ -18,13 +18,11 @@ import torch
 from meshlora.parallel.vocabulary import CHUNK_BYTES
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import EXPERT_AXES, Topology
+from meshlora.plan.topology import DATA, DENSE_AXES, EP, ETP, FEATURES, Topology
 from meshlora.planner.fake import Call
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk
 from meshlora.planner.memory import States
-
-TP = frozenset({"tp"})
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _of_regions(
 ) -> Iterator[tuple[str, Message]]:
     """Borders of regions, row-parallel linears, norms over a split width."""
     topology, tokens = plan.topology, sizes.tokens
-    if topology.tp == 1:
+    if topology.is_whole:
         return
     item = sizes.dtype.itemsize
     own = tokens // topology.tp
@@ -143,53 +141,53 @@ def _of_regions(
             width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == sizes.width)
         width *= item
         if topology.sp:
-            yield region.name, Message("forward", "allgather", TP, own * width)
+            yield region.name, Message("forward", "allgather", FEATURES, own * width)
             if is_reached:
                 back = ("reducescatter", tokens * width) if region.is_split else ("allgather", own * width)
-                yield region.name, Message("backward", back[0], TP, back[1])
+                yield region.name, Message("backward", back[0], FEATURES, back[1])
         elif region.is_split and is_reached:
-            yield region.name, Message("backward", "allreduce", TP, tokens * width)
+            yield region.name, Message("backward", "allreduce", FEATURES, tokens * width)
     for name, rule in plan.linears.items():
         if rule.split is not Split.ROW:
             continue
         width = rule.out_features * item
-        yield name, Message("forward", "reducescatter" if topology.sp else "allreduce", TP, tokens * width)
+        yield name, Message("forward", "reducescatter" if topology.sp else "allreduce", FEATURES, tokens * width)
         if topology.sp and name in flow.reached:
-            yield name, Message("backward", "allgather", TP, own * width)
+            yield name, Message("backward", "allgather", FEATURES, own * width)
         if name in scaled:
-            yield name, Message("forward", "allreduce", TP, rule.out_features * 4)
+            yield name, Message("forward", "allreduce", FEATURES, rule.out_features * 4)
     for name in plan.wide_norms:
-        yield name, Message("forward", "allreduce", TP, tokens * 4)
+        yield name, Message("forward", "allreduce", FEATURES, tokens * 4)
         if name in flow.reached:
-            yield name, Message("backward", "allreduce", TP, tokens * 4)
+            yield name, Message("backward", "allreduce", FEATURES, tokens * 4)
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Iterator[tuple[str, Message]]:
     """The embedding, where sp cuts and joins, what comes after the layers, the loss."""
     topology, tokens, each = plan.topology, sizes.tokens, sizes.token_bytes
-    if topology.tp == 1:
+    if topology.is_whole:
         return
-    yield "", Message("forward", "allreduce", TP, tokens * each)
+    yield "", Message("forward", "allreduce", FEATURES, tokens * each)
     if topology.sp:
-        yield "", Message("forward", "allgather", TP, tokens // topology.tp * each)
-        yield "", Message("backward", "reducescatter", TP, tokens * each)
+        yield "", Message("forward", "allgather", FEATURES, tokens // topology.tp * each)
+        yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
         if flow.is_trained_before:
-            yield "", Message("backward", "allgather", TP, tokens // topology.tp * each)
+            yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
     else:
-        yield "", Message("backward", "allreduce", TP, tokens * each)
+        yield "", Message("backward", "allreduce", FEATURES, tokens * each)
     exact = 8 if sizes.dtype == torch.float64 else 4
     chunk = max(1, CHUNK_BYTES // (sizes.vocab * exact))
     whole, last = divmod(tokens, chunk)
     if whole:
-        yield "", Message("loss", "allgather", TP, 4 * chunk * exact, whole)
+        yield "", Message("loss", "allgather", FEATURES, 4 * chunk * exact, whole)
     if last:
-        yield "", Message("loss", "allgather", TP, 4 * last * exact)
+        yield "", Message("loss", "allgather", FEATURES, 4 * last * exact)
 
 
 def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Iterator[tuple[str, Message]]:
     """Rows go to experts and come back, in either direction; counts before. Every expert has as many rows."""
     topology = plan.topology
-    block, ep, etp = (frozenset(axes) for axes in (("ep", "etp"), ("ep",), ("etp",)))
+    block, ep, etp = map(frozenset, ({EP, ETP}, {EP}, {ETP}))
     tokens = -(-sizes.tokens // topology.tp)
     for name, rule in plan.experts.items():
         rows = tokens * flow.top_k[name]
@@ -203,16 +201,16 @@ def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Iterator[tuple[str
                 yield name, Message(phase, "allgather", etp, rows * sizes.token_bytes)
                 yield name, Message(phase, "reducescatter", etp, rows * topology.etp * sizes.token_bytes)
         if topology.tp > 1 and not topology.sp:
-            yield name, Message("forward", "allgather", TP, tokens * sizes.token_bytes)
+            yield name, Message("forward", "allgather", FEATURES, tokens * sizes.token_bytes)
             if is_reached:
                 each = sizes.token_bytes + flow.top_k[name] * flow.weight_bytes[name]
-                yield name, Message("backward", "allgather", TP, tokens * each)
+                yield name, Message("backward", "allgather", FEATURES, tokens * each)
 
 
 def _of_step(topology: Topology, states: States) -> Iterator[Message]:
     """Gradients by the axes that they are summed over, the count of tokens (int64), the norm (fp64)."""
-    yield Message("step", "allreduce", frozenset({"dp"}), 8)
-    yield Message("step", "allreduce", frozenset({"dp", "tp"}), 8)
+    yield Message("step", "allreduce", DATA, 8)
+    yield Message("step", "allreduce", frozenset(DENSE_AXES), 8)
     for (axes, mean_axes), num_bytes in states.buckets.items():
         yield Message("step", "allreduce", axes | mean_axes, num_bytes)
 
@@ -246,14 +244,7 @@ def calls_of(messages: Iterable[Message], topology: Topology, *, micro_batches: 
 
 def span_of(topology: Topology, axes: frozenset[str]) -> int:
     """How far apart the ranks of a group over `axes` lie, the first and the last included."""
-    strides = {"tp": 1, "dp": topology.tp, "etp": 1, "ep": topology.etp, "edp": topology.ep * topology.etp}
-    sizes = {**topology.sizes, **topology.expert_sizes}
-    span = 1
-    for axis in axes:
-        stride, size = (strides[axis], sizes[axis]) if axis in sizes else (1, int(axis.partition("/")[2]))
-        span += (size - 1) * stride
-    assert all(axis in strides or "/" in axis for axis in axes), (axes, EXPERT_AXES)
-    return span
+    return 1 + sum((topology.size_over({axis}) - 1) * topology.stride_of(axis) for axis in axes)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshlora.plan.topology import DATA
 from meshlora.planner.communication import Message
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk
-
-DP = frozenset({"dp"})
 
 
 def gathers_of(shrunk: Shrunk, shards: Sequence[int]) -> Iterator[Message]:
@@ -29,7 +28,7 @@ def gathers_of(shrunk: Shrunk, shards: Sequence[int]) -> Iterator[Message]:
     """
     for kind, num_bytes in enumerate(shards):
         for phase in ("forward", "backward") if num_bytes else ():
-            yield Message(phase, "allgather", DP, num_bytes, shrunk.order.count(kind), kind, is_ahead=True)
+            yield Message(phase, "allgather", DATA, num_bytes, shrunk.order.count(kind), kind, is_ahead=True)
 
 
 def gathers_s(

@@ -76,7 +76,7 @@ def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
     """What a rank holds of a trained parameter."""
     local = list(trained.shape)
     for cut in trained.rule.cuts:
-        local[cut.dim] = cut.layout.local_size(plan.topology.size_over(frozenset({cut.axis})))
+        local[cut.dim] = cut.layout.local_size(plan.topology.size_over({cut.axis}))
     return tuple(local)
 
 

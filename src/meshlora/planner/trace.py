@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from meshlora.parallel.vocabulary import CHUNK_BYTES, IGNORED, summed_cross_entr
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import EXPERT_AXES, Topology, copies_axis
+from meshlora.plan.topology import Topology, axis_sets
 from meshlora.planner.communication import Flow
 from meshlora.planner.fake import FakeRun, Section, Work
 from meshlora.planner.memory import LayerMemory, Phase, StepMemory
@@ -64,14 +63,8 @@ def model_vocab(model: Any) -> int:
 
 def nowhere(topology: Topology, copies: set[int], *, has_experts: bool) -> Mesh:
     """The mesh of rank 0, all of whose groups are the one that is open: sizes are right, members are not."""
-    names: list[tuple[str, ...]] = [tuple(topology.sizes)]
-    names += [EXPERT_AXES] if has_experts else []
-    subsets = {
-        frozenset(some) for each in names for n in range(len(each) + 1) for some in itertools.combinations(each, n)
-    }
-    for number in copies:
-        subsets |= {frozenset({copies_axis(number)}), frozenset({copies_axis(number), "dp"})}
-    axes = {s: Axis(topology.size_over(s), 0, tuple(range(topology.size_over(s))), None) for s in subsets}
+    sizes = {names: topology.size_over(names) for names in axis_sets(copies, has_experts=has_experts)}
+    axes = {names: Axis(size, 0, tuple(range(size)), None) for names, size in sizes.items()}
     return Mesh(topology, 0, torch.device("cpu"), axes)
 
 

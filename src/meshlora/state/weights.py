@@ -27,6 +27,7 @@ from meshlora.parallel.sharding import shard_unit
 from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import EP, ETP
 from meshlora.state.files import open_safetensors
 from meshlora.state.stored import Part, StoredTensor, find_stored, shape_mistake
 from meshlora.state.stored import checkpoint_files as checkpoint_files
@@ -339,7 +340,7 @@ def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tens
     parts: list[Part] = []
     axis = mesh.tp
     if where.num_experts:
-        axis, ep = mesh.over({"etp"}), mesh.over({"ep"})
+        axis, ep = mesh.over({ETP}), mesh.over({EP})
         parts += _parts(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
     if where.dim is None or where.layout is None:
         tensor = source.read(name, *parts)

@@ -22,6 +22,7 @@ from meshlora.adapter.manage import runtime
 from meshlora.data import Batch
 from meshlora.errors import UnsupportedError
 from meshlora.parallel.collectives import all_reduce_sum
+from meshlora.plan.topology import DATA
 
 
 class LoadBalancing:
@@ -29,10 +30,9 @@ class LoadBalancing:
 
     def __init__(self, model: Any, *, coef: float) -> None:
         state = runtime(model)
-        self.coef, self.plan = coef, state.plan
-        self.tp = state.mesh.tp
-        # Without sp all tp ranks see the same tokens.
-        self.axis = state.mesh.over({"dp", "tp"} if state.plan.topology.sp else {"dp"})
+        self.coef, self.plan, self.mesh = coef, state.plan, state.mesh
+        # The ranks whose routers each see tokens of their own.
+        self.axis = state.mesh.over(DATA | state.plan.topology.token_cut)
         self.num_experts = max(rule.num_experts for rule in state.plan.experts.values())
         self.top_k = int(getattr(model, "num_experts_per_tok", 0) or model.config.num_experts_per_tok)
         self.routers = _routers(model)
@@ -102,15 +102,13 @@ class LoadBalancing:
             chosen = torch.softmax(logits.detach(), -1).topk(self.top_k, -1).indices[mask]
             found[:-2] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
             found[-2] += len(chosen)
-        found[-1] = batch.num_trained_tokens / (self.tp.size if self.plan.topology.sp else 1)
+        found[-1] = batch.num_trained_tokens / self.mesh.token_cut.size
         return found
 
     def _own_tokens(self, batch: Batch) -> Tensor:
         """Which of the tokens that this rank's routers see are real: bool `[T]`."""
-        mask = batch.attention_mask.reshape(-1).bool() & (not batch.is_dummy)
-        if self.plan.topology.sp:
-            mask = mask.tensor_split(self.tp.size)[self.tp.rank]
-        return mask.to(self._probabilities.device)
+        mask = batch.attention_mask.bool() & (not batch.is_dummy)
+        return self.mesh.own_tokens(mask).to(self._probabilities.device)
 
 
 def check_load_balancing(model: Any) -> None:

@@ -96,7 +96,7 @@ class Batching:
             batch = collate(
                 [row[0] if self.row_length is None else joined(row) for row in of_rows],
                 pad_token_id=self.pad_token_id,
-                token_multiple=self.mesh.tp.size if self.mesh.topology.sp else 1,
+                token_multiple=self.mesh.token_cut.size,
                 columns=tuple(first.columns),
                 places=[places[0] for _, places in rows],
             )

@@ -57,7 +57,7 @@ def mean_loss(
         sums[0] += loss
         sums[1] += count(objective, batch)
     model.train(is_training)
-    total, number = all_reduce_sum(sums, mesh.dp).tolist()
+    total, number = all_reduce_sum(sums, mesh.data).tolist()
     return total / number, int(number)
 
 

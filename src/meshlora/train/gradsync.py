@@ -75,7 +75,7 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
                 "after the last backward, and zero_grad(set_to_none=True) after the step"
             )
     # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly.
-    totals = all_reduce_sum(_counts(num_tokens, mesh), mesh.dp)
+    totals = all_reduce_sum(_counts(num_tokens, mesh), mesh.data)
     buckets: dict[tuple[frozenset[str], frozenset[str]], list[list[Tensor]]] = {}
     for number, factors in enumerate(adapters):
         for factor in factors:
@@ -166,7 +166,7 @@ def _sum_of_squares(factors: Sequence[Factor], mesh: Mesh) -> Tensor:
     by_holders: dict[int, list[Tensor]] = {}
     for factor in factors:
         for segment in _segments(factor, mesh):
-            holders = segment.copies * mesh.topology.size_over(segment.replicas)
+            holders = mesh.topology.size_over(segment.replicas)
             by_holders.setdefault(holders, []).append(segment_of(_grad(factor), segment))
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for holders, parts in sorted(by_holders.items()):

@@ -236,7 +236,7 @@ def _forward(model: Any, input_ids: Tensor, attention_mask: Tensor | None, posit
     try:
         recipe = model(**inputs).logits
     except UnsupportedError:
-        if state.plan.topology.tp > 1:
+        if not state.plan.topology.is_whole:
             raise
         # What this model does to its logits needs all of them: on one process they can be had.
         head.is_lazy = False

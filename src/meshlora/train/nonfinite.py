@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshlora.adapter.manage import active_factors, runtime
 from meshlora.parallel.collectives import all_gather
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import SEQUENCES
 
 _Batch = TypeVar("_Batch")  # whatever `loss_sum` takes
 
@@ -65,10 +65,10 @@ def find_not_finite(
             row.copy_(row.new_tensor([_GRADIENT, broken[-1], 0]))  # the backward comes to the last one first
     _forget_gradients(model)
     everyone = all_gather(found.unsqueeze(0), mesh.world).tolist()  # [world, micro-batches, 3]
-    dp_ranks = _dp_ranks(mesh.topology)
     bad = [(number, rank) for rank, rows in enumerate(everyone) for number, row in enumerate(rows) if row[0]]
     if not bad:
         return "no micro-batch by itself shows it"
+    dp_ranks = {rank: place for group in mesh.topology.groups_over(SEQUENCES) for place, rank in enumerate(group)}
     sequences = sorted({example for number, rank in bad for example in examples(dp_ranks[rank], number)})
     # A rank's NaN is on all ranks once it has gone through a sum; the earliest module is where it was made.
     kind, which, _ = min((everyone[rank][number] for number, rank in bad), key=lambda row: (row[0], row[2]))
@@ -120,11 +120,6 @@ def _is_finite(tensor: Tensor | None) -> bool:
 def _forget_gradients(model: Any) -> None:
     for factor in active_factors(model):
         factor.parameter.grad = None
-
-
-def _dp_ranks(topology: Topology) -> dict[int, int]:
-    """Rank -> its place on dp."""
-    return {rank: place for group in topology.groups_over(frozenset({"dp"})) for place, rank in enumerate(group)}
 
 
 def _words(sequences: Sequence[int]) -> str:

@@ -185,7 +185,7 @@ def reference_point(
     for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(data, indices):
         sums += torch.stack([gained(model, batch).double(), sums.new_tensor(count(objective, batch))])
     model.train(is_training)
-    total, number = all_reduce_sum(sums, mesh.dp)
+    total, number = all_reduce_sum(sums, mesh.data)
     return (total / number).clamp(min=0)
 
 

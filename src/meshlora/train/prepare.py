@@ -302,7 +302,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
             f"use at most {fixed[0]}",
         )
     limit = getattr(text_config, "max_position_embeddings", None)
-    multiple = topology.tp if topology.sp else 1  # sequences are padded to a length that sp can cut
+    multiple = topology.size_over(topology.token_cut)  # sequences are padded to a length that can be cut
     if limit and math.ceil(max_length / multiple) * multiple > limit:
         padded = f", padded to a multiple of tp={multiple} under sp" if multiple > 1 else ""
         raise UserError(

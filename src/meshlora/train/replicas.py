@@ -26,7 +26,7 @@ from meshlora.adapter.manage import active_factors, runtime
 from meshlora.errors import MeshloraError
 from meshlora.parallel.collectives import all_gather
 from meshlora.plan.grads import Segment, segment_of
-from meshlora.plan.topology import Topology, copies_axis
+from meshlora.plan.topology import Topology, size_of_copies
 
 # Lanes that are hashed at once. Bounds the memory: 16 bytes a lane for the weights, and as much for their products.
 _CHUNK = 2**18
@@ -91,8 +91,7 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
 
 def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
     """The axes, of more than one rank, along which all ranks hold the same rows of a parameter."""
-    axes = segment.replicas | ({copies_axis(segment.copies)} if segment.copies > 1 else set())
-    return frozenset(axis for axis in axes if topology.size_over(frozenset({axis})) > 1)
+    return frozenset(axis for axis in segment.replicas if topology.size_over({axis}) > 1)
 
 
 def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> list[Drift]:
@@ -155,7 +154,7 @@ def _who(values: Tensor, axes: frozenset[str], topology: Topology) -> str:
 
 
 def _words(axes: frozenset[str]) -> str:
-    return " and ".join(sorted("tp (key/value heads)" if "/" in axis else axis for axis in axes))
+    return " and ".join(sorted("tp (key/value heads)" if size_of_copies(axis) else axis for axis in axes))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -103,10 +103,7 @@ class RunRouting:
         # Padding of the batch besides that of its own longest sequence.
         whole = torch.full(tuple(batch.input_ids.shape), -1, dtype=torch.int64)
         whole[: tokens.shape[0], : tokens.shape[1]] = tokens
-        flat = whole.flatten()
-        self._routing.tokens = (
-            flat.tensor_split(self.mesh.tp.size)[self.mesh.tp.rank] if self.plan.topology.sp else flat
-        )
+        self._routing.tokens = self.mesh.own_tokens(whole)
 
     def _save(self, record: RoutingRecord, step: int) -> None:
         for key in sorted(record.choices):

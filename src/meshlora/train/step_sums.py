@@ -100,7 +100,7 @@ class StepSums:
         # Filled: a copy from the host would wait. Of which this rank has had no row it has no tensor.
         own = [*self._tokens, *(value for of_each in self._sums.values() for value in of_each)]
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
-        summed = all_reduce_sum(torch.stack(filled), self._mesh.dp)
+        summed = all_reduce_sum(torch.stack(filled), self._mesh.data)
         means = summed[number:].view(-1, number) / totals
         others = torch.cat([totals, summed[:number], means[1:].flatten()])
         read = read_step(means[0], norms, others, mesh=self._mesh, is_asked=is_asked)

@@ -26,6 +26,7 @@ from meshlora.parallel.linear import ParallelHead, ParallelLinear
 from meshlora.plan.grads import Segment, Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
+from meshlora.plan.topology import size_of_copies
 from meshlora.train import gradsync
 from meshlora.train.gradsync import Adapters
 from meshlora.verify.mutation import Change, in_call, then
@@ -75,7 +76,7 @@ NO_REDUCTION_AT_ENTRY: Change = (
 def no_reduction_at_head(original: Any) -> Any:
     """The gradient at the end of the last layer stays, on each rank, that of its part of the vocabulary."""
 
-    def install(model: Any, plan: Any, tp: Any) -> None:
+    def install(model: Any, plan: Any, mesh: Any) -> None:
         last = model.get_submodule(plan.layers)[-1] if plan.layers else None
         map_output = region.map_output
 
@@ -83,7 +84,7 @@ def no_reduction_at_head(original: Any) -> Any:
             map_output(module, _unreduced(change) if module is last else change)
 
         with mock.patch.object(region, "map_output", map_but_last):
-            original(model, plan, tp)
+            original(model, plan, mesh)
 
     return install
 
@@ -97,9 +98,8 @@ def without_tp(split: Split, side: Side) -> Change:
     def replace(original: Any) -> Any:
         def factor_rule(rule: LinearRule, of_side: Side, *, sp: bool) -> Any:
             found = original(rule, of_side, sp=sp)
-            if (split, side) != (rule.split, of_side):
-                return found
-            return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"})
+            is_it = (split, side) == (rule.split, of_side)
+            return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}) if is_it else found
 
         return factor_rule
 
@@ -113,8 +113,7 @@ def row_magnitude_of_other_kind(original: Any) -> Any:
         found = original(rule, side, sp=sp)
         if rule.split is not Split.ROW or side is not Side.AFTER:
             return found
-        tp = {"tp"}
-        return dataclasses.replace(found, grad_axes=found.grad_axes ^ tp, mean_axes=found.mean_axes ^ tp)
+        return dataclasses.replace(found, grad_axes=found.grad_axes ^ {"tp"}, mean_axes=found.mean_axes ^ {"tp"})
 
     return factor_rule
 
@@ -131,7 +130,10 @@ def without_axes(of: Callable[[str], bool]) -> Callable[[Segment], Segment]:
     )
 
 
-COPIES_COUNTED = in_call(gradsync, "_segments", segments_with(lambda s: dataclasses.replace(s, copies=1)))
+_held_once = segments_with(
+    lambda s: dataclasses.replace(s, replicas=frozenset(a for a in s.replicas if not size_of_copies(a)))
+)
+COPIES_COUNTED = in_call(gradsync, "_segments", _held_once)
 
 
 def output_without_tp(found: Any, rule: Any, side: Side) -> Any:
@@ -154,8 +156,8 @@ def scaled_before(scale: Callable[[int, int, int], float]) -> Callable[[Any], An
     def replace(original: Any) -> Any:
         def finish(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
             for factors, own in zip(adapters, num_tokens, strict=True):
-                total = int(collectives.all_reduce_sum(torch.tensor([own], device=mesh.device), mesh.dp))
-                _times(factors, scale(total, max(own, 1), mesh.dp.size))
+                total = int(collectives.all_reduce_sum(torch.tensor([own], device=mesh.device), mesh.data))
+                _times(factors, scale(total, max(own, 1), mesh.data.size))
             return original(mesh, adapters, num_tokens)
 
         return finish
@@ -382,7 +384,7 @@ def at_one_rate(groups: list[dict[str, Any]], *_: Any) -> list[dict[str, Any]]:
 
 def replicas_counted(squares: Tensor, factors: Sequence[Any], mesh: Any) -> Tensor:
     whole = [f.parameter.grad for f in factors if "tp" in f.rule.replicas and f.parameter.grad is not None]
-    once = sum(grad.double().square().sum() for grad in whole) / mesh.dp.size
+    once = sum(grad.double().square().sum() for grad in whole) / mesh.data.size
     return squares + once * (1 - 1 / mesh.tp.size)
 
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
 
 
 def features_of_model(
@@ -68,13 +68,13 @@ def features_of_model(
 
 def features_of_topology(topology: Topology) -> set[str]:
     """Those that need neither model nor adapter."""
-    has = {name for name in ("dp", "tp", "ep", "etp", "edp") if getattr(topology, name) > 1}
-    has |= {name for name in ("sp", "two_stage", "dp_shard") if getattr(topology, name)}
+    has = {name for name in (*DENSE_AXES, *EXPERT_AXES) if getattr(topology, name) > 1}
+    has |= {field for field in map(field_of, FLAGS) if getattr(topology, field)}
     facts = {
         "ranks": topology.world > 1,
         "expert_axes": topology.ep * topology.etp > 1,
-        "other_tokens": topology.dp > 1 or topology.sp,
-        "dense_dp_is_not_edp": topology.groups_over(frozenset({"dp"})) != topology.groups_over(frozenset({"edp"})),
+        "other_tokens": topology.size_over(DATA | topology.token_cut) > 1,
+        "dense_dp_is_not_edp": topology.groups_over(DATA) != topology.groups_over(frozenset(EXPERT_AXES[:1])),
     }
     return has | {name for name, is_there in facts.items() if is_there}
 

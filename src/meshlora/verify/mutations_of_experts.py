@@ -18,6 +18,7 @@ from meshlora.parallel.collectives import reduce_each_to_one
 from meshlora.parallel.dispatch import Journey, Places, Slots
 from meshlora.parallel.experts import ParallelExperts
 from meshlora.plan.grads import Segment
+from meshlora.plan.topology import ETP
 from meshlora.state import weights
 from meshlora.train import balance, gradsync, trainer
 from meshlora.verify.mutation import Mutation, in_call, mutation, then
@@ -69,7 +70,7 @@ def _in_experts_read(original: Any) -> Any:
 
 
 def _reduced_again(rows: Tensor, self: Any, *_: Any) -> Tensor:
-    return reduce_each_to_one(rows, self.mesh.over({"etp"}))
+    return reduce_each_to_one(rows, self.mesh.over({ETP}))
 
 
 def _without_last_token(original: Any) -> Any:

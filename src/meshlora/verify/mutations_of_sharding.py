@@ -41,12 +41,12 @@ def _each_rank_another_layer(original: Any) -> Any:
 
     def shard_unit(model: Any, unit: str, plan: Any, mesh: Any) -> None:
         number = plan.units.index(unit)
-        if number and mesh.dp.rank:
+        if number and mesh.data.rank:
             before = dict(model.get_submodule(plan.units[number - 1]).named_parameters())
             for name, parameter in model.get_submodule(unit).named_parameters():
                 if hasattr(before[name], "to_local"):
                     part = before[name].to_local()
-                    first = mesh.dp.rank * -(-len(parameter) // mesh.dp.size)
+                    first = mesh.data.rank * -(-len(parameter) // mesh.data.size)
                     parameter[first : first + len(part)] = part
         original(model, unit, plan, mesh)
 

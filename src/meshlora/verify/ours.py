@@ -120,7 +120,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
         return norms
 
     record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
-    replay = routed(model, case, record, replays=True, cut=lambda tokens: _seen_by_routers(tokens, model))
+    replay = routed(model, case, record, replays=True, cut=runtime(model).mesh.own_tokens)
     recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
     with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
         is_finished = trainer.train()
@@ -145,12 +145,6 @@ def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], 
     for micro, whole in zip(trace.micro_batches, logits, strict=True):
         micro.forward[""] = whole
     return metrics
-
-
-def _seen_by_routers(tokens: Tensor, model: Any) -> Tensor:
-    """Under sp a tp rank's routers see its slice of the tokens."""
-    state = runtime(model)
-    return tokens.tensor_split(state.mesh.tp.size)[state.mesh.tp.rank] if state.plan.topology.sp else tokens
 
 
 class _Recorder(Reporter):

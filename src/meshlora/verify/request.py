@@ -33,7 +33,7 @@ from meshlora.parallel.groups import on_gpus
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import DENSE_AXES, Topology
 from meshlora.plan.twin import shrink_config, twin_config
 from meshlora.proof_records import CACHE
 from meshlora.train.packing import check_packing
@@ -318,7 +318,7 @@ def _topologies(request: Request) -> list[Topology]:
     for text in request.topologies:
         if text.strip() == "auto":
             continue
-        has_dp = any(part.partition("=")[0].strip() == "dp" for part in text.split(","))
+        has_dp = any(part.partition("=")[0].strip() == DENSE_AXES[0] for part in text.split(","))
         topology = Topology.parse(text, world=None if has_dp else request.nproc)
         if request.nproc is not None and topology.world > request.nproc:
             raise UserError(f"topology {topology}", f"it needs {topology.world} processes, --nproc is {request.nproc}")
