@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +20,16 @@ def _kept(self: torch.optim.Optimizer, **_: object) -> None:
     for group in self.param_groups:
         for parameter in group["params"]:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
+
+def _of_several(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`change` of a step of several adapters; one of a single adapter stays as it is."""
+
+    def replace(original: Any) -> Any:
+        changed = change(original)
+        return lambda self, adapters: (changed if len(adapters) > 1 else original)(self, adapters)
+
+    return replace
 
 
 OF_SEVERAL: dict[str, Mutation] = dict(
@@ -46,7 +58,7 @@ OF_SEVERAL: dict[str, Mutation] = dict(
             "adapters_gradients_kept",
             "a step begins without the gradients of the last one",
             "adapters",
-            (torch.optim.AdamW, "zero_grad", instead(_kept)),
+            (trainer.Trainer, "train_step", _of_several(in_call(torch.optim.AdamW, "zero_grad", instead(_kept)))),
         ),
         mutation(
             "adapters_dropped_as_the_first",
