@@ -10,8 +10,8 @@ import torch
 
 from meshlora.parallel import experts
 from meshlora.parallel.linear import ParallelLinear
+from meshlora.parallel.tokens import ForwardTokens
 from meshlora.train import gradsync, trainer
-from meshlora.train.trained import TrainedAdapter
 from meshlora.verify.mutation import Mutation, in_call, instead, mutation, then
 
 
@@ -20,6 +20,14 @@ def _kept(self: torch.optim.Optimizer, **_: object) -> None:
     for group in self.param_groups:
         for parameter in group["params"]:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
+
+def _with_the_first_seed(original: Any) -> Any:
+    def of(self: ForwardTokens, shares: Any, adapters: Any) -> Any:
+        mixed = [dataclasses.replace(share, seed=1) for share in shares] if len(adapters) > 1 else shares
+        return original(self, mixed, adapters)
+
+    return of
 
 
 def _of_several(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -64,7 +72,7 @@ OF_SEVERAL: dict[str, Mutation] = dict(
             "adapters_dropped_as_the_first",
             "each adapter's dropout is drawn by its own seed",
             "adapters lora_dropout",
-            (TrainedAdapter, "share", then(lambda share, *_: dataclasses.replace(share, seed=1))),
+            (ForwardTokens, "of", _with_the_first_seed),
         ),
         mutation(
             "adapters_exchanged_at_experts",
