@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.parallel import direct
+from meshlora.comm import direct
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, Row, default_json, parser, run, smaller
 from tp_vs_peft import (

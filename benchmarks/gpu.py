@@ -53,8 +53,8 @@ from gpu_shapes import (
     resized,
     tiny,
 )
-from meshlora import api
-from meshlora.adapter.manage import active_factors
+from meshlora.adapter.attach import active_factors
+from meshlora.loading import load as api
 from meshlora.train.losses import language_model_loss
 from moe_vs_peft import begin_high_water_mark, memory_bytes
 from processes import be_quiet

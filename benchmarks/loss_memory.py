@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.parallel.collectives import copy_one_to_each
-from meshlora.parallel.groups import Axis, become_rank, leave, open_mesh
-from meshlora.parallel.vocabulary import CHUNK_BYTES, summed_cross_entropy_from_hidden
+from meshlora.comm.collectives import copy_one_to_each
+from meshlora.comm.groups import Axis, become_rank, leave, open_mesh
+from meshlora.layers.head.loss import CHUNK_BYTES, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
 from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
 

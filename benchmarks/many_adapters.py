@@ -32,18 +32,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from base_products import time_products
-from meshlora.adapter.manage import adapter_factors, add_adapter, runtime, set_adapters
-from meshlora.api import load_blueprint
-from meshlora.blueprint import BaseOptions, make_blueprint
-from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.adapter.attach import adapter_factors, add_adapter, runtime, set_adapters
+from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import Batch, TokenizedDataset
-from meshlora.parallel.tokens import Share
+from meshlora.layers.tokens import Share
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.load import load_blueprint
 from meshlora.plan.topology import Topology
 from meshlora.train.losses import Answers
-from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
+from meshlora.train.watch.metrics import Reporter
 from processes import be_quiet
 from table import Findings, Parity, ParityError, default_json, faster, parser, run
 

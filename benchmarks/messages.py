@@ -1,4 +1,4 @@
-"""Collectives of two and four CPU ranks: direct messages (`parallel/direct.py`) against gloo's own.
+"""Collectives of two and four CPU ranks: direct messages (`comm/direct.py`) against gloo's own.
 
     python benchmarks/messages.py [--turns N] [--quick] [--tiny] [--json FILE]
 
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshlora.parallel import collectives
-from meshlora.parallel.groups import Axis, open_mesh
+from meshlora.comm import collectives
+from meshlora.comm.groups import Axis, open_mesh
 from meshlora.plan.topology import Topology
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, ParityError, default_json, faster, parser, run

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import meshlora
-from meshlora.adapter.manage import active_factors
+from meshlora.adapter.attach import active_factors
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller

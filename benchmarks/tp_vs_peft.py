@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshlora
-from meshlora.adapter.manage import active_factors
-from meshlora.parallel.allocator import keep_freed_memory
+from meshlora.adapter.attach import active_factors
+from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run

@@ -19,10 +19,10 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers.utils import logging
 
+from meshlora.config.file import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.run_file import read_run
-from meshlora.train.decoding import generate
+from meshlora.text.decoding import generate
 from meshlora.train.prepare import prepare
 
 RUN = Path("examples/demo.yaml")

@@ -11,9 +11,9 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 import meshlora
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import leave
 from meshlora.data import GlobalBatches, collate, read_records, share, tokenize
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.groups import leave
 from meshlora.train.losses import summed_cross_entropy
 
 

@@ -4,11 +4,11 @@
     .venv/bin/python scripts/generate_faults.py --list train/gradsync.py
     .venv/bin/python scripts/generate_faults.py --under FAULT tests/unit/test_layout.py
 
-Small changes of the product's code (`meshlora.verify.generated`) are drawn from all lines that a proof comes by, each
-is put into the proofs that come by its line, one after another, until one differs. Caught: by a difference, or loudly,
-by an error. What every proof lets pass is looked up in docs/survivors.md, which says why: equivalent, speed or words,
-or the test that catches it; what does not stand there is open. Verdicts are kept in a file (--verdicts), and the next
-run goes on from it, but for files that have changed since. Exit code 1 where a survivor is open.
+Small changes of the product's code (`meshlora.verify.faults.generated`) are drawn from all lines that a proof comes by,
+each is put into the proofs that come by its line, one after another, until one differs. Caught: by a difference, or
+loudly, by an error. What every proof lets pass is looked up in docs/survivors.md, which says why: equivalent, speed or
+words, or the test that catches it; what does not stand there is open. Verdicts are kept in a file (--verdicts), and the
+next run goes on from it, but for files that have changed since. Exit code 1 where a survivor is open.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.changed import run_under
 
-from meshlora.oracle.diagnose import first_divergence, until_found
+from meshlora.oracle.diagnosis.diagnose import first_divergence, until_found
 from meshlora.oracle.judge import judge
-from meshlora.verify.generated import ROOT, Generated, NotPutInError, faults_of, files, generated
-from meshlora.verify.mutations_of_objectives import PROVED
+from meshlora.verify.faults.generated import ROOT, Generated, NotPutInError, faults_of, files, generated
+from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of
@@ -45,7 +45,7 @@ from meshlora.verify.request import DROPOUT, Proof, Request, prepare_proof
 
 SURVIVORS = Path(__file__).resolve().parents[1] / "docs" / "survivors.md"
 # These are the judge's own, or never run on a rank of a proof.
-NOT_PRODUCT = ("oracle", "verify", "cli.py", "console.py")
+NOT_PRODUCT = ("oracle", "verify", "cli/main.py", "common/console.py")
 TIMEOUT_S = 90.0
 # As often a run without a fault shows that none of those before it has left anything behind.
 CONTROL_EVERY = 25

@@ -6,8 +6,8 @@ Each family's twin trains on the given topologies and is compared, tensor by ten
 on one process. What comes of it is printed and written to docs/support.md: proved (with the worst relative error),
 refused (with the reason that a user would read), or failed: accepted, and then different. Exit code 1 when one failed.
 With --record families with experts are proved on topologies with ep and etp too, and five families on every topology of
-up to four processes; the numbers are stored in src/meshlora/plan/proved.json, whose families `meshlora.load` accepts,
-and the tables of docs/proofs.md and README's sentence are written from them.
+up to four processes; the numbers are stored in src/meshlora/plan/families/proved.json, whose families `meshlora.load`
+accepts, and the tables of docs/proofs.md and README's sentence are written from them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from rich.console import Console
 
-from meshlora.errors import MeshloraError, UserError
-from meshlora.plan.twin import causal_lm_types
+from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.versions import versions
+from meshlora.plan.families.twin import causal_lm_types
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
-from meshlora.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "src/meshlora/plan/proved.json"
+RECORD = ROOT / "src/meshlora/plan/families/proved.json"
 # Page -> what is written between these lines of it.
 MATRIX = (
     ROOT / "docs/proofs.md",

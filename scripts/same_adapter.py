@@ -30,13 +30,13 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from meshlora.api import load_blueprint
-from meshlora.blueprint import BaseOptions, make_blueprint
-from meshlora.lift import lift
+from meshlora.common.float64 import lift
+from meshlora.config.file import read_run
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.load import load_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
 from meshlora.plan.topology import Topology
-from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,8 +7,8 @@ from typing import Any
 
 from peft import LoraConfig
 
-from meshlora.api import load_blueprint
-from meshlora.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.load import load_blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 

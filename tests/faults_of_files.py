@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from tests.changed import Fault
 
-_ARITHMETIC, _CHANGES, _MERGE = "adapter/merge_arithmetic.py", "adapter/changes.py", "adapter/merge.py"
+_ARITHMETIC, _CHANGES, _MERGE = (
+    "adapter/merging/arithmetic.py",
+    "adapter/merging/changes.py",
+    "adapter/merging/merge.py",
+)
 _LOGITS = "tests/unit/test_merge.py::test_logits_are_those_of_model_and_adapter"
 _ROUNDED = "tests/unit/test_merge.py::test_half_precision_is_rounded_once"
 _OF_PARTS = "tests/unit/test_merge.py::test_update_of_a_concatenation_goes_to_its_parts"
@@ -162,14 +166,14 @@ OF_MERGING_EXPERTS: dict[str, Fault] = {
     ),
     "experts_ordered_as_text": Fault(
         "expert 10 comes after expert 9",
-        "state/stored.py",
+        "model/stored.py",
         "(sorted({key[side] for key in by_place}) for side in (0, 1))",
         "(sorted({key[side] for key in by_place}, key=str) for side in (0, 1))",
         f"{_EXPERTS}::test_more_than_ten_experts_are_merged_in_their_order",
     ),
 }
 
-_ENGINE, _FORMAT = "adapter/engine_export.py", "adapter/expert_format.py"
+_ENGINE, _FORMAT = "adapter/formats/engine_export.py", "adapter/formats/expert_format.py"
 _ENGINES = "tests/unit/test_engine_export.py"
 _SAME = f"{_ENGINES}::test_peft_computes_the_same_with_either_form"
 _PADDED = f"{_ENGINES}::test_smaller_ranks_of_the_same_scale_are_padded_with_zeros"
@@ -236,28 +240,28 @@ OF_EXPORTING: dict[str, Fault] = {
     ),
     "scale_of_pieces_without_the_root": Fault(
         "with rsLoRA the scale of pieces is that of one of them",
-        "adapter/pieces.py",
+        "adapter/targets/pieces.py",
         "* (math.sqrt(number) if config.use_rslora else number)",
         "* number",
         "tests/unit/test_pieces.py::test_scale_of_pieces_is_that_of_one_of_them",
     ),
     "rslora_lost_in_loralib": Fault(
         "loralib's alpha / r is the scale, with rsLoRA too",
-        "adapter/export.py",
+        "adapter/formats/export.py",
         "factors[module] = Factors(a, b, rank, scaling * rank,",
         "factors[module] = Factors(a, b, rank, alpha / r * rank,",
         f"{_LORALIB}::test_plain_adapter_with_patterns_and_biases_survives_both_ways",
     ),
     "pieces_of_loralib_from_the_first_on": Fault(
         "a piece that is enabled gets its own rows",
-        "adapter/loralib.py",
+        "adapter/formats/loralib.py",
         "block_b[where[name], j * r : (j + 1) * r]",
         "block_b[where[names[j]], j * r : (j + 1) * r]",
         f"{_LORALIB}::test_pieces_become_a_merged_linear_with_the_same_update[enabled0]",
     ),
     "embedding_under_the_names_of_a_linear": Fault(
         "the factors of an embedding have the names that PEFT reads",
-        "adapter/export.py",
+        "adapter/formats/export.py",
         'f"lora_embedding_{side}" if each.is_embedding else f"lora_{side}.weight"',
         'f"lora_{side}.weight"',
         f"{_LORALIB}::test_embedding_survives_both_ways",

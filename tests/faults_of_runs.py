@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.changed import Fault
 
-_ROUTING, _OF_RUN = "routing.py", "train/routing.py"
+_ROUTING, _OF_RUN = "common/routing.py", "train/routing.py"
 _TRAINING = "tests/ranks/test_training_experts.py"
 _IN_ANY_ORDER = "tests/unit/test_routing.py::test_replay_takes_the_recorded_choices_in_any_order_of_tokens"
 _RECORDED = f"{_TRAINING}::test_routing_that_is_recorded_on_a_mesh_is_that_of_one_process"
@@ -58,8 +58,8 @@ OF_ROUTING: dict[str, Fault] = {
     ),
 }
 
-_TRAINER, _GRADIENTS, _LINEAR = "train/trainer.py", "train/gradsync.py", "parallel/linear.py"
-_PRODUCTS = "parallel/products.py"
+_TRAINER, _GRADIENTS, _LINEAR = "train/trainer.py", "train/gradsync.py", "layers/linear.py"
+_PRODUCTS = "layers/products.py"
 _OWN = "__import__('meshlora').parallel.tokens.Share(adapters[own.number].adapter, own.batch.tokens.flatten(), "
 _SHARE = _OWN + "{seed}, {step})"
 _SINGLE = "tests/ranks/test_several_adapters.py::test_each_of_many_is_the_adapter_of_its_single_run[]"
@@ -144,7 +144,7 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     ),
     "moments_of_the_neighbouring_expert": Fault(
         "a run goes on with the moments of each expert",
-        "train/checkpoint.py",
+        "train/checkpoint/state.py",
         "                if part.shape != value.shape:",
         "                part = part.roll(1, 0) if part.ndim == 3 else part\n"
         "                if part.shape != value.shape:",

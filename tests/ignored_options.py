@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshlora import config as module
+from meshlora.config import run as module
 from meshlora.config.objective import KINDS
 from tests.changed import PACKAGE
 
@@ -62,9 +62,9 @@ def ignoring(option: str) -> dict[str, str]:
     but the checks of its own group read the default, or another legal value where there is none.
     """
     if option == "preset":
-        text = (PACKAGE / "presets.py").read_text("utf-8")
+        text = (PACKAGE / "config/presets.py").read_text("utf-8")
         assert text.count(_PRESET[0]) == 1
-        return {"presets.py": text.replace(*_PRESET)}
+        return {"config/presets.py": text.replace(*_PRESET)}
     group, _, name = option.rpartition(".")
     kind = GROUPS[group]
     (field,) = (field for field in dataclasses.fields(kind) if field.name == name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.groups import open_mesh
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import open_mesh
 from meshlora.plan.topology import Topology
 from meshlora.verify.pool import Pool as Pool
 from meshlora.verify.pool import RankError as RankError

@@ -9,7 +9,7 @@ import torch
 
 from meshlora.oracle.inputs import write_adapter, write_twin
 from meshlora.oracle.reference import MicroBatch
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 
 
 def make_twin(folder: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:

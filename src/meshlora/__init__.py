@@ -13,16 +13,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshlora.adapter.manage import add_adapter as add_adapter
-    from meshlora.adapter.manage import disable_adapter as disable_adapter
-    from meshlora.adapter.manage import set_adapter as set_adapter
-    from meshlora.adapter.peft_format import load_adapter as load_adapter
-    from meshlora.adapter.peft_format import save_adapter as save_adapter
-    from meshlora.api import load as load
-    from meshlora.errors import MeshloraError as MeshloraError
-    from meshlora.errors import UnsupportedError as UnsupportedError
-    from meshlora.errors import UserError as UserError
-    from meshlora.lift import lift as lift
+    from meshlora.adapter.attach import add_adapter as add_adapter
+    from meshlora.adapter.attach import disable_adapter as disable_adapter
+    from meshlora.adapter.attach import set_adapter as set_adapter
+    from meshlora.adapter.formats.peft_format import load_adapter as load_adapter
+    from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
+    from meshlora.common.errors import MeshloraError as MeshloraError
+    from meshlora.common.errors import UnsupportedError as UnsupportedError
+    from meshlora.common.errors import UserError as UserError
+    from meshlora.common.float64 import lift as lift
+    from meshlora.loading.load import load as load
     from meshlora.plan.topology import Topology as Topology
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients

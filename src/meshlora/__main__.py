@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from meshlora.cli import main
+    from meshlora.cli.main import main
 
     code = main()
 except KeyboardInterrupt:  # before `main` is there to say it

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.config.objective import Sft
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families import PROVED, PROVED_EXPERTS
+from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import DROPOUT
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from meshlora.lift import lift
-from meshlora.parallel.experts import ParallelExpertLinear, parallelize_block, parallelize_experts
-from meshlora.parallel.groups import Mesh, open_mesh
+from meshlora.comm.groups import Mesh, open_mesh
+from meshlora.common.float64 import lift
+from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.plan.experts import ExpertsRule, find_experts
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 
 SCALE, RANK, ALWAYS, NEVER = 0.5, 4, 3, 7
 # How gate and up lie in the first matrix: in two blocks, in pairs of rows, or there is no gate.

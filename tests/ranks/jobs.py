@@ -24,7 +24,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
 # From the fault to the end of every process.

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.manage import gather_adapter
+from meshlora.adapter.attach import gather_adapter
 from meshlora.oracle.compare import relative
 from tests.pool import Pool
 from tests.twins import make_batches, make_twin
@@ -172,7 +172,7 @@ def test_interrupted_save_leaves_the_old_adapter_whole(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("meshlora.adapter.peft_format.save_file", fail)
+    monkeypatch.setattr("meshlora.adapter.formats.peft_format.save_file", fail)
     for target in ("saved", "new"):
         with pytest.raises(meshlora.MeshloraError, match="No space left"):
             meshlora.save_adapter(model, tmp_path / target)

@@ -12,11 +12,11 @@ from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshlora
-from meshlora.adapter.manage import runtime
+from meshlora.adapter.attach import runtime
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.budget import first_forwards_budget, micro_batch_budget
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Split
-from meshlora.plan.twin import twin_config
 from meshlora.train.losses import language_model_loss, summed_cross_entropy
 from tests.pool import Pool
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.parallel import collectives, direct
-from meshlora.parallel.groups import Axis, open_mesh
-from meshlora.parallel.links import Meeting
+from meshlora.comm import collectives, direct
+from meshlora.comm.groups import Axis, open_mesh
+from meshlora.comm.links import Meeting
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import Mesh, open_mesh
+from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.oracle.capture import CollectiveCounter
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.dispatch import Journey, Places, Slots
-from meshlora.parallel.groups import Mesh, open_mesh
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
 

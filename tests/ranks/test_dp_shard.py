@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import meshlora
-from meshlora import api
-from meshlora.adapter.manage import active_factors, gather_adapter, runtime
-from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.lift import lift
-from meshlora.parallel.sharding import whole_weights
+from meshlora.adapter.attach import active_factors, gather_adapter, runtime
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.float64 import lift
+from meshlora.loading import load as api
+from meshlora.model import weights
+from meshlora.model.dp_shard import whole_weights
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.state import weights
 from meshlora.train.losses import language_model_loss
 from meshlora.train.recompute import recompute_layers
 from tests.conftest import Prove

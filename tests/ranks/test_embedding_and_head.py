@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.manage import adapter_factors
+from meshlora.adapter.attach import adapter_factors
+from meshlora.comm.groups import num_processes
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
-from meshlora.parallel.groups import num_processes
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 from meshlora.verify.request import with_biases
 from tests.blueprints import load_without_proof
 from tests.conftest import Prove

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from meshlora.config import RunConfig
-from meshlora.run_file import read_run
+from meshlora.config.file import read_run
+from meshlora.config.run import RunConfig
 from meshlora.train.evaluate import evaluate, prepare_evaluation
 from tests.pool import Pool
 

@@ -10,8 +10,8 @@ import pytest
 
 SCRIPT = """
 import torch
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.groups import join, open_mesh
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import join, open_mesh
 from meshlora.plan.topology import Topology
 
 join("cpu")

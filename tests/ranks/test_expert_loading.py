@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.twin import twin_config
-from meshlora.state import weights
+from meshlora.model import weights
+from meshlora.plan.families.twin import twin_config
 from tests.pool import Pool
 
 # Loads one rank's share alone in a process of its own and prints, in bytes: growth of peak memory, shard, largest.
 _MEASURE = """
 import pathlib, sys, torch
-import meshlora.api, meshlora.plan.topology as t
-from meshlora.blueprint import BaseOptions, make_blueprint
+import meshlora.loading.load, meshlora.plan.topology as t
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.parallel import groups
 from transformers import AutoConfig
 
@@ -30,7 +30,7 @@ folder, topology = sys.argv[1], t.Topology.parse(sys.argv[2])
 axis = lambda ranks: groups.Axis(len(ranks), 0, tuple(ranks), None)
 sets = [{n} for n in ("dp", "tp", "edp", "ep", "etp")] + [{"dp", "tp"}]
 axes = {frozenset(names): axis(topology.groups_over(names)[0]) for names in sets}
-meshlora.api.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), axes)
+meshlora.loading.load.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), axes)
 # Everything but weights is imported and warm before the measurement starts.
 make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
 status = lambda key: int(pathlib.Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024

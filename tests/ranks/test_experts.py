@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.lift import lift
+from meshlora.common.float64 import lift
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.topology import EXPERT_AXES, Topology

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import meshlora.train.run as run_module
-from meshlora.adapter.manage import active_factors, runtime
-from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.errors import MeshloraError
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
+from meshlora.common.errors import MeshloraError
+from meshlora.config.file import read_run
 from meshlora.oracle.compare import compare_adapters
-from meshlora.run_file import read_run
+from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.loss_scale import LossScale
-from meshlora.train.manifest import read_whole
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from meshlora.train.trained import TrainedAdapter

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshlora.train.manifest import read_whole
+from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.trained import TrainedAdapter
 from tests.pool import Pool
 from tests.processes import own_mounts

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig
 
 import meshlora
-from meshlora.adapter.manage import active_factors, runtime
-from meshlora.plan.twin import twin_config
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import summed_cross_entropy
 from tests.pool import Pool, RankError
 

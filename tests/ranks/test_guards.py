@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.oracle.compare import relative
 from meshlora.oracle.reference import losses_of, reference_model
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import summed_cross_entropy
 from tests.pool import Pool, RankError
 from tests.twins import make_batches, make_twin

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from meshlora.parallel import vocabulary
+from meshlora.layers.head import loss as vocabulary
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool
 from tests.ranks.test_several_adapters import _file as many_file

@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 from tests.pool import Pool
 from tests.twins import make_batches
 
 # Loads one rank's share alone in a process of its own and prints, in bytes: growth of peak memory, shard, largest.
 _MEASURE = """
 import pathlib, sys, torch
-import meshlora.api, meshlora.plan.topology as t
-from meshlora.blueprint import BaseOptions, make_blueprint
+import meshlora.loading.load, meshlora.plan.topology as t
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.parallel import groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,7 +29,7 @@ folder, tp = sys.argv[1], int(sys.argv[2])
 axis = lambda n: groups.Axis(n, 0, tuple(range(n)), None)
 one = {frozenset({"dp"}): axis(1), frozenset({"tp"}): axis(tp), frozenset({"dp", "tp"}): axis(tp)}
 topology = t.Topology(tp=tp)
-meshlora.api.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), one)
+meshlora.loading.load.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), one)
 # Everything but weights is imported and warm before the measurement starts.
 make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
 # Not ru_maxrss: a child inherits its parent's at the fork.

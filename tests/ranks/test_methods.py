@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.manage import active_factors, full_factor, runtime
-from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.attach import active_factors, full_factor, runtime
+from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.comm.groups import num_processes
 from meshlora.config.objective import Sft
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
-from meshlora.parallel.groups import num_processes
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import language_model_loss
 from tests.blueprints import load_without_proof
 from tests.conftest import Prove

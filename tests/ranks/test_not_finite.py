@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.errors import MeshloraError
-from meshlora.run_file import read_run
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
+from meshlora.common.errors import MeshloraError
+from meshlora.config.file import read_run
 from meshlora.train import trained, trainer
-from meshlora.train.checkpoint import STATE_FILE
-from meshlora.train.keeping import point
+from meshlora.train.checkpoint.retention import point
+from meshlora.train.checkpoint.state import STATE_FILE
 from meshlora.train.prepare import prepare
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
@@ -127,7 +127,7 @@ def test_older_checkpoint_goes_only_once_the_newer_one_is_whole(folder: Path, mo
 
     def save_until_full(self: Any, done: int, **options: Any) -> None:
         if done == 3:
-            monkeypatch.setattr("meshlora.train.checkpoint.save_file", full)
+            monkeypatch.setattr("meshlora.train.checkpoint.state.save_file", full)
         save(self, done, **options)
 
     monkeypatch.setattr(trained.TrainedAdapter, "_save_checkpoint", save_until_full)
@@ -148,7 +148,7 @@ def test_name_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / "latest").readlink() == Path("one")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshlora.train.keeping.os.replace", killed)
+    monkeypatch.setattr("meshlora.train.checkpoint.retention.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         point(tmp_path / "latest", "two")
     assert (tmp_path / "latest").readlink() == Path("one")

@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 import meshlora
-from meshlora.adapter.manage import active_factors
-from meshlora.train.decoding import generate
+from meshlora.adapter.attach import active_factors
+from meshlora.text.decoding import generate
 from meshlora.train.losses import summed_cross_entropy
 from tests.pool import Pool
 

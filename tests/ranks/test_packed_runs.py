@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshlora.common.routing import RoutingRecord
+from meshlora.config.file import read_run
 from meshlora.data import packed_share
 from meshlora.oracle.compare import compare_adapters
-from meshlora.routing import RoutingRecord
-from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.routing import step_file
 from tests.pool import Pool

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshlora
-from meshlora.adapter.engine_export import export_per_expert
-from meshlora.adapter.manage import gather_adapter
+from meshlora.adapter.attach import gather_adapter
+from meshlora.adapter.formats.engine_export import export_per_expert
 from meshlora.plan.topology import Topology
 from tests.blueprints import load_without_proof
 from tests.pool import Pool

@@ -13,12 +13,12 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 import meshlora
-from meshlora.adapter.manage import active_factors, runtime
-from meshlora.blueprint import BaseOptions, make_blueprint
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.layers.experts import same_tokens
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.oracle.capture import CollectiveCounter
-from meshlora.parallel import same_tokens
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from meshlora.planner.choose import choose
 from meshlora.planner.hardware import hardware_named
 from meshlora.planner.problem import pose

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from meshlora.adapter.peft_format import CONFIG_FILE, WEIGHTS_FILE
-from meshlora.errors import UserError
-from meshlora.run_file import read_run
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
 from meshlora.train.prepare import prepare
 from tests.conftest import Prove
 from tests.pool import Pool

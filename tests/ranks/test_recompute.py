@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import meshlora
-from meshlora.adapter.manage import active_factors, runtime
-from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.errors import UnsupportedError
-from meshlora.lift import lift
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.float64 import lift
+from meshlora.common.routing import RoutingRecord
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.derive import decoder_layers
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.routing import RoutingRecord
 from meshlora.train.losses import language_model_loss
 from meshlora.train.recompute import check_recompute, recompute_layers
 from meshlora.train.routing import step_file

@@ -16,16 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshlora.adapter.peft_format import WEIGHTS_FILE
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
+from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
 from meshlora.data import GlobalBatches
-from meshlora.errors import UserError
 from meshlora.oracle.inputs import write_twin
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.run_file import read_run
-from meshlora.train import checkpoint, trained, trainer
-from meshlora.train.keeping import LATEST, point
-from meshlora.train.manifest import FILE, STATE_FILE, read_whole
+from meshlora.train import trained, trainer
+from meshlora.train.checkpoint import state as checkpoint
+from meshlora.train.checkpoint.manifest import FILE, STATE_FILE, read_whole
+from meshlora.train.checkpoint.retention import LATEST, point
 from meshlora.train.prepare import Prepared, prepare
 from tests.manifests import manifest_of, sign
 from tests.pool import Pool, RankError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import meshlora
 from meshlora.plan.budget import COMPARED_FORWARDS
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 from tests.pool import Pool
 
 

@@ -12,11 +12,11 @@ import torch
 import yaml
 
 import meshlora
-from meshlora.errors import UnsupportedError
-from meshlora.run_file import read_run
-from meshlora.train.decoding import generate
+from meshlora.common.errors import UnsupportedError
+from meshlora.config.file import read_run
+from meshlora.text.decoding import generate
 from meshlora.train.prepare import prepare
-from meshlora.train.samples import forget_after
+from meshlora.train.watch.samples import forget_after
 from tests.pool import Pool
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups
 

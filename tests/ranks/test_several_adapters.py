@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from meshlora.adapter.peft_format import WEIGHTS_FILE
-from meshlora.errors import MeshloraError
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
+from meshlora.common.errors import MeshloraError
+from meshlora.config.file import read_runs
 from meshlora.oracle.compare import compare_adapters
-from meshlora.run_file import read_runs
 from meshlora.train import batches, gradsync, run, trainer
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train

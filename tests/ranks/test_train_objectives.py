@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from meshlora.cli import main
+from meshlora.cli.main import main
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.file import read_run
 from meshlora.config.objective import COUNTED
-from meshlora.errors import UnsupportedError, UserError
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from tests.pool import Pool
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups, run_file

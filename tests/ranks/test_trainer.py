@@ -18,10 +18,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshlora.config.file import read_run
 from meshlora.data import collate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from tests.pool import Pool, wait_for_all

@@ -13,14 +13,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.float64 import lift
+from meshlora.common.routing import RoutingRecord
+from meshlora.config.file import read_run
 from meshlora.data import collate
-from meshlora.errors import MeshloraError, UserError
-from meshlora.lift import lift
 from meshlora.oracle.compare import compare_adapters
 from meshlora.oracle.inputs import write_twin
-from meshlora.plan.twin import twin_config
-from meshlora.routing import RoutingRecord
-from meshlora.run_file import read_run
+from meshlora.plan.families.twin import twin_config
 from meshlora.train.prepare import prepare
 from meshlora.train.routing import step_file
 from tests.pool import Pool, RankError

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.parallel.collectives import all_reduce_sum, copy_one_to_each
-from meshlora.parallel.groups import Axis, open_mesh
-from meshlora.parallel.vocabulary import IGNORED, summed_cross_entropy_from_hidden
+from meshlora.comm.collectives import all_reduce_sum, copy_one_to_each
+from meshlora.comm.groups import Axis, open_mesh
+from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
 

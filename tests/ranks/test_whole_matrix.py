@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.manage import active_factors, adapter_factors, gather_adapter, runtime
-from meshlora.errors import UserError
+from meshlora.adapter.attach import active_factors, adapter_factors, gather_adapter, runtime
+from meshlora.common.errors import UserError
+from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.inputs import write_twin
 from meshlora.oracle.reference import AdamW, linear_rates, train
-from meshlora.parallel.inject import parallel_leaves
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from tests.blueprints import load_without_proof

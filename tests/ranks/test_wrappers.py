@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshlora
-from meshlora.plan.twin import twin_config
+from meshlora.plan.families.twin import twin_config
 from tests.pool import Pool
 
 LORA = LoraConfig(r=4, target_modules="all-linear")

@@ -15,11 +15,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-import meshlora.state.weights
+import meshlora.model.weights
 import meshlora.train.launch
 import meshlora.train.run
-from meshlora.adapter.engine_export import export_per_expert
-from meshlora.plan.twin import twin_config
+from meshlora.adapter.formats.engine_export import export_per_expert
+from meshlora.plan.families.twin import twin_config
 from tests.unit.engine_adapters import KINDS, meta, twin
 from tests.unit.mistakes import Setup
 
@@ -72,7 +72,7 @@ def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(meshlora.train.launch, "launch", too_late)
     monkeypatch.setattr(meshlora.train.run, "train", too_late)
-    monkeypatch.setattr(meshlora.state.weights, "_read_slice", too_late)
+    monkeypatch.setattr(meshlora.model.weights, "_read_slice", too_late)
 
 
 @pytest.fixture(scope="session")

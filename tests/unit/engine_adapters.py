@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshlora.blueprint import read_model_config
+from meshlora.loading.blueprint import read_model_config
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
 from tests.unit.test_expert_format import OWN, SIZES, logits_of, random

@@ -18,9 +18,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshlora.cli import main
-from meshlora.plan.twin import twin_config
-from meshlora.words import printable
+from meshlora.cli.main import main
+from meshlora.common.words import printable
+from meshlora.plan.families.twin import twin_config
 
 UP = "model.layers.1.mlp.up_proj"
 UP_A = f"base_model.model.{UP}.lora_A.weight"

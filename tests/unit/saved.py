@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshlora.train.manifest import STATE_FILE, Kind, Manifest, write_manifest
-from meshlora.versions import versions
+from meshlora.common.versions import versions
+from meshlora.train.checkpoint.manifest import STATE_FILE, Kind, Manifest, write_manifest
 
 IDENTITY = {"train.lr": "0.001", "model": f"sha256:{'0' * 64}"}
 

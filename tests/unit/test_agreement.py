@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 from meshlora.train import agreement
 
 Look = Callable[[], str]

@@ -146,7 +146,7 @@ def _calls(tree: ast.Module) -> set[str]:
 def test_only_one_file_opens_process_groups() -> None:
     openers = {"dist.new_group", "dist.new_subgroups_by_enumeration", "dist.init_process_group", "init_device_mesh"}
     files = {str(f.relative_to(SOURCE)) for _, f, tree in _modules() if _calls(tree) & openers}
-    assert files == {"parallel/groups.py"}
+    assert files == {"comm/groups.py"}
 
 
 def test_only_one_file_calls_collectives() -> None:
@@ -158,21 +158,21 @@ def test_only_one_file_calls_collectives() -> None:
         for _, f, tree in _modules()
         if "torch.distributed as dist" in f.read_text()
     }
-    assert using.keys() == {"parallel/groups.py", "parallel/collectives.py"}
+    assert using.keys() == {"comm/groups.py", "comm/collectives.py"}
     users = {
         str(f.relative_to(SOURCE))
         for _, f, _ in _modules()
         if re.search(r"import direct\b|from meshlora\.parallel\.direct", f.read_text())
     }
-    assert users == {"parallel/collectives.py"}
-    called = {name for name in using["parallel/groups.py"] if name.startswith("dist.")}
+    assert users == {"comm/collectives.py"}
+    called = {name for name in using["comm/groups.py"] if name.startswith("dist.")}
     assert called <= QUIET, called - QUIET
 
 
 def test_the_environment_is_read_in_three_files() -> None:
     """The command line sets defaults for libraries, and is the fourth that may touch it."""
     files = {str(f.relative_to(SOURCE)) for _, f, _ in _modules() if "os.environ" in f.read_text()}
-    assert files <= {"parallel/groups.py", "train/launch.py", "train/edge.py", "cli.py"}
+    assert files <= {"comm/groups.py", "train/launch.py", "train/edge.py", "cli/main.py"}
 
 
 def test_only_one_file_prints() -> None:
@@ -182,7 +182,7 @@ def test_only_one_file_prints() -> None:
     wrong = [
         f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}"
         for _, file, tree in _modules()
-        if file.name != "console.py"
+        if file.name != "common/console.py"
         for node in ast.walk(tree)
         if (isinstance(node, ast.Import | ast.ImportFrom) and _imported_of_rich(node) - OF_RICH)
         or (isinstance(node, ast.Call) and not _is_safe(node))
@@ -214,15 +214,15 @@ def _is_safe(call: ast.Call) -> bool:
 
 
 def test_only_one_file_has_private_names_of_libraries() -> None:
-    """torch, transformers and PEFT may drop or change them in any release: `compat.py` says what each is for, and
-    `test_compat.py` that it is there.
+    """torch, transformers and PEFT may drop or change them in any release: `common/compat.py` says what each is for,
+    and `test_compat.py` that it is there.
     """
     modules = _modules()
     ours = defined(tree for _, _, tree in modules)
     wrong = [
         f"{file.relative_to(SOURCE)}:{line}: {name}"
         for _, file, tree in modules
-        if file.name != "compat.py"
+        if file.name != "common/compat.py"
         for line, name in sorted(set(private_names(tree, ours)))
     ]
     assert not wrong, wrong

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.parallel.arrivals import Arrivals, Ranks, say_who_is_missing
+from meshlora.comm.who_is_missing import Arrivals, Ranks, say_who_is_missing
 
 ROW, COLUMN, ALL = (0, 1), (1, 3), (0, 1, 2, 3)
 

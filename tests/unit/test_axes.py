@@ -27,7 +27,7 @@ from meshlora.plan.topology import (
 
 SOURCE = Path(meshlora.__file__).parent
 # Faults say in words what a run must have for them to show, and the generated ones exchange names of axes.
-BY_NAME = {"plan/topology.py", "verify/generated.py"}
+BY_NAME = {"plan/topology.py", "verify/faults/generated.py"}
 
 
 def test_no_other_file_names_an_axis_that_cuts_sequences_or_tokens() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from meshlora import blueprint as module
-from meshlora.adapter.manage import adapter_factors, add_adapter, set_adapter
-from meshlora.adapter.peft_format import save_adapter
-from meshlora.api import load_blueprint
-from meshlora.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.adapter.attach import adapter_factors, add_adapter, set_adapter
+from meshlora.adapter.formats.peft_format import save_adapter
+from meshlora.config.file import read_run
+from meshlora.loading import blueprint as module
+from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.load import load_blueprint
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
 from meshlora.verify.request import Request, prepare_proof

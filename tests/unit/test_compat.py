@@ -1,4 +1,4 @@
-"""Private names of torch, transformers and PEFT: each is there, and does what `meshlora.compat` says of it."""
+"""Private names of torch, transformers and PEFT: each is there, and does what `meshlora.common.compat` says of it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora import compat
-from meshlora.parallel.groups import simulated_job
+from meshlora.comm.groups import simulated_job
+from meshlora.common import compat
 from tests.unit.private_names import defined, private_names
 
 
@@ -175,7 +175,7 @@ def test_the_table_has_every_name_of_the_file() -> None:
     parts = {part for private in PRIVATE for part in private.name.split(".")}
     for line, name in private_names(tree, defined([tree])):
         leaf = name.replace("::", ".").rpartition(".")[2]
-        assert leaf in parts, f"compat.py:{line}: {name} is in no row of PRIVATE"
+        assert leaf in parts, f"common/compat.py:{line}: {name} is in no row of PRIVATE"
 
 
 def _bound(node: ast.stmt) -> list[str]:

@@ -15,17 +15,17 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from meshlora import cli
-from meshlora.cli import main
-from meshlora.config import GenerateConfig
-from meshlora.console import Console, hand_over
-from meshlora.oracle.diagnose import Divergence
+from meshlora.cli import main as cli
+from meshlora.cli.main import main
+from meshlora.common.console import Console, hand_over
+from meshlora.config.run import GenerateConfig
+from meshlora.oracle.diagnosis.diagnose import Divergence
 from meshlora.oracle.results import Phase, TensorResult
 from meshlora.plan.topology import Topology
-from meshlora.train import samples
-from meshlora.train.metrics import Reporter, StepMetrics
+from meshlora.train.watch import samples
+from meshlora.train.watch.metrics import Reporter, StepMetrics
 from meshlora.verify.proof import Outcome
-from meshlora.verify.show import show
+from meshlora.verify.report.show import show
 from tests.unit.mistakes import Setup
 
 # What is said -> what must be seen.

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import meshlora.data.files
+from meshlora.common.errors import UserError
+from meshlora.common.limits import time_limit
 from meshlora.data import read_preferences, read_records, read_rollouts
-from meshlora.errors import UserError
-from meshlora.limits import time_limit
 from tests.unit.records import make_tokenizer
 
 

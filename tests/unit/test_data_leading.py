@@ -12,9 +12,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import meshlora.data.leading
+from meshlora.common.errors import UserError
 from meshlora.data import Record, tokenize
 from meshlora.data.leading import leading_tokens
-from meshlora.errors import UserError
 from tests.unit.conftest import TOKENIZER
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer
 

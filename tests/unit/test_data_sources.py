@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from meshlora.common.errors import UserError
 from meshlora.data import Record, read_records
-from meshlora.errors import UserError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 

@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from meshlora.common.errors import UserError
 from meshlora.data import Record, read_preferences, read_rollouts, tokenize
-from meshlora.errors import UserError
-from meshlora.train.tokenizer import load_tokenizer
+from meshlora.text.tokenizer import load_tokenizer
 from tests.unit.records import BOS, EOS, MARKED, TWO_TURNS, UNMARKED, make_tokenizer, pair
 
 

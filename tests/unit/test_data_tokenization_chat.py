@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from meshlora.common.errors import UserError
 from meshlora.data import Record, tokenize
-from meshlora.errors import UserError
 from tests.unit.records import END, EOS, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 
 

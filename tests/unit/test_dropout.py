@@ -12,28 +12,28 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshlora
-from meshlora import dropout
+from meshlora.comm.groups import Axis
+from meshlora.common import masks as dropout
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.masks import keep_mask, mask_key, token_numbers
 from meshlora.data import collate
 from meshlora.data.tokenization import Sequence
-from meshlora.dropout import keep_mask, mask_key, token_numbers
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.guards import check_dropouts, handle_dropout
-from meshlora.parallel.dropout import TokenDropout, input_features
-from meshlora.parallel.groups import Axis
-from meshlora.parallel.linear import ParallelLinear
-from meshlora.parallel.products import LoraLinearFunction
-from meshlora.parallel.tokens import ForwardTokens, Mask, Segment
+from meshlora.layers.dropout import TokenDropout, input_features
+from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.tokens import ForwardTokens, Mask, Segment
+from meshlora.loading.guards import check_dropouts, handle_dropout
 from meshlora.plan.dropout import EXACT_DROPOUTS, is_exact_module
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from tests.blueprints import build_meta
 
 ALONE = Axis(1, 0, (0,), None)
 TOKENS, FEATURES = token_numbers(torch.arange(8), 64).flatten(), torch.arange(256)  # [512], [256]
 KEY = mask_key(3, 5, "model.layers.0.mlp")
-# Worked out in whole numbers of Python, from the words of `meshlora.dropout`.
+# Worked out in whole numbers of Python, from the words of `meshlora.common.masks`.
 FIXED_KEY, FIXED_BITS = 0xE8A3A2741FD26B91, ["00101000", "11111000", "01100011", "10001111"]
 
 

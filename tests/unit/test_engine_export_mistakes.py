@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from meshlora.adapter.changes import read_changes
-from meshlora.adapter.engine_export import export_per_expert, import_per_expert
-from meshlora.cli import main
-from meshlora.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.adapter.formats.engine_export import export_per_expert, import_per_expert
+from meshlora.adapter.merging.changes import read_changes
+from meshlora.cli.main import main
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from tests.unit.engine_adapters import (
     BOTH,
     HIDDEN,
@@ -215,7 +215,7 @@ def test_folder_that_reads_back_differently_is_not_left(
     def lossy(tensors: dict[str, Tensor], *arguments: Any, **options: Any) -> None:
         save_file({key: tensor.half().double() for key, tensor in tensors.items()}, *arguments, **options)
 
-    monkeypatch.setattr("meshlora.adapter.peft_format.save_file", lossy)
+    monkeypatch.setattr("meshlora.adapter.formats.peft_format.save_file", lossy)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(MeshloraError, match="read back"):
         export_per_expert(adapter, tmp_path / "out", **model)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from meshlora.cli import main
-from meshlora.errors import (
+from meshlora.cli.main import main
+from meshlora.common.errors import (
     MeshloraError,
     RankFailedError,
     SaveError,

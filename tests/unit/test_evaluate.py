@@ -13,12 +13,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from meshlora.cli import main
-from meshlora.config import GenerateConfig
+from meshlora.cli.main import main
+from meshlora.common.errors import UserError
+from meshlora.config.run import GenerateConfig
 from meshlora.data import Record, collate, prompts_of, read_records, tokenize
-from meshlora.errors import UserError
-from meshlora.scores import scores
-from meshlora.train.decoding import generate
+from meshlora.text.decoding import generate
+from meshlora.text.scores import scores
 from meshlora.train.evaluate import perplexity
 from tests.unit.mistakes import Setup, one_error
 

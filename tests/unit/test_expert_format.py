@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.expert_format import (
+from meshlora.adapter.formats.expert_format import (
     EngineNames,
     ExpertFactors,
     engine_names,
@@ -29,10 +29,10 @@ from meshlora.adapter.expert_format import (
     to_peft,
     to_shared,
 )
-from meshlora.adapter.peft_format import lora_config
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.lift import lift
-from meshlora.plan.twin import twin_config
+from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.float64 import lift
+from meshlora.plan.families.twin import twin_config
 
 E, R, IN, OUT = 4, 3, 5, 7
 HIDDEN, INNER = 32, 24

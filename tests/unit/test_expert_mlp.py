@@ -9,12 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.parallel.expert_mlp import GroupedMlpFunction
-from meshlora.parallel.grouped import (
-    Projection,
-    inverse_of,
-    sort_by_expert,
-)
+from meshlora.layers.experts.mlp import GroupedMlpFunction
+from meshlora.layers.experts.products import Projection, inverse_of, sort_by_expert
 from tests.unit.test_grouped import assert_exact, by_loop, drawn, make_case, saved_by
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 7, 3, 5, 6, 4

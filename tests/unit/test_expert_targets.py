@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig
 from transformers import GPT2Config
 
-from meshlora.adapter.expert_targets import out_of_reach
-from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import final_config
-from meshlora.adapter.targets import Target, resolve_targets
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.adapter.targets.expert_targets import out_of_reach
+from meshlora.adapter.targets.resolve import Target, resolve_targets
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from tests.blueprints import build_meta
 
 PARTS = ["experts.gate_proj", "experts.up_proj"]

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-import meshlora.state.weights
-from meshlora.errors import MeshloraError, UnsupportedError, UserError
-from meshlora.parallel.groups import Axis, Mesh
-from meshlora.parallel.inject import parallelize
+import meshlora.model.weights
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.model.inject import parallelize
+from meshlora.model.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.state.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
 from tests.blueprints import build_meta
 
 # family -> whether transformers saves its experts one by one.
@@ -157,14 +157,14 @@ def test_a_rank_reads_its_own_experts_alone(is_fused: bool, tmp_path: Path, monk
     if is_fused:
         fuse(tmp_path)
     read: dict[str, int] = {}
-    original = meshlora.state.weights._read_slice
+    original = meshlora.model.weights._read_slice
 
     def counted(stored: Any, parts: Any) -> Tensor:
         value: Tensor = original(stored, parts)
         read[stored.key] = read.get(stored.key, 0) + value.numel()
         return value
 
-    monkeypatch.setattr(meshlora.state.weights, "_read_slice", counted)
+    monkeypatch.setattr(meshlora.model.weights, "_read_slice", counted)
     held = local_state(config, "ep=2,etp=2", 3, lambda model: CheckpointSource(tmp_path, model))
     of_experts = {key: number for key, number in read.items() if ".experts." in key}
     assert sum(of_experts.values()) == sum(t.numel() for name, t in held.items() if ".experts." in name)

@@ -13,17 +13,17 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from meshlora.adapter.pieces import PieceLoraConfig
-from meshlora.adapter.targets import Target, resolve_targets
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.parallel.groups import open_mesh
-from meshlora.parallel.inject import parallelize
+from meshlora.adapter.targets.pieces import PieceLoraConfig
+from meshlora.adapter.targets.resolve import Target, resolve_targets
+from meshlora.comm.groups import open_mesh
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.model.inject import parallelize
 from meshlora.plan.derive import plan_model
 from meshlora.plan.experts import ExpertsRule, find_experts, find_projections
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 
 _MODELS: dict[str, Any] = {}
 

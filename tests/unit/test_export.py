@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshlora
-from meshlora.adapter import export as export_module
-from meshlora.adapter.export import export, import_loralib
-from meshlora.cli import main
-from meshlora.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.adapter.formats import export as export_module
+from meshlora.adapter.formats.export import export, import_loralib
+from meshlora.cli.main import main
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from tests.unit.test_merge import assert_merged, make_adapter, make_model, one_error, peft_logits
 
 HIDDEN, R = 64, 4
@@ -217,7 +217,7 @@ def test_file_that_reads_back_differently_is_not_left(
         honest({key: tensor.half().float() for key, tensor in tensors.items()}, *arguments, **options)
 
     monkeypatch.setattr(export_module, "save_file", lossy)
-    monkeypatch.setattr("meshlora.adapter.peft_format.save_file", lossy)
+    monkeypatch.setattr("meshlora.adapter.formats.peft_format.save_file", lossy)
     before = sorted(tmp_path.rglob("*"))
     for layout, out in (("peft", "out"), ("loralib", "out.safetensors")):
         with pytest.raises(MeshloraError, match="read back"):

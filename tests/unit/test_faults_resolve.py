@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.faults.registry import MUTATIONS
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.errors import UserError
-from meshlora.state import file_hash
-from meshlora.state.file_hash import FileHashes
+from meshlora.common import file_hash
+from meshlora.common.errors import UserError
+from meshlora.common.file_hash import FileHashes
 
 SIZE = 8 << 20
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from meshlora.errors import RankFailedError
+from meshlora.common.errors import RankFailedError
 from meshlora.train import launch as module
 from meshlora.train.edge import LOST_CONTACT
 from meshlora.train.launch import _first_cause, _Rank, launch

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from meshlora.cli import main
-from meshlora.errors import UserError
-from meshlora.routing import RoutingRecord
+from meshlora.cli.main import main
+from meshlora.common.errors import UserError
+from meshlora.common.routing import RoutingRecord
 from tests.unit.mistakes import Setup
 from tests.unit.saved import save
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.cli import main
+from meshlora.cli.main import main
 from meshlora.train.lock import hold
 from tests.manifests import manifest_of, sign
 from tests.unit.saved import save, save_steps

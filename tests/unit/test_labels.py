@@ -11,8 +11,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
-from meshlora.errors import UserError
-from meshlora.plan.twin import twin_config
+from meshlora.common.errors import UserError
+from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import check_shifted, language_model_loss, language_model_losses, log_probabilities
 
 TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshlora.parallel import groups
-from meshlora.parallel.groups import Place, first_host, launcher_place
+from meshlora.comm import groups
+from meshlora.comm.groups import Place, first_host, launcher_place
 
 VARIABLES = (
     "RANK",

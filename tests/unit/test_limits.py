@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from meshlora.limits import OutOfTimeError, time_limit
+from meshlora.common.limits import OutOfTimeError, time_limit
 
 
 def _forever() -> None:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.parallel.products import LoraLinearFunction
-from meshlora.parallel.tokens import Segment
+from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.tokens import Segment
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

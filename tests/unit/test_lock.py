@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 from meshlora.train import lock
 from meshlora.train.lock import FILE, hold, holder_of
 

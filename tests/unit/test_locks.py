@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from meshlora import locks
-from meshlora.errors import UserError
-from meshlora.locks import locked
-from meshlora.private import PrivateFolder
+from meshlora.common import locks
+from meshlora.common.errors import UserError
+from meshlora.common.locks import locked
+from meshlora.common.private import PrivateFolder
 
 _HOLDER = """
 import fcntl, sys, time

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.errors import UserError
-from meshlora.train.manifest import FILE, STATE_FILE, NotWholeError, read_whole
-from meshlora.train.resuming import going_on
+from meshlora.common.errors import UserError
+from meshlora.train.checkpoint.manifest import FILE, STATE_FILE, NotWholeError, read_whole
+from meshlora.train.checkpoint.resuming import going_on
 from tests.manifests import manifest_of, sign, write
 from tests.unit.saved import IDENTITY, save, save_steps
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 
-from meshlora.adapter import merge as merge_module
-from meshlora.adapter.merge import INDEX, merge
-from meshlora.blueprint import read_model_config
-from meshlora.cli import main
-from meshlora.errors import MeshloraError, UserError
-from meshlora.plan.twin import twin_config
-from meshlora.state.stream import write_stream
+from meshlora.adapter.merging import merge as merge_module
+from meshlora.adapter.merging.merge import INDEX, merge
+from meshlora.cli.main import main
+from meshlora.common.errors import MeshloraError, UserError
+from meshlora.loading.blueprint import read_model_config
+from meshlora.model.stream import write_stream
+from meshlora.plan.families.twin import twin_config
 
 IDS = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(5))
 LINEAR = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -425,8 +425,8 @@ import gc, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from meshlora.adapter.merge import merge
-from meshlora.blueprint import read_model_config
+from meshlora.adapter.merging.merge import merge
+from meshlora.loading.blueprint import read_model_config
 def run(end):
     model, adapter, out = (Path(path + end) for path in sys.argv[1:])
     merge(model, adapter, out, config=read_model_config(model), check_logits=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.adapter.merge import merge
-from meshlora.blueprint import read_model_config
-from meshlora.errors import UserError
+from meshlora.adapter.merging.merge import merge
+from meshlora.common.errors import UserError
+from meshlora.loading.blueprint import read_model_config
 from tests.unit.test_merge import make_adapter, make_model
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.console import Console
-from meshlora.train.metrics import Reporter, StepMetrics
-from meshlora.train.samples import forget_after
+from meshlora.common.console import Console
+from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.train.watch.samples import forget_after
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

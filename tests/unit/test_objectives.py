@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlora.common.float64 import lift
 from meshlora.config.objective import KINDS, Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
-from meshlora.lift import lift
 from meshlora.train import losses, objectives
 from meshlora.train.objectives import Seen, count, loss_sum
 

@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer
 
-from meshlora.adapter.manage import active_factors
-from meshlora.config import TrainConfig
+from meshlora.adapter.attach import active_factors
+from meshlora.config.run import TrainConfig
 from meshlora.oracle.inputs import write_twin
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from meshlora.train.optimizer import parameter_groups
 from tests.blueprints import load_without_proof
 

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from meshlora.blueprint import read_model_config
-from meshlora.config import _MOST, DataConfig, GenerateConfig, TrainConfig
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
+from meshlora.config.run import _MOST, DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import read_records, tokenize
-from meshlora.errors import UserError
-from meshlora.parallel.groups import Mesh
-from meshlora.run_file import read_run
+from meshlora.loading.blueprint import read_model_config
 from meshlora.train.batches import Own
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.train.run import train

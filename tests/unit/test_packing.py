@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import masking_utils
 
-from meshlora.errors import UnsupportedError
-from meshlora.plan.twin import twin_config
-from meshlora.train.packing import check_packing
+from meshlora.common.errors import UnsupportedError
+from meshlora.plan.families.twin import twin_config
+from meshlora.train.packing_check import check_packing
 
 
 def _check(model_type: str, **overrides: Any) -> None:

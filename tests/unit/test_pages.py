@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.cli import main
-from meshlora.plan.families import PROVED
+from meshlora.cli.main import main
+from meshlora.plan.families.proved import PROVED
 from meshlora.verify import command
-from meshlora.verify.mutations import MUTATIONS
+from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Proof
 from tests.changed import is_there
 from tests.scripts import ROOT, load_script

@@ -11,10 +11,10 @@ from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, LlamaConfig
 
-from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import plan_adapter
-from meshlora.adapter.targets import resolve_targets
-from meshlora.errors import UserError
+from meshlora.adapter.targets.resolve import resolve_targets
+from meshlora.common.errors import UserError
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
 

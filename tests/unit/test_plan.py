@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from tests.blueprints import build_meta
 
 TP = Topology(tp=2, sp=True)

@@ -18,13 +18,13 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig
 
-from meshlora.blueprint import BaseOptions, make_blueprint
-from meshlora.cli import main
-from meshlora.errors import UserError
+from meshlora.cli.main import main
+from meshlora.common.errors import UserError
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.plan.budget import micro_batch_budget
 from meshlora.plan.derive import plan_model
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from meshlora.planner.choose import choose
 from meshlora.planner.communication import Message, grouped, span_of
 from meshlora.planner.fake import FakeRun, Work
@@ -244,7 +244,7 @@ def test_plan_that_fits_nowhere_is_a_failure_and_writes_nothing(
 
 
 def test_plan_writes_a_run_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from meshlora.run_file import read_run
+    from meshlora.config.file import read_run
 
     model = tmp_path / "config.json"
     model.write_text(json.dumps(twin_config("llama").to_dict()))

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.cli import main
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.parallel.quantized import pack
+from meshlora.cli.main import main
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.layers.quantized import pack
 from meshlora.plan.budget import micro_batch_budget
 from meshlora.plan.derive import plan_model
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.quantization import with_quantization
 from meshlora.plan.topology import DATA, Topology
-from meshlora.plan.twin import twin_config
 from meshlora.planner.base import held
 from meshlora.planner.choose import choose
 from meshlora.planner.communication import Message
@@ -216,7 +216,7 @@ def test_what_training_refuses_is_not_planned() -> None:
 
 
 def test_plan_writes_what_the_base_is_packed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from meshlora.run_file import read_run
+    from meshlora.config.file import read_run
 
     model = tmp_path / "config.json"
     model.write_text(json.dumps(twin_config("llama", **BLOCKS).to_dict()))

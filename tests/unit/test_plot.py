@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from meshlora.cli import main
-from meshlora.errors import UserError
-from meshlora.train import plot
-from meshlora.train.plot import plot_runs, plot_schedule, read_metrics
+from meshlora.cli.main import main
+from meshlora.common.errors import UserError
+from meshlora.train.watch import plot
+from meshlora.train.watch.plot import plot_runs, plot_schedule, read_metrics
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF", ".html": b"<!doctype html>"}
 

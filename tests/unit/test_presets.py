@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshlora.config import RunConfig
+from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
 from meshlora.config.objective import Sft
-from meshlora.errors import UserError
-from meshlora.presets import PRESETS
-from meshlora.run_file import read_run
+from meshlora.config.presets import PRESETS
+from meshlora.config.run import RunConfig
 
 BARE = {"preset": "microsoft-e2e", "model": {"path": "gpt2"}, "data": {"train": "x"}, "train": {"output": "out"}}
 

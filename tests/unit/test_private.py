@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.errors import UserError
-from meshlora.private import NotOwnError, PrivateFolder, check_tree, close_tree, open_own, write_own
+from meshlora.common.errors import UserError
+from meshlora.common.private import NotOwnError, PrivateFolder, check_tree, close_tree, open_own, write_own
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import meshlora
-from meshlora.cli import main
-from meshlora.errors import UnsupportedError
-from meshlora.plan import families
-from meshlora.plan.families import check_proved_here, proof_of_family
+from meshlora.cli.main import main
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.proof_records import remember
+from meshlora.common.versions import versions
+from meshlora.plan.families import proved as families
+from meshlora.plan.families.proved import check_proved_here, proof_of_family
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.proof_records import remember
-from meshlora.versions import versions
 from tests.blueprints import build_meta
 
 OTHER = {"transformers": "5.99.1", "peft": versions()["peft"] + ".post1"}

@@ -11,17 +11,17 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
-from meshlora.adapter.manage import active_factors
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.lift import lift
+from meshlora.adapter.attach import active_factors
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.float64 import lift
+from meshlora.layers import quantized
+from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.quantized import Packed, pack, plain_weights
 from meshlora.oracle.inputs import write_twin
 from meshlora.oracle.quantized import _rounded
-from meshlora.parallel import quantized
-from meshlora.parallel.linear import ParallelLinear
-from meshlora.parallel.quantized import Packed, pack, plain_weights
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.quantization import KINDS
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from tests.blueprints import build_meta
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import meshlora.train.launch
-from meshlora.cli import main
-from meshlora.run_file import read_run
-from meshlora.state.file_hash import FileHashes
-from meshlora.train.identity import identity_of_contents
+from meshlora.cli.main import main
+from meshlora.common.file_hash import FileHashes
+from meshlora.config.file import read_run
+from meshlora.train.checkpoint.identity import identity_of_contents
 from meshlora.train.lock import FILE as LOCK
 from meshlora.train.lock import hold
 from meshlora.train.prepare import Prepared, prepare
@@ -188,7 +188,7 @@ def test_reading_weights_comes_after_all_that_can_be_refused_without(
     finished: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished.set("train.lr", 2e-3)
-    monkeypatch.setattr("meshlora.train.resuming.FileHashes", lambda _: pytest.fail("the base is read"))
+    monkeypatch.setattr("meshlora.train.checkpoint.resuming.FileHashes", lambda _: pytest.fail("the base is read"))
     assert "other train.lr" in _words(finished, capfd)
 
 

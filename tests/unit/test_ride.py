@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.parallel.groups import Axis
-from meshlora.parallel.linear import ParallelLinear
-from meshlora.parallel.ride import Rider, pack, rode_along, unpack
-from meshlora.parallel.tokens import ForwardTokens, Share
+from meshlora.comm.groups import Axis
+from meshlora.layers.early_a import Rider, pack, rode_along, unpack
+from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 

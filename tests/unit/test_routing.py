@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.limits import time_limit
-from meshlora.routing import Routing, RoutingRecord
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.limits import time_limit
+from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.train.routing import check_routing, step_file
 
 T, H, E, K = 10, 4, 8, 2

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import meshlora
-from meshlora.adapter.manage import active_factors
-from meshlora.parallel.gated import product_behind, watch_activations
-from meshlora.parallel.products import LoraLinearFunction
-from meshlora.parallel.shared_input import share
-from meshlora.parallel.tokens import Segment
-from meshlora.plan.twin import twin_config
+from meshlora.adapter.attach import active_factors
+from meshlora.layers.gate_recompute import product_behind, watch_activations
+from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.shared_input import share
+from meshlora.layers.tokens import Segment
+from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import language_model_loss
 from tests.pool import Pool
 
@@ -215,7 +215,7 @@ def test_gradients_of_a_whole_model_do_not_depend_on_what_is_kept(monkeypatch: p
         return {f.name: f.parameter.grad for f in active_factors(model) if f.parameter.grad is not None}
 
     ours = gradients()
-    monkeypatch.setattr("meshlora.parallel.linear.product_behind", lambda x: None)
-    monkeypatch.setattr("meshlora.parallel.linear.share", lambda x: None)
+    monkeypatch.setattr("meshlora.layers.linear.product_behind", lambda x: None)
+    monkeypatch.setattr("meshlora.layers.linear.share", lambda x: None)
     for name, expected in gradients().items():
         assert torch.allclose(ours[name], expected, rtol=1e-10), name

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from meshlora.config import TrainConfig
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
+from meshlora.config.run import TrainConfig
 from meshlora.train.schedule import learning_rate
 
 STEPS, PEAK = 20, 3e-4

@@ -13,16 +13,16 @@ import torch
 import yaml
 from torch import Tensor
 
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.parallel import linear, tokens
-from meshlora.parallel.groups import Axis
-from meshlora.parallel.linear import ParallelLinear
-from meshlora.parallel.products import LoraLinearFunction
-from meshlora.parallel.quantized import Packed
-from meshlora.parallel.tokens import ForwardTokens, Mask, Part, Segment, Share, are_alike
+from meshlora.comm.groups import Axis
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.file import read_run, read_runs
+from meshlora.layers import linear, tokens
+from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.quantized import Packed
+from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment, Share, are_alike
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
-from meshlora.run_file import read_run, read_runs
 from meshlora.train.together import prepare_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.plan import trained_parameters
-from meshlora.adapter.targets import check_supported, resolve_targets
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.adapter.targets.resolve import check_supported, resolve_targets
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 
 CHOICES: dict[str, dict[str, Any]] = {
     "suffixes": {"target_modules": ["q_proj", "v_proj"]},

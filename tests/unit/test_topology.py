@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 from meshlora.plan.topology import Topology
 
 SIZES = st.integers(1, 6)

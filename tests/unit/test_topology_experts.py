@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 from meshlora.plan.topology import EXPERT_AXES, Topology, divisors
 
 SUBSETS = [frozenset(axes) for number in (1, 2, 3) for axes in itertools.combinations(EXPERT_AXES, number)]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from meshlora.errors import UserError
-from meshlora.run_file import read_run
+from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.train.run import train
-from meshlora.train.tracking import check_trackers, tracked
+from meshlora.train.watch.tracking import check_trackers, tracked
 from tests.unit.mistakes import Setup
 
 STEPS = 3

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from meshlora.errors import UserError
-from meshlora.plan.families import PROVED
-from meshlora.plan.twin import causal_lm_types, layers_of_twin, shrink_config, twin_config
+from meshlora.common.errors import UserError
+from meshlora.plan.families.proved import PROVED
+from meshlora.plan.families.twin import causal_lm_types, layers_of_twin, shrink_config, twin_config
 
 SIZES = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from meshlora.cli import main
+from meshlora.cli.main import main
 from tests.unit.mistakes import Case, Setup, assert_words, case, check_mistake, message_of, setting, several
 
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")

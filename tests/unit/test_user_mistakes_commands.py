@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshlora.cli import main
+from meshlora.cli.main import main
 from tests.unit.mistakes import (
     UP,
     Case,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshlora.cli import main
+from meshlora.cli.main import main
 from tests.unit.mistakes import Case, Setup, case, check_mistake, setting, several, text
 
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")

@@ -17,10 +17,10 @@ import torch
 import yaml
 from peft.utils.other import get_pattern_key
 
-from meshlora.adapter.patterns import pattern_key
-from meshlora.cli import main
-from meshlora.limits import time_limit
-from meshlora.reading import parse_json, parse_yaml
+from meshlora.adapter.targets.patterns import pattern_key
+from meshlora.cli.main import main
+from meshlora.common.limits import time_limit
+from meshlora.common.reading import parse_json, parse_yaml
 from tests.unit.mistakes import (
     UP,
     UP_A,
@@ -391,7 +391,7 @@ def test_build_within_bounds_needs_no_checkpoint() -> None:
     """A configuration without files is bounded too, and a large honest one is built."""
     from transformers import LlamaConfig
 
-    from meshlora.state.building import build_on_meta
+    from meshlora.model.building import build_on_meta
 
     model = build_on_meta(LlamaConfig(num_hidden_layers=300, vocab_size=128_256), dtype=torch.bfloat16)
     assert len(list(model.parameters())) > 2000

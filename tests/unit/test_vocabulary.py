@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.lift import lift
-from meshlora.parallel.groups import Axis
-from meshlora.parallel.recipe import LogitsRecipe
-from meshlora.parallel.vocabulary import IGNORED, summed_cross_entropy_from_hidden
+from meshlora.comm.groups import Axis
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.float64 import lift
+from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
+from meshlora.layers.head.recipe import LogitsRecipe
 
 ALONE = Axis(1, 0, (0,), None)
 T, H, V, R = 23, 6, 31, 2

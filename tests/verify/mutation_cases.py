@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.verify.mutations_of_objectives import PROVED
+from meshlora.verify.faults.objectives import PROVED
 from tests.verify.run_cases import RUNS
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.verify.mutations_of_resuming import OF_RESUMING
+from meshlora.verify.faults.resuming import OF_RESUMING
 from meshlora.verify.request import DROPOUT
 
 _DORA = {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}

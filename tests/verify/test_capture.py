@@ -28,8 +28,8 @@ from meshlora.oracle.unshard import (
     layout_of,
     token_pieces,
 )
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
 from tests.twins import make_batches
 
 

@@ -16,12 +16,12 @@ from unittest import mock
 
 import pytest
 
-from meshlora.adapter import manage
-from meshlora.cli import main
+from meshlora.adapter import attach
+from meshlora.cli.main import main
+from meshlora.model import weights
 from meshlora.plan.layout import Layout, Run
-from meshlora.state import weights
 from meshlora.verify import command, pool
-from meshlora.verify import mutations as registry
+from meshlora.verify.faults import registry
 from meshlora.verify.pool import Pool
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import DROPOUT, SEED, Request, prepare_proof
@@ -122,7 +122,7 @@ def _counted_backwards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # What of the product cuts and joins, by what it is about.
-_SLICING = {"adapter": [(manage, "local_part"), (manage, "full_factor")], "base": [(weights, "_read_local")]}
+_SLICING = {"adapter": [(attach, "local_part"), (attach, "full_factor")], "base": [(weights, "_read_local")]}
 
 
 def _with_fault(kind: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -288,7 +288,7 @@ class _Failing(_FaultyProcesses):
 
 
 def _ends(end: Callable[[], None], function: Callable[..., Any], *args: Any) -> Any:
-    from meshlora.verify.faults import rank
+    from meshlora.verify.faults.wrong_code import rank
 
     if rank() == 1:
         end()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.cli import main
-from meshlora.console import Console
-from meshlora.errors import MeshloraError
+from meshlora.cli.main import main
+from meshlora.common.console import Console
+from meshlora.common.errors import MeshloraError
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.verify import command
 from meshlora.verify.command import NotProvedError

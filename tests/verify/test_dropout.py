@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.errors import UnsupportedError
+from meshlora.common.errors import UnsupportedError
+from meshlora.config.file import read_run
 from meshlora.plan.dropout import EXACT_DROPOUTS
-from meshlora.run_file import read_run
 from meshlora.train.prepare import prepare
 from meshlora.verify import preflight, stand_in
 from meshlora.verify.request import Request, prepare_proof

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshlora.oracle.diagnose import first_divergence
-from meshlora.oracle.holders import by_expert
+from meshlora.oracle.diagnosis.diagnose import first_divergence
+from meshlora.oracle.diagnosis.holders import by_expert
 from meshlora.oracle.judge import Evidence, judge
 from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology

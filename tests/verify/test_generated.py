@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.cli import main
-from meshlora.config import TrainConfig
-from meshlora.errors import UserError
-from meshlora.parallel import direct
+from meshlora.cli.main import main
+from meshlora.comm import direct
+from meshlora.common.errors import UserError
+from meshlora.config.run import TrainConfig
 from meshlora.plan.topology import Topology
 from meshlora.train import schedule
 from meshlora.verify import proof
-from meshlora.verify.generated import Generated, NotPutInError, faults_of, generated
+from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated
 from meshlora.verify.pool import RankError
 from tests.scripts import load_script
 
@@ -38,14 +38,12 @@ def test_a_fault_is_in_while_its_block_runs_and_not_after_it() -> None:
 def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
     """An operator of torch.library is not found by the names of its module."""
     assert direct.all_reduce.__code__.co_name == "call"
-    with next(
-        fault for fault in faults_of("parallel/direct.py") if fault.before == "_add_up(parts, own, axis)"
-    ).apply():
+    with next(fault for fault in faults_of("comm/direct.py") if fault.before == "_add_up(parts, own, axis)").apply():
         pass
 
 
 def test_what_cannot_be_put_in_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshlora.verify.generated._functions", lambda file: [])
+    monkeypatch.setattr("meshlora.verify.faults.generated._functions", lambda file: [])
     with pytest.raises(NotPutInError, match="no function has this line"), faults_of("train/schedule.py")[0].apply():
         pass
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from meshlora.plan.topology import Topology
-from meshlora.verify.document import is_proved
-from meshlora.verify.mutations import MUTATIONS
-from meshlora.verify.mutations_of_objectives import PROVED
+from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.proof import Outcome
+from meshlora.verify.report.document import is_proved
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from tests.conftest import Prove
 from tests.verify.mutation_cases import CASES, DIAGNOSES

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from meshlora.cli import main
+from meshlora.cli.main import main
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Policy
 from meshlora.data import collate
 from meshlora.data.feedback import read_feedback
 from meshlora.data.preferences import read_preferences
 from meshlora.data.rollouts import read_rollouts
-from meshlora.errors import UnsupportedError, UserError
 from meshlora.oracle.batches import micro_batches
 from meshlora.oracle.objectives import losses
 from meshlora.oracle.trace import Trace
 from meshlora.verify import command
-from meshlora.verify.mutations_of_objectives import PROVED, as_proved
+from meshlora.verify.faults.objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from tests.conftest import Prove

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.verify.mutations_of_objectives import PROVED
-from meshlora.verify.mutations_of_packing import OF_PACKING
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.packing import OF_PACKING
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.errors import MeshloraError, UserError
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.groups import open_mesh
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import open_mesh
+from meshlora.common.errors import MeshloraError, UserError
 from meshlora.plan.topology import Topology
 from meshlora.verify import pool as module
 from meshlora.verify import scratch

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.blueprint import read_model_config
-from meshlora.console import Console
-from meshlora.errors import MeshloraError, UnsupportedError
+from meshlora.common.console import Console
+from meshlora.common.errors import MeshloraError, UnsupportedError
+from meshlora.common.proof_records import record_of, remember
+from meshlora.config.file import read_run
+from meshlora.loading.blueprint import read_model_config
 from meshlora.oracle.inputs import write_twin
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.proof_records import record_of, remember
-from meshlora.run_file import read_run
 from meshlora.train.prepare import Prepared, prepare
 from meshlora.verify import preflight as module
 from meshlora.verify import stand_in
@@ -182,7 +182,7 @@ def test_skipping_says_what_it_gives_up_and_takes_only_families_that_are_proved(
     proved, run = _count(monkeypatch), _prepared(tmp_path)
     preflight(run, skip=True, console=Console())
     assert "is not proved on this machine" in capsys.readouterr().out
-    monkeypatch.setattr("meshlora.plan.families.PROVED", frozenset({"qwen2"}))
+    monkeypatch.setattr("meshlora.plan.families.proved.PROVED", frozenset({"qwen2"}))
     with pytest.raises(UnsupportedError, match="not proved against one process"):
         preflight(run, skip=True)
     assert proved == []

@@ -14,7 +14,7 @@ import pytest
 
 from meshlora.oracle import case as case_module
 from meshlora.oracle.case import Case, case_hash, file_fingerprint
-from meshlora.verify.mutations_of_objectives import PROVED
+from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 

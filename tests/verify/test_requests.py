@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.cli import main
+from meshlora.cli.main import main
 from meshlora.plan.topology import Topology
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.console import Console
-from meshlora.errors import UnsupportedError
+from meshlora.common.console import Console
+from meshlora.common.errors import UnsupportedError
+from meshlora.config.file import read_runs
 from meshlora.oracle.compare import Worst
 from meshlora.oracle.inputs import write_twin
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.plan.twin import twin_config
-from meshlora.run_file import read_runs
 from meshlora.train.prepare import Prepared
 from meshlora.train.together import prepare_runs
 from meshlora.verify import preflight as module
-from meshlora.verify.mutations_of_objectives import PROVED, as_proved
+from meshlora.verify.faults.objectives import PROVED, as_proved
 from meshlora.verify.preflight import compare_on_twin, preflight_runs, runs_state
 from meshlora.verify.proof import Processes
 from tests.conftest import Prove

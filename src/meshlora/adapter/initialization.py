@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from meshlora.adapter.targets import Target
+from meshlora.adapter.targets.resolve import Target
 
 
 def draw_factors(

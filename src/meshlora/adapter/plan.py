@@ -2,7 +2,7 @@
 
 Owns: `AdapterPlan`, made once for an adapter by `plan_adapter`, as `plan.derive` makes the plan of a model; which
 parameters of the base are trained besides; refusing a dropout that would not be followed. Does not own: which linears
-are targets (`adapter.targets`), the axes of a gradient (`plan.grads`), the masks of dropout.
+are targets (`adapter.targets.resolve`), the axes of a gradient (`plan.grads`), the masks of dropout.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from peft import LoraConfig
 
-from meshlora.adapter.expert_targets import out_of_reach, stored_parameters, with_whole_projections
-from meshlora.adapter.targets import Target, resolve_targets
+from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
+from meshlora.adapter.targets.resolve import Target, resolve_targets
 from meshlora.adapter.whole_matrix import check_whole_matrix
-from meshlora.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.parallel.sharding import check_not_sharded
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.model.dp_shard import check_not_sharded
 from meshlora.plan.grads import (
     FactorRule,
     Side,

@@ -16,10 +16,10 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from meshlora.errors import UnsupportedError
-from meshlora.parallel.collectives import all_gather, broadcast_in_place
-from meshlora.parallel.groups import Mesh
-from meshlora.parallel.linear import ParallelLinear
+from meshlora.comm.collectives import all_gather, broadcast_in_place
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UnsupportedError
+from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 

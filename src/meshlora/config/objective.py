@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 
 # What a loss is a mean over; pairs and records have rows of their own, which nothing else shares.
 Per = Literal["token", "pair", "record"]

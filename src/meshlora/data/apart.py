@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from meshlora.errors import UserError, reason
+from meshlora.common.errors import UserError, reason
 
 Item = TypeVar("Item")
 

@@ -1,7 +1,7 @@
 """Token arrays on disk: one safetensors file for each content.
 
 Owns: the key, the file, and that any number of processes may ask for the same one at once. Does not own: how tokens
-are made (`tokenization.py`), whose file is believed (`private.py`), how others wait (`locks.py`).
+are made (`tokenization.py`), whose file is believed (`common/private.py`), how others wait (`common/locks.py`).
 
 A file exists whole or not at all. One that has been damaged since is recognised by its checksum, one that holds another
 dataset by its arrays; both are made again. Neither protects from a stranger, who would write what fits: that nobody
@@ -24,10 +24,10 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from meshlora.common.errors import reason
+from meshlora.common.locks import locked
+from meshlora.common.private import NotOwnError, PrivateFolder, open_own, write_own
 from meshlora.data.records import Record
-from meshlora.errors import reason
-from meshlora.locks import locked
-from meshlora.private import NotOwnError, PrivateFolder, open_own, write_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

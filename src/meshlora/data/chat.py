@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from meshlora.common.errors import UserError
 from meshlora.data.apart import Failed, each_apart
 from meshlora.data.leading import Leading, Span, leading_tokens
 from meshlora.data.records import Record, listed
-from meshlora.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

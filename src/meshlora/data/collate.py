@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlora.common.masks import token_numbers
+from meshlora.common.transfer import to_device
 from meshlora.data.tokenization import Sequence
-from meshlora.dropout import token_numbers
-from meshlora.transfer import to_device
 
 IGNORED = -100  # the label of a position that predicts nothing; torch's cross_entropy ignores it by default
 
@@ -33,7 +33,7 @@ class Batch:
             `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted as labels are and 0 where these are -100.
-        tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.dropout.token_numbers`):
+        tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.common.masks.token_numbers`):
             the same on every topology. Padding goes on counting.
         is_dummy: it holds no sequence, only what keeps collectives going.
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), which begin again with each sequence; else None.

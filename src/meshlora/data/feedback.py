@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshlora.common.errors import UserError
 from meshlora.data.preferences import record_of
 from meshlora.data.records import MalformedError, Problems, json_type
 from meshlora.data.rows import Row, check_fields, read_rows
 from meshlora.data.tokenization import LossOn, TokenizedDataset, tokenize
-from meshlora.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

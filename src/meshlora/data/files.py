@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
+from meshlora.common.errors import UserError
 from meshlora.data.records import MalformedError, Problems, json_type, quoted
-from meshlora.errors import UserError
 
 # No example of a million tokens is longer. JSON of small objects takes up to twenty times its length in memory.
 MAX_LINE_BYTES = 16 * 2**20

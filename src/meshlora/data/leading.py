@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshlora.errors import UserError, reason
+from meshlora.common.errors import UserError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

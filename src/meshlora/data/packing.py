@@ -2,7 +2,7 @@
 
 Owns: which sequences of a step share a row and which dp rank takes them, the joined sequence, its position ids. Does
 not own: the tensors (`collate.py`), the attention that reads a border from position ids (transformers' masks do), or
-whether a model's every layer does (`train.packing`).
+whether a model's every layer does (`train.packing_check`).
 
 Who computes what depends on dp; what is computed does not: the sequences of a step, their trained tokens and their
 loss are those of the same step without packing.
@@ -17,9 +17,9 @@ from collections.abc import Sequence as AbstractSequence
 import numpy as np
 import torch
 
+from meshlora.common.masks import token_numbers
 from meshlora.data.collate import Batch
 from meshlora.data.tokenization import Sequence
-from meshlora.dropout import token_numbers
 
 Rows = list[list[int]]  # of a micro-batch: for each row the places, in the global batch, of its sequences in order
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshlora.errors import UserError, did_you_mean
+from meshlora.common.errors import UserError, did_you_mean
 
 # The three kinds of record, each with the fields it needs.
 KINDS: dict[str, tuple[str, ...]] = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshlora.common.errors import UserError
 from meshlora.data.records import Record
-from meshlora.errors import UserError
 
 
 @dataclass(frozen=True)

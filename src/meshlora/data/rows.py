@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.files import is_folder, json_objects
 from meshlora.data.records import MalformedError, Problems, Unread, quoted
 from meshlora.data.sources import load_folder, table_rows
-from meshlora.errors import UserError, did_you_mean, reason
 
 Row = tuple[str, dict[str, Any]]  # where it was read, for messages to the user; its values
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 
 
 def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:

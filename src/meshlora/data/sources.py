@@ -15,6 +15,7 @@ from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshlora.common.errors import UserError, reason
 from meshlora.data.files import bounded_lines, is_folder, json_objects, parse_object, text_lines
 from meshlora.data.records import (
     MalformedError,
@@ -27,7 +28,6 @@ from meshlora.data.records import (
     quoted,
     select_fields,
 )
-from meshlora.errors import UserError, reason
 
 if TYPE_CHECKING:
     import datasets

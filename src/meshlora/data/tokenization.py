@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
 from meshlora.data.chat import tell_unnamed_keys, tokenize_conversations
 from meshlora.data.leading import leading_tokens
 from meshlora.data.records import MAX_SHOWN, Record
-from meshlora.errors import UserError, did_you_mean, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

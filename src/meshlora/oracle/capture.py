@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.compat import TorchDispatchMode
+from meshlora.common.compat import TorchDispatchMode
 from meshlora.oracle.experts import expert_modules, watch_choices, wrappers
 
 # Inside a PEFT layer: the frozen layer, captured by itself, and the parts of the adapter, which have no counterpart.

@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 import meshlora
+from meshlora.common.errors import UserError
+from meshlora.common.versions import digest, versions
 from meshlora.config.objective import Objective, Sft
 from meshlora.data import Sequence, TokenizedDataset
-from meshlora.errors import UserError
-from meshlora.versions import digest, versions
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
-    "compat.py",
+    "common/compat.py",
     "config/objective.py",
-    "dropout.py",
-    "lift.py",
-    "routing.py",
-    "plan/twin.py",
+    "common/masks.py",
+    "common/float64.py",
+    "common/routing.py",
+    "plan/families/twin.py",
     *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "dropout")),
     *(f"oracle/{name}.py" for name in ("experts", "inputs", "objectives")),
     *(

@@ -1,7 +1,7 @@
 """The judge's dropout: every `nn.Dropout` of transformers and peft, with the masks that are an input of the run.
 
-Owns: which tokens a call sees, on one process with all of them. The bits of the masks (`meshlora.dropout`) are shared,
-as the sequences are; nothing of `parallel.dropout` is used.
+Owns: which tokens a call sees, on one process with all of them. The bits of the masks (`meshlora.common.masks`) are
+shared, as the sequences are; nothing of `layers.dropout` is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.dropout import keep_mask, mask_key
+from meshlora.common.masks import keep_mask, mask_key
 from meshlora.oracle.batches import MicroBatch
 
 _PREFIX, _ADAPTER = "base_model.model.", ".default"

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from meshlora.compat import targets_as_configured
+from meshlora.common.compat import targets_as_configured
 from meshlora.oracle.experts import Stack, adapted_stacks, names_in_file, output_side, stack_of
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 

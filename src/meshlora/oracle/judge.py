@@ -1,7 +1,7 @@
 """The judge: two traces in, a verdict out. Each tensor by itself; nothing is averaged.
 
-Owns: the phases, their limits, and what counts as equal. Does not own: the likely cause (`oracle.diagnose`), or how the
-traces came about.
+Owns: the phases, their limits, and what counts as equal. Does not own: the likely cause (`oracle.diagnosis.diagnose`),
+or how the traces came about.
 
 Limits come from precision. In float64 (lifted) the relative L2 distance of a tensor is at most 1e-11, of what AdamW
 made of it 1e-6, as Adam divides by tiny moments. In a lower precision the reference runs in that precision too, and
@@ -22,17 +22,7 @@ from torch import Tensor
 from meshlora.oracle.capture import CHOICES, SCORES
 from meshlora.oracle.experts import Stack, stack_of
 from meshlora.oracle.inputs import expected_fresh
-from meshlora.oracle.results import (
-    Phase,
-    TensorResult,
-    at,
-    minus,
-    missing,
-    near,
-    only,
-    relative,
-    summed_where_unequal,
-)
+from meshlora.oracle.results import Phase, TensorResult, at, minus, missing, near, only, relative, summed_where_unequal
 from meshlora.oracle.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (

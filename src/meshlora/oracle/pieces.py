@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.errors import UnsupportedError
+from meshlora.common.errors import UnsupportedError
 from meshlora.oracle.experts import Stack, stack_of
 
 # How a model cuts the output of its fused linear: into blocks, or into heads first and each head into three.

@@ -20,22 +20,16 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshlora.compat import targets_as_configured
-from meshlora.config import RunConfig
+from meshlora.common.compat import targets_as_configured
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.float64 import lift
 from meshlora.config.objective import Objective, Sft
+from meshlora.config.run import RunConfig
 from meshlora.data import TokenizedDataset
-from meshlora.errors import UnsupportedError
-from meshlora.lift import lift
 from meshlora.oracle.balance import load_balancing_loss
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
-from meshlora.oracle.experts import (
-    adapted_stacks,
-    has_shared_adapters,
-    output_side,
-    plain_names,
-    share_adapters,
-)
+from meshlora.oracle.experts import adapted_stacks, has_shared_adapters, output_side, plain_names, share_adapters
 from meshlora.oracle.objectives import gained, losses
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 from meshlora.oracle.quantized import quantize_base

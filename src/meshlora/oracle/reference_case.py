@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.errors import UnsupportedError
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
@@ -39,7 +40,6 @@ from meshlora.oracle.reference import (
 )
 from meshlora.oracle.replay import after_step, at_step, is_replayed, new_record, record_file, routed
 from meshlora.oracle.trace import Trace
-from meshlora.routing import Routing, RoutingRecord
 
 
 def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:

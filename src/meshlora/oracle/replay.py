@@ -1,7 +1,7 @@
 """Replay: in a precision that rounds, everyone routes as the float64 reference did.
 
 Owns: which token of a case stands where in a batch, known by its sequence, and where the record of a case lies. Does
-not own: the mechanism (`meshlora.routing`).
+not own: the mechanism (`meshlora.common.routing`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.oracle.capture import sequence_numbers, spans
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import expert_modules, matrices
-from meshlora.routing import Routing, RoutingRecord
 
 
 def record_file(case: Case) -> Path:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshlora.errors import reason
+from meshlora.common.errors import reason
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import Stack, in_experts, names_in_file
 from meshlora.oracle.pieces import in_pieces

@@ -1,7 +1,8 @@
 """Blocks: what the modules of a decoder layer say about their heads, and what each rank must be told.
 
 Owns: reading the counts of heads from an attention of transformers, the layouts of its linears and parameters, and the
-attributes that must hold local counts. Does not own: which linear is split (`plan.explicit`, `plan.styles`).
+attributes that must hold local counts. Does not own: which linear is split (`plan.families.explicit`,
+`plan.families.styles`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.errors import UnsupportedError
-from meshlora.plan.family import Leaf
+from meshlora.common.errors import UnsupportedError
+from meshlora.plan.families.family import Leaf
 from meshlora.plan.layout import Layout, Piece, Split
 
 # Attributes of attentions in transformers, by what they count.

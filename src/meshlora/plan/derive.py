@@ -1,7 +1,8 @@
 """Deriving a plan: from the family's tensor-parallel plan and the module tree on the meta device.
 
 Owns: which blocks of a decoder layer become which regions, and that everything that is split is understood. Does not
-own: the words of a plan (`plan.rules`), those of a family (`plan.explicit`, `plan.styles`), experts (`plan.experts`).
+own: the words of a plan (`plan.rules`), those of a family (`plan.families.explicit`, `plan.families.styles`), experts
+(`plan.experts`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
 from meshlora.plan.experts import ExpertsRule, find_experts
-from meshlora.plan.explicit import explicit_plan
-from meshlora.plan.families import check_family
-from meshlora.plan.family import FamilyPlan, Leaf
+from meshlora.plan.families.explicit import explicit_plan
+from meshlora.plan.families.family import FamilyPlan, Leaf
+from meshlora.plan.families.proved import check_family
+from meshlora.plan.families.styles import family_plan
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora.plan.styles import family_plan
 from meshlora.plan.topology import Topology, divisors
 
 

@@ -1,7 +1,7 @@
 """Routed experts: what their modules say about themselves, and how their matrices are split.
 
 Owns: finding the experts of a model (`find_experts`), the words of their rules (`ExpertsRule`, `ExpertRule`), and which
-topologies they allow. Does not own: the layers that run it (`parallel.experts`), gradient axes (`plan.grads`).
+topologies they allow. Does not own: the layers that run it (`layers.experts.module`), gradient axes (`plan.grads`).
 
 Most families of transformers keep the experts of a layer as one module with a stack of matrices for each projection,
 `gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, called as `experts(hidden_states, top_k_index, top_k_weights)`; how
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.topology import Topology, divisors
 

@@ -15,7 +15,7 @@ y = x W^T + s (x A^T) B^T with A `[r, in]` on the input side and B `[out, r]` on
 | whole  | whole: by its domain  | whole: by its domain  | whole: by its domain    |
 
 Column A: dA = sum over the tp ranks of s (g_i B_i)^T x, as each rank holds only its own output features; where x A^T
-rides with a region's input (`parallel.ride`) of s (g B)^T_i x_i, as each rank has only its own tokens.
+rides with a region's input (`layers.early_a`) of s (g B)^T_i x_i, as each rank has only its own tokens.
 Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term. Bias and magnitude
 come after that sum: what they see is the residual stream.
 

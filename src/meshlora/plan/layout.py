@@ -2,7 +2,7 @@
 
 Owns: one index map for every way in which a dim is split, both ways. Plain arithmetic; the dim may be the rows of a
 weight, the columns, a bias, or the side of a LoRA factor that goes with them.
-Does not own: which family has which layout (`plan.explicit`, `plan.rules`).
+Does not own: which family has which layout (`plan.families.explicit`, `plan.rules`).
 
 A fused matrix is a list of *pieces* (the q, k and v of a qkv), each made of *units* that are never cut: the rows of one
 head, or single rows. They are interleaved in `groups` groups, each with an equal share of every piece:

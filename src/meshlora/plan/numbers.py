@@ -1,7 +1,7 @@
 """The numbers of a model's configuration, before anything is built of them.
 
 Owns: those of which transformers would make lists and modules for minutes, and those with which no forward is finite.
-Does not own: whether they fit each other or the weights; transformers and `state.weights` say that.
+Does not own: whether they fit each other or the weights; transformers and `model.weights` say that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 
 # Counts and sizes by their names; lengths, windows and numbers of tokens make nothing, and may be large.
 _SIZE = re.compile(

@@ -1,7 +1,7 @@
 """Quantised frozen bases: which matrices are stored in few bits, and how their blocks lie on a mesh.
 
 Owns: the kinds, the size of a block, which linears are quantised, and the rule that no block is cut. Does not own: the
-arithmetic, which is bitsandbytes' (`parallel.quantized`).
+arithmetic, which is bitsandbytes' (`layers.quantized`).
 
 A block is `BLOCK` neighbouring input features of one output feature; it has a scale of its own. Where no block is cut
 by tp, the numbers of a block are the same on every topology, so it does not matter whether a matrix is quantised before
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshlora.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
 

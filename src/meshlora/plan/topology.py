@@ -2,7 +2,7 @@
 
 Owns: one entry an axis, which says what the ranks along it have of their own; the sets of axes that are asked for by
 what they cut; parsing, the divisibility rules between axes, which rank sits where. Does not own: whether a model can be
-split that way (`plan.rules`), which sums follow for a parameter (`plan.grads`), process groups (`parallel.groups`).
+split that way (`plan.rules`), which sums follow for a parameter (`plan.grads`), process groups (`comm.groups`).
 
 The same ranks lie on two meshes, each in the order of its table, the last axis fastest, so that the ranks of one
 tensor-parallel group are neighbours. Nothing ties the axes of one to those of the other but the number of ranks; a set
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from meshlora.errors import UserError, did_you_mean
+from meshlora.common.errors import UserError, did_you_mean
 
 
 class Cuts(StrEnum):

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.blueprint import Blueprint
-from meshlora.errors import UserError
-from meshlora.parallel.groups import simulated_job
+from meshlora.comm.groups import simulated_job
+from meshlora.common.errors import UserError
+from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.derive import decoder_layers
-from meshlora.plan.families import check_proved
+from meshlora.plan.families.proved import check_proved
 from meshlora.plan.layout import Split
 from meshlora.plan.topology import DATA, TP, Topology, dense_sizes, divisors
 from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, span_of, traffic_of

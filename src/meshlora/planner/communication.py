@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshlora.parallel.vocabulary import CHUNK_BYTES
+from meshlora.layers.head.loss import CHUNK_BYTES
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, DENSE_AXES, EP, ETP, FEATURES, Topology

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from meshlora.compat import (
+from meshlora.common.compat import (
     GROUPED_PRODUCT,
     READ_NUMBER,
     TorchDispatchMode,
@@ -36,7 +36,7 @@ from meshlora.compat import (
     schema_of,
     storage_id,
 )
-from meshlora.parallel.region import tensors_in
+from meshlora.model.regions import tensors_in
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")

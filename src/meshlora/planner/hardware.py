@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshlora.errors import UserError, did_you_mean
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.files import read_json
 from meshlora.planner.fake import Work
-from meshlora.state.files import read_json
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshlora.adapter.plan import Trained
-from meshlora.blueprint import Blueprint
+from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.planner.base import base_states
 from meshlora.planner.kinds import Shrunk

@@ -18,9 +18,9 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.blueprint import Blueprint, read_model_config
-from meshlora.errors import UserError
-from meshlora.parallel.quantized import levels_of_int8
+from meshlora.common.errors import UserError
+from meshlora.layers.quantized import levels_of_int8
+from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.plan.derive import decoder_layers
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk, shrink
@@ -90,7 +90,7 @@ def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedCon
     """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
 
     Raises:
-        UserError: as of `meshlora.blueprint.read_model_config`.
+        UserError: as of `meshlora.loading.blueprint.read_model_config`.
     """
     path = Path(model)
     if not path.is_file():

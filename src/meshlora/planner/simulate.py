@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from meshlora.adapter.manage import active_factors
-from meshlora.compat import meta_parameters_allowed
-from meshlora.config import TrainConfig
-from meshlora.parallel.groups import open_mesh, simulated_job
+from meshlora.adapter.attach import active_factors
+from meshlora.comm.groups import open_mesh, simulated_job
+from meshlora.common.compat import meta_parameters_allowed
+from meshlora.config.run import TrainConfig
 from meshlora.planner.choose import Prediction
 from meshlora.planner.communication import calls_of
 from meshlora.planner.fake import Call, FakeRun

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.adapter import manage
-from meshlora.adapter.targets import Target
-from meshlora.blueprint import Blueprint
-from meshlora.errors import UnsupportedError
-from meshlora.guards import guard_model
-from meshlora.parallel.dropout import replace_dropouts
-from meshlora.parallel.experts import ParallelExperts
-from meshlora.parallel.groups import Axis, Mesh
-from meshlora.parallel.inject import parallelize
-from meshlora.parallel.linear import ParallelHead, ParallelLinear
-from meshlora.parallel.sharding import finish_sharding, shard_unit
-from meshlora.parallel.vocabulary import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
+from meshlora.adapter import attach
+from meshlora.adapter.targets.resolve import Target
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.errors import UnsupportedError
+from meshlora.layers.dropout import replace_dropouts
+from meshlora.layers.experts.module import ParallelExperts
+from meshlora.layers.head.loss import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
+from meshlora.layers.linear import ParallelHead, ParallelLinear
+from meshlora.loading.blueprint import Blueprint
+from meshlora.loading.guards import guard_model
+from meshlora.model.dp_shard import finish_sharding, shard_unit
+from meshlora.model.inject import parallelize
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
@@ -52,7 +52,7 @@ class Trace:
 
 
 def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
-    """Trained tokens, of `tokens`, whose logits exist at once (`parallel.vocabulary`)."""
+    """Trained tokens, of `tokens`, whose logits exist at once (`layers.head.loss`)."""
     return min(tokens, max(1, CHUNK_BYTES // (vocab * (8 if dtype == torch.float64 else 4))))
 
 
@@ -85,15 +85,15 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     model.tie_weights()
     finish_sharding(model, plan, mesh)
     run.hold(model)
-    model.meshlora = manage.Runtime(plan, mesh, None)
+    model.meshlora = attach.Runtime(plan, mesh, None)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
 
     def factors(target: Target) -> dict[str, Tensor]:
         return {part: torch.empty(shape) for part, shape in target.shapes.items() if part != "magnitude"}
 
-    manage.attach(model, "default", adapter, factors)
-    manage.set_adapter(model, "default")
+    attach.attach(model, "default", adapter, factors)
+    attach.set_adapter(model, "default")
     model.train()
     return model
 

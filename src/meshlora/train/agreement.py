@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from meshlora.errors import MeshloraError, UserError
-from meshlora.parallel.groups import launcher_place, meet
+from meshlora.comm.groups import launcher_place, meet
+from meshlora.common.errors import MeshloraError, UserError
 
 # How long a file system may lag, and how long ranks wait for each other's reading, which may take in all of the data.
 _LAG_S = 15.0

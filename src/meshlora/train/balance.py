@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.adapter.manage import runtime
+from meshlora.adapter.attach import runtime
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.common.errors import UnsupportedError
 from meshlora.data import Batch
-from meshlora.errors import UnsupportedError
-from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.plan.topology import DATA
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshlora.comm.groups import Mesh
 from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
 from meshlora.data.tokenization import Sequence as TokenSequence
-from meshlora.parallel.groups import Mesh
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the examples of its optimizer step
 Row = tuple[int, list[int]]  # the adapter, by its place among the steps; the places of its sequences in that step

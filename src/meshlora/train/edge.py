@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshlora.errors import MeshloraError, UserError, report
-from meshlora.parallel.groups import launcher_place
+from meshlora.comm.groups import launcher_place
+from meshlora.common.errors import MeshloraError, UserError, report
 
 # Messages of sockets, gloo and NCCL when a peer is gone: the consequence of a failure elsewhere, never its cause.
 LOST_CONTACT = "lost contact with another rank, whose own message names the cause"

@@ -2,7 +2,7 @@
 
 Owns: the loop over the set, the sum over ranks, perplexity, and what `meshlora evaluate` checks before a rank starts.
 Does not own: the loss itself (`train.objectives`), when a run evaluates (`train.trainer`), generated text
-(`train.decoding`) or its scores (`scores`).
+(`text.decoding`) or its scores (`scores`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import runtime
-from meshlora.adapter.peft_format import CONFIG_FILE
-from meshlora.api import load_blueprint
-from meshlora.blueprint import Blueprint, make_blueprint
-from meshlora.config import RunConfig
+from meshlora.adapter.attach import runtime
+from meshlora.adapter.formats.peft_format import CONFIG_FILE
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import join
+from meshlora.common.errors import UserError
+from meshlora.common.float64 import lift
 from meshlora.config.objective import COUNTED, Objective
+from meshlora.config.run import RunConfig
 from meshlora.data import Batch, TokenizedDataset
-from meshlora.errors import UserError
-from meshlora.lift import lift
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.groups import join
-from meshlora.plan.families import check_proved_here
+from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.loading.load import load_blueprint
+from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
+from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.batches import Batching
 from meshlora.train.objectives import base_log_probabilities, count, loss_sum, reference_point
 from meshlora.train.prepare import check_fits, read_data
-from meshlora.train.tokenizer import load_tokenizer, padding_token_id
 
 
 @torch.no_grad()

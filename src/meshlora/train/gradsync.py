@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import Factor, active_factors, runtime
-from meshlora.compat import copy_each, multiply_each, norm_of_each
-from meshlora.errors import MeshloraError
-from meshlora.parallel.collectives import all_reduce_in_place, all_reduce_sum
-from meshlora.parallel.groups import Mesh
+from meshlora.adapter.attach import Factor, active_factors, runtime
+from meshlora.comm.collectives import all_reduce_in_place, all_reduce_sum
+from meshlora.comm.groups import Mesh
+from meshlora.common.compat import copy_each, multiply_each, norm_of_each
+from meshlora.common.errors import MeshloraError
 from meshlora.plan.grads import Segment, segment_of
 
 Adapters = Sequence[Sequence[Factor]]  # the factors of each on this rank

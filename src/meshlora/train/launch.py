@@ -5,8 +5,8 @@ has started. Does not own: what ranks do, and how a rank says what became of it 
 
 Nobody but this user reaches anything of a run: ranks meet in a file of a folder with mode 0700, and leave word through
 a socket that they inherit. Nothing outlives a run, whichever of its processes is killed. A rank ends with this process
-(`meshlora.lifetime`), this process ends the others where one ends, and the folder goes with this process too: a shell
-waits for its end to remove it.
+(`meshlora.common.lifetime`), this process ends the others where one ends, and the folder goes with this process too: a
+shell waits for its end to remove it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshlora.errors import MeshloraError, RankFailedError, UserError
-from meshlora.parallel.groups import place_in_environment
+from meshlora.comm.groups import place_in_environment
+from meshlora.common.errors import MeshloraError, RankFailedError, UserError
 from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS
 
 # After one rank failed, how long the others may take to say why: the cause may be theirs.

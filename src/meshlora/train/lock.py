@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshlora.errors import UserError
+from meshlora.common.errors import UserError
 
 FILE = ".lock"
 _BEAT_S = 5.0

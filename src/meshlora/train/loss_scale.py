@@ -2,7 +2,7 @@
 
 Owns: the scale, when it grows and falls, which steps are skipped; the rules and numbers are those of
 `torch.amp.GradScaler`. Does not own: the norm that decides, one number that all ranks share (`train.gradsync`), so that
-every rank takes or skips a step with the others; the file that its state goes into (`train.checkpoint`).
+every rank takes or skips a step with the others; the file that its state goes into (`train.checkpoint.state`).
 
 A skipped step changes neither parameters nor moments, and AdamW does not count it. The schedule and the order of the
 data do: they are functions of the step. (Trainers that keep a scheduler as state hold the rate back instead.)
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import Factor
-from meshlora.errors import MeshloraError
+from meshlora.adapter.attach import Factor
+from meshlora.common.errors import MeshloraError
 
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 # Below it an overflow is not one of the scale: a gradient of 1 would be a subnormal number.

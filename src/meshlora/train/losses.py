@@ -1,7 +1,7 @@
 """Losses as sums over trained tokens. Dividing by the global number of tokens is `gradsync.finish_gradients`' part.
 
 Owns: the loss and the log-probabilities of a language model whose logits never exist whole, and those of logits that
-do, for loops of one's own. Does not own: the arithmetic over a split vocabulary (`parallel.vocabulary`), what an
+do, for loops of one's own. Does not own: the arithmetic over a split vocabulary (`layers.head.loss`), what an
 objective makes of log-probabilities (`train.objectives`).
 """
 
@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.adapter.manage import runtime
+from meshlora.adapter.attach import runtime
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.parallel.linear import ParallelHead
-from meshlora.parallel.recipe import LogitsRecipe
-from meshlora.parallel.vocabulary import (
+from meshlora.layers.head.loss import (
     IGNORED,
     cross_entropies_from_hidden,
     log_probabilities_from_hidden,
     summed_cross_entropy_from_hidden,
 )
+from meshlora.layers.head.recipe import LogitsRecipe
+from meshlora.layers.linear import ParallelHead
 
 # What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given.
 _Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]

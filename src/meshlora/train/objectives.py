@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.adapter.manage import disable_adapter, runtime
+from meshlora.adapter.attach import disable_adapter, runtime
+from meshlora.comm.collectives import all_reduce_sum
 from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch, TokenizedDataset
-from meshlora.parallel.collectives import all_reduce_sum
 from meshlora.train.batches import Batching
 from meshlora.train.losses import language_model_loss, log_probabilities
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 
-from meshlora.adapter.manage import active_factors, runtime
-from meshlora.config import TrainConfig
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.config.run import TrainConfig
 
 
 def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:

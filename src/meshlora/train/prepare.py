@@ -15,28 +15,28 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from meshlora.adapter.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
-from meshlora.blueprint import Blueprint, make_blueprint
-from meshlora.compat import attention_of
-from meshlora.config import RUN_CONTENT, RunConfig
+from meshlora.common.compat import attention_of
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.files import is_writable
+from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
-from meshlora.errors import UnsupportedError, UserError
-from meshlora.guards import longest_fixed_length
+from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.loading.guards import longest_fixed_length
+from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
-from meshlora.state.files import is_writable
-from meshlora.state.weights import checkpoint_files
+from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.balance import check_load_balancing
-from meshlora.train.identity import Contents, contents, identity
-from meshlora.train.manifest import Saved
-from meshlora.train.packing import check_packing
+from meshlora.train.checkpoint.identity import Contents, contents, identity
+from meshlora.train.checkpoint.manifest import Saved
+from meshlora.train.checkpoint.resuming import going_on
+from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
-from meshlora.train.resuming import going_on
 from meshlora.train.routing import check_routing, step_file
-from meshlora.train.samples import Samples, prepare_samples
-from meshlora.train.tokenizer import load_tokenizer, padding_token_id
-from meshlora.train.tracking import check_trackers
+from meshlora.train.watch.samples import Samples, prepare_samples
+from meshlora.train.watch.tracking import check_trackers
 
 _TOKENS = ("input_ids", "is_trained", "offsets")
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.compat import checkpoint_with
-from meshlora.errors import UnsupportedError
-from meshlora.lift import is_lifted, lift
+from meshlora.common.compat import checkpoint_with
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.float64 import is_lifted, lift
 from meshlora.plan.derive import decoder_layers
 
 

@@ -1,7 +1,7 @@
 """Routing of a training run, recorded and replayed: one file for each optimizer step.
 
 Owns: the number of a token in its step, the files, and putting the parts of all ranks together. Does not own: how
-choices are taken from routers and given to them (`meshlora.routing`).
+choices are taken from routers and given to them (`meshlora.common.routing`).
 
 A token's number is its place among all tokens of the step's sequences, in the order of the global batch: the same on
 every topology. Padding has none; it goes where it goes, as nothing depends on it. In evaluations routers choose freely.
@@ -21,13 +21,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from meshlora.adapter.manage import runtime
+from meshlora.adapter.attach import runtime
+from meshlora.comm.collectives import all_gather, broadcast_in_place
+from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.files import is_writable, write_atomically
+from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.data import Batch, TokenizedDataset
-from meshlora.errors import MeshloraError, UserError
-from meshlora.parallel.collectives import all_gather, broadcast_in_place
 from meshlora.plan.rules import ModelPlan
-from meshlora.routing import Routing, RoutingRecord
-from meshlora.state.files import is_writable, write_atomically
 
 
 class RunRouting:

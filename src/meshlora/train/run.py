@@ -18,28 +18,28 @@ from typing import Any
 
 import torch
 
-from meshlora.adapter.describe import describe_targets
-from meshlora.adapter.manage import runtime
-from meshlora.adapter.merge import check_merge, merge
-from meshlora.adapter.peft_format import begin_adapter
-from meshlora.api import load_blueprint
-from meshlora.console import Console
-from meshlora.errors import UserError
-from meshlora.parallel.collectives import broadcast_in_place
-from meshlora.parallel.groups import Mesh, join, launcher_place, leave
-from meshlora.state.file_hash import FileHashes
-from meshlora.state.files import open_safetensors
-from meshlora.state.weights import checkpoint_files
+from meshlora.adapter.attach import runtime
+from meshlora.adapter.formats.peft_format import begin_adapter
+from meshlora.adapter.merging.merge import check_merge, merge
+from meshlora.adapter.targets.describe import describe_targets
+from meshlora.comm.collectives import broadcast_in_place
+from meshlora.comm.groups import Mesh, join, launcher_place, leave
+from meshlora.common.console import Console
+from meshlora.common.errors import UserError
+from meshlora.common.file_hash import FileHashes
+from meshlora.common.files import open_safetensors
+from meshlora.loading.load import load_blueprint
+from meshlora.model.weights import checkpoint_files
+from meshlora.train.checkpoint.identity import Contents, identity_of_contents
+from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.train.edge import another_rank_failed, end_at_once, say_in_training
-from meshlora.train.identity import Contents, identity_of_contents
-from meshlora.train.keeping import MERGED, clear_leftovers, set_aside
-from meshlora.train.metrics import Reporter
 from meshlora.train.prepare import Prepared
-from meshlora.train.samples import FILE as SAMPLES
-from meshlora.train.samples import forget_after
 from meshlora.train.stopping import noticing_signals
-from meshlora.train.tracking import open_trackers
 from meshlora.train.trainer import Trainer
+from meshlora.train.watch.metrics import Reporter
+from meshlora.train.watch.samples import FILE as SAMPLES
+from meshlora.train.watch.samples import forget_after
+from meshlora.train.watch.tracking import open_trackers
 
 # Of the wait for hashes between two words to the other ranks.
 _PAUSE_S = 5.0

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from meshlora.config import TrainConfig
+from meshlora.config.run import TrainConfig
 
 
 def learning_rate(step: int, *, options: TrainConfig, steps: int) -> float:

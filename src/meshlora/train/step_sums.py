@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.groups import Mesh
 from meshlora.data import Batch
-from meshlora.parallel.collectives import all_reduce_sum
-from meshlora.parallel.groups import Mesh
 from meshlora.train.gradsync import check_total
 
 

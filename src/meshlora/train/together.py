@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 
-from meshlora.adapter.targets import Target
+from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
-from meshlora.blueprint import Blueprint
-from meshlora.config import RunConfig
-from meshlora.errors import UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.run import RunConfig
+from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.train.lock import hold
 from meshlora.train.prepare import Prepared, prepare, read_output

@@ -1,8 +1,8 @@
 """One adapter of a training run: its optimizer, schedule and objective, and what it evaluates, says and saves.
 
-Owns: all of a run that an adapter has for itself. It works on the adapter in use (`adapter.manage.in_use`). Does not
+Owns: all of a run that an adapter has for itself. It works on the adapter in use (`adapter.attach.in_use`). Does not
 own: the step, in which others may be trained too (`train.trainer`), the order of the data, files, which checkpoints
-stay (`train.keeping`).
+stay (`train.checkpoint.retention`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import active_factors, in_use, runtime
-from meshlora.adapter.peft_format import save_adapter
+from meshlora.adapter.attach import active_factors, in_use, runtime
+from meshlora.adapter.formats.peft_format import save_adapter
+from meshlora.comm.collectives import broadcast_in_place
+from meshlora.common.errors import MeshloraError, SaveError
+from meshlora.common.float64 import lift
+from meshlora.common.versions import versions
 from meshlora.data import Batch, TokenizedDataset
-from meshlora.errors import MeshloraError, SaveError
-from meshlora.lift import lift
-from meshlora.parallel.collectives import broadcast_in_place
-from meshlora.parallel.tokens import Share
+from meshlora.layers.tokens import Share
 from meshlora.train.batches import Batching
-from meshlora.train.checkpoint import restore_optimizer, state_writer
+from meshlora.train.checkpoint.manifest import Kind, Manifest, write_manifest
+from meshlora.train.checkpoint.resuming import FINISHED, FOLDER
+from meshlora.train.checkpoint.retention import Keeping, folder_name
+from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
-from meshlora.train.keeping import Keeping, folder_name
 from meshlora.train.loss_scale import LossScale
-from meshlora.train.manifest import Kind, Manifest, write_manifest
-from meshlora.train.metrics import Reporter
 from meshlora.train.objectives import reference_point
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.prepare import Prepared
-from meshlora.train.replicas import check_replicas
-from meshlora.train.resuming import FINISHED, FOLDER
-from meshlora.train.samples import FILE as SAMPLES
 from meshlora.train.schedule import learning_rate
-from meshlora.versions import versions
+from meshlora.train.watch.metrics import Reporter
+from meshlora.train.watch.replicas import check_replicas
+from meshlora.train.watch.samples import FILE as SAMPLES
 
 # Steps in a row that are left out before a run that leaves them out ends: it learns nothing any more.
 _MOST_SKIPPED = 10

@@ -3,7 +3,7 @@
 Owns: one optimizer step of the adapters that are trained, and the order of steps, evaluations and saves. One adapter is
 the common case; several are trained each as it would be by itself, on one base, in the same batches. Does not own: what
 each has for itself (`train.trained`), gradient sync, whose rows a micro-batch has (`train.batches`), where a NaN comes
-from (`train.nonfinite`). Nothing here depends on the topology beyond which share of a batch is ours.
+from (`train.watch.nonfinite`). Nothing here depends on the topology beyond which share of a batch is ours.
 
 An adapter's step takes the sequences, the count, the norm and the rate that its own run would have in that step. None
 sees another's tokens or numbers, so that each may begin and end at a step of its own.
@@ -23,16 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.adapter.manage import in_use, runtime, set_adapters
+from meshlora.adapter.attach import in_use, runtime, set_adapters
+from meshlora.common.float64 import lift
 from meshlora.data import Batch
-from meshlora.lift import lift
-from meshlora.parallel.allocator import keep_freed_memory
+from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching, MicroBatch, Own, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
 from meshlora.train.losses import Answer, Answers
-from meshlora.train.metrics import Reporter, StepMetrics
-from meshlora.train.nonfinite import find_not_finite
 from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, count, loss_sum
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
@@ -40,6 +38,8 @@ from meshlora.train.routing import RunRouting
 from meshlora.train.step_sums import StepResult, StepSums
 from meshlora.train.stopping import StopRequest
 from meshlora.train.trained import TrainedAdapter
+from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.train.watch.nonfinite import find_not_finite
 
 
 @dataclass

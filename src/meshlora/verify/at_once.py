@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 from peft import LoraConfig
 
-from meshlora.adapter.manage import draw_adapter
-from meshlora.adapter.peft_format import lora_config
-from meshlora.api import load_blueprint
-from meshlora.blueprint import make_blueprint, read_model_config
-from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.adapter.attach import draw_adapter
+from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
+from meshlora.loading.blueprint import make_blueprint, read_model_config
+from meshlora.loading.load import load_blueprint
 from meshlora.oracle.case import Case
 from meshlora.oracle.compare import Worst, compare_adapters
 from meshlora.oracle.reference import train_run
 from meshlora.plan.topology import Topology
-from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
-from meshlora.verify.mutations import applied
+from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.verify.faults.registry import applied
 from meshlora.verify.pool import Pool
 from meshlora.verify.sequences import as_records
 

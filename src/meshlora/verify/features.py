@@ -17,7 +17,7 @@ from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topolog
 def features_of_model(
     plan: ModelPlan, config: LoraConfig, model: PretrainedConfig, *, has_pieces: bool = False
 ) -> set[str]:
-    """The words are those of `verify.mutation.Mutation`.
+    """The words are those of `verify.faults.fault.Mutation`.
 
     plan: of the model with the configuration `model`. config: of the adapter. has_pieces: it is on parts of matrices.
     """

@@ -19,40 +19,41 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from meshlora.adapter import manage, peft_format
-from meshlora.adapter.manage import active_factors, adapter_factors, runtime
-from meshlora.adapter.pieces import PieceLoraConfig
-from meshlora.api import load_blueprint
-from meshlora.blueprint import make_blueprint
-from meshlora.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.adapter import attach
+from meshlora.adapter.attach import active_factors, adapter_factors, runtime
+from meshlora.adapter.formats import peft_format
+from meshlora.adapter.targets.pieces import PieceLoraConfig
+from meshlora.comm.groups import Mesh
+from meshlora.common.float64 import lift
+from meshlora.common.routing import RoutingRecord
 from meshlora.config.objective import Objective, Sft
-from meshlora.lift import lift
+from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.layers.head import loss as vocabulary
+from meshlora.layers.quantized import plain_weights
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.loading.load import load_blueprint
+from meshlora.model.dp_shard import whole_weights
+from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.replay import after_step, at_step, is_replayed, record_file, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
-from meshlora.parallel import vocabulary
-from meshlora.parallel.groups import Mesh
-from meshlora.parallel.inject import parallel_leaves
-from meshlora.parallel.quantized import plain_weights
-from meshlora.parallel.sharding import whole_weights
 from meshlora.plan.budget import first_forwards_budget, micro_batch_budget, step_budget
 from meshlora.plan.topology import Topology
-from meshlora.routing import RoutingRecord
 from meshlora.train import trainer as trainer_module
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.checkpoint.manifest import Saved
+from meshlora.train.checkpoint.resuming import find_checkpoint
 from meshlora.train.gradsync import Adapters
 from meshlora.train.losses import model_inputs
-from meshlora.train.manifest import Saved
-from meshlora.train.metrics import Reporter, StepMetrics
 from meshlora.train.prepare import Prepared
-from meshlora.train.resuming import find_checkpoint
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
-from meshlora.verify.generated import reached_lines
-from meshlora.verify.mutations import applied
+from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.verify.faults.generated import reached_lines
+from meshlora.verify.faults.registry import applied
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
 def _in_parts() -> Iterator[None]:
     """A twin is so small that all tokens pass the head at once, and messages go in one round: here in several."""
     tokens = mock.patch.object(vocabulary, "_chunk_tokens", return_value=7)
-    rounds = mock.patch("meshlora.parallel.direct.ONE_ROUND_BYTES", 4096)
+    rounds = mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096)
     with tokens, rounds:
         yield
 
@@ -179,7 +180,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
 
 def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of the weights of the base that this rank holds."""
-    with manage.disable_adapter(model), whole_weights(model), plain_weights(model):
+    with attach.disable_adapter(model), whole_weights(model), plain_weights(model):
         return fingerprints(model)
 
 
@@ -275,7 +276,7 @@ def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
         config = PieceLoraConfig(**case.lora, pieces=case.pieces, share_experts=case.share_experts)
     if name == "fresh_both":
         config.init_lora_weights = False
-    manage.add_adapter(model, name, config, seed=case.seed)
+    attach.add_adapter(model, name, config, seed=case.seed)
     return _locals(model, name)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Collection
 
 from peft import LoraConfig
 
-from meshlora.adapter.expert_targets import with_whole_projections
-from meshlora.blueprint import Blueprint
-from meshlora.errors import UserError
+from meshlora.adapter.targets.expert_targets import with_whole_projections
+from meshlora.common.errors import UserError
+from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
 

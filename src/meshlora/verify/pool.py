@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from meshlora.errors import MeshloraError
+from meshlora.common.errors import MeshloraError
 from meshlora.train.edge import LOST_PEER
 from meshlora.verify.scratch import new_scratch, remove, with_room
 
@@ -263,7 +263,7 @@ def _become_rank(rank: int, size: int, store: str, device: str) -> None:
     import torch
     from transformers.utils import logging
 
-    from meshlora.parallel.groups import become_rank
+    from meshlora.comm.groups import become_rank
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

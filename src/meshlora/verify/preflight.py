@@ -2,7 +2,7 @@
 
 Owns: its proof's request and key, and the refusal; of several adapters each by itself, and then that all of them
 together train as each would alone. Does not own: the twin that stands for a run (`verify.stand_in`), what is compared
-of several (`verify.at_once`), the memory of passed proofs (`proof_records.py`). The proof itself is that of
+of several (`verify.at_once`), the memory of passed proofs (`common/proof_records.py`). The proof itself is that of
 `meshlora verify`, on CPUs, in float64.
 """
 
@@ -18,23 +18,23 @@ from typing import Any
 
 import torch
 
-from meshlora.console import Console
-from meshlora.errors import MeshloraError, UnsupportedError
-from meshlora.guards import dropout_fields
+from meshlora.common.console import Console
+from meshlora.common.errors import MeshloraError, UnsupportedError
+from meshlora.common.proof_records import CACHE, proved_on, remember, usable_cache
+from meshlora.common.versions import digest, own_sources, versions
+from meshlora.loading.guards import dropout_fields
 from meshlora.oracle.compare import Worst
 from meshlora.oracle.inputs import write_twin
-from meshlora.plan.families import check_proved_here
+from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
-from meshlora.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.prepare import Prepared
 from meshlora.verify.at_once import LIMIT, Base, compare_at_once, one_of_several
-from meshlora.verify.document import document, is_proved
 from meshlora.verify.proof import Outcome, Processes, run_proof
-from meshlora.verify.report import write_report
+from meshlora.verify.report.document import document, is_proved
+from meshlora.verify.report.page import write_report
 from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.stand_in import StandIn, provable
-from meshlora.versions import digest, own_sources, versions
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:

@@ -2,7 +2,7 @@
 
 Owns: the cache of reference runs, the processes, and the order of work. Does not own: the request and its checks
 (`verify.request`), what is compared (`oracle.judge`), what runs on a rank (`verify.ours`), how results are shown
-(`verify.show`, `verify.report`).
+(`verify.report.show`, `verify.report.page`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Self
 
 from peft import LoraConfig
 
-from meshlora.errors import UserError
-from meshlora.locks import locked
+from meshlora.common.errors import UserError
+from meshlora.common.files import new_folder
+from meshlora.common.locks import locked
+from meshlora.common.private import NotOwnError, check_tree, close_tree
+from meshlora.common.proof_records import proofs_folder
 from meshlora.oracle.case import Case, is_whole, write_inventory
-from meshlora.oracle.diagnose import Divergence, first_divergence, until_found
+from meshlora.oracle.diagnosis.diagnose import Divergence, first_divergence, until_found
+from meshlora.oracle.diagnosis.holders import by_expert, with_prints_of_each
 from meshlora.oracle.experts import Stack
-from meshlora.oracle.holders import by_expert, with_prints_of_each
 from meshlora.oracle.judge import Evidence, judge
 from meshlora.oracle.results import Phase, TensorResult
 from meshlora.oracle.saved import read_saved, read_with_peft
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
-from meshlora.private import NotOwnError, check_tree, close_tree
-from meshlora.proof_records import proofs_folder
-from meshlora.state.files import new_folder
 from meshlora.verify.at_once import LIMIT, Base, adapters_of, compare_at_once
-from meshlora.verify.generated import NotPutInError
+from meshlora.verify.faults.generated import NotPutInError
 from meshlora.verify.ours import model_config, run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof

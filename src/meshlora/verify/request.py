@@ -1,7 +1,7 @@
 """What is to be proved: the request in a user's words, checked before any process starts.
 
 Owns: the rules of a request. Does not own: running it (`verify.proof`), which topologies "auto" means (`verify.plans`),
-where sequences come from (`verify.sequences`), the shapes of twins (`plan.twin`).
+where sequences come from (`verify.sequences`), the shapes of twins (`plan.families.twin`).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import torch
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
-from meshlora.adapter.peft_format import lora_config
+from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
-from meshlora.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
-from meshlora.compat import READ_FROM
-from meshlora.config import BaseOptions
+from meshlora.comm.groups import on_gpus
+from meshlora.common.compat import READ_FROM
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora.common.proof_records import CACHE
 from meshlora.config.objective import Objective, Sft
-from meshlora.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora.guards import dropout_fields, handle_dropout
+from meshlora.config.run import BaseOptions
+from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
+from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.oracle.balance import has_load_balancing
 from meshlora.oracle.case import Case, batch_size_for, case_hash, file_fingerprint, num_sequences_for
 from meshlora.oracle.pieces import pieces_of, rows_of
-from meshlora.parallel.groups import on_gpus
+from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DENSE_AXES, Topology
-from meshlora.plan.twin import shrink_config, twin_config
-from meshlora.proof_records import CACHE
-from meshlora.train.packing import check_packing
+from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.together import check_adapter_together
+from meshlora.verify.faults.registry import find
 from meshlora.verify.features import features_of_model
-from meshlora.verify.mutations import find
 from meshlora.verify.plans import blueprints_on, default_adapter, in_full
 from meshlora.verify.sequences import proof_sequences
 
@@ -142,7 +142,8 @@ class Proof:
         return [name for name in self.request.mutations if find(name).needs <= self.features_on(topology)]
 
     def features_on(self, topology: Topology) -> set[str]:
-        """What a run on `topology` has for a mutation to show; the words are those of `verify.mutation.Mutation`."""
+        """What a run on `topology` has for a mutation to show; the words are those of `verify.faults.fault.Mutation`.
+        """
         case, config = self.case, LoraConfig(**self.case.lora)
         has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
         micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from meshlora.common.errors import UserError
 from meshlora.config.objective import Objective
 from meshlora.data import TokenizedDataset, read_records, tokenize
-from meshlora.errors import UserError
 from meshlora.oracle.case import as_pairs, distinct_sequences, random_tokens, with_feedback, with_rollouts
-from meshlora.train.tokenizer import load_tokenizer, padding_token_id
+from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 
 _MAX_LENGTH = 128
 

@@ -1,7 +1,7 @@
 """What stands for a run in its preflight: a twin of its model, with its adapter, on its topology or a smaller one.
 
 Owns: the twin's likeness, and the refusal of a twin that lacks what the model has. Does not own: the shapes of twins
-(`plan.twin`), the proof (`verify.preflight`).
+(`plan.families.twin`), the proof (`verify.preflight`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from meshlora.adapter.targets import Target
-from meshlora.blueprint import make_blueprint
-from meshlora.config import BaseOptions
-from meshlora.errors import UnsupportedError
-from meshlora.guards import dropout_fields, handle_dropout
+from meshlora.adapter.targets.resolve import Target
+from meshlora.common.errors import UnsupportedError
+from meshlora.config.run import BaseOptions
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.loading.guards import dropout_fields, handle_dropout
+from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
-from meshlora.plan.twin import layers_of_twin, shrink_config
 from meshlora.train.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof

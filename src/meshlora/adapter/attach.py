@@ -1,0 +1,304 @@
+"""Adapters on a parallel model: adding, choosing, switching off, gathering.
+
+Owns: what a parallel model knows about its adapters (`Runtime`, at `model.meshlora`).
+Does not own: files (`adapter.formats.peft_format`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from meshlora.adapter.initialization import draw_factors
+from meshlora.adapter.plan import AdapterPlan, plan_adapter
+from meshlora.adapter.targets.resolve import Target
+from meshlora.adapter.whole_matrix import WHOLE_MATRIX, take_out_of_base
+from meshlora.comm.collectives import all_gather
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.tokens import ForwardTokens
+from meshlora.model.dp_shard import whole_weights
+from meshlora.model.inject import adopt, parallel_leaves
+from meshlora.plan.grads import FactorRule
+from meshlora.plan.rules import ModelPlan
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One named adapter: its plan, and what it trains of the base besides.
+
+    trained: name of a parameter of the base -> the adapter's own copy of it, in use while the adapter is.
+    """
+
+    name: str
+    plan: AdapterPlan
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def config(self) -> LoraConfig:
+        """The configuration to store."""
+        return self.plan.stored
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """By name, in module order."""
+        return self.plan.targets
+
+
+@dataclass
+class Runtime:
+    """What a parallel model knows about itself.
+
+    base: the parameters of the base of which adapters have copies. dropout: which tokens the running forward has, and
+    whose they are.
+    """
+
+    plan: ModelPlan
+    mesh: Mesh
+    source: str | None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    active: str | None = None
+    base: dict[str, nn.Parameter] = field(default_factory=dict)
+    dropout: ForwardTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One trained parameter on this rank: its name (`AdapterPlan.parameters`), the local parameter, and how it lies on
+    the mesh.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    rule: FactorRule
+
+
+def runtime(model: nn.Module) -> Runtime:
+    """The `Runtime` of a model that `meshlora.load` returned.
+
+    Raises:
+        UserError: it is some other model.
+    """
+    found = getattr(model, "meshlora", None)
+    if not isinstance(found, Runtime):
+        raise UserError(f"{type(model).__name__}", "it is not a parallel model", "make it with meshlora.load")
+    return found
+
+
+def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> None:
+    """Draw a fresh adapter and attach it, frozen until `set_adapter`. `config` is not changed.
+
+    Raises:
+        UserError: the name is taken, or the configuration does not fit the model.
+    """
+    draw_adapter(model, name, plan_adapter(model, runtime(model).plan, config), seed=seed)
+
+
+def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
+    """Attach a fresh adapter as it is `planned`: drawn from `seed`, or taken out of the base."""
+    init = planned.config.init_lora_weights
+
+    def drawn(target: Target) -> Mapping[str, Tensor]:
+        return draw_factors(target, target.shapes, init=init, seed=seed)
+
+    attach(model, name, planned, None if init in WHOLE_MATRIX else drawn)
+
+
+def attach(
+    model: Any,
+    name: str,
+    planned: AdapterPlan,
+    full: Callable[[Target], Mapping[str, Tensor]] | None,
+    trained: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Attach the adapter whose full factors are `full(target)[part]`; each rank keeps its slices.
+
+    full: asked for one target after another, so that no rank ever has all of them. None: those that are taken out of
+        the base. Parts are those of `Target.shapes`; a magnitude that is missing is
+        that of the base with the adapter.
+    trained: whole values of the base's parameters that the adapter trains; None: those of the base.
+    """
+    state, mesh, dtype = runtime(model), runtime(model).mesh, factor_dtype(model)
+    config = planned.config
+    _check_name(state, name, config)
+    for target in planned.targets.values():
+        leaf = adopt(model, state.plan, target.name, mesh.tp)
+        values = full(target) if full is not None else {}
+        if config.init_lora_weights in WHOLE_MATRIX:
+            assert isinstance(leaf, ParallelLinear)
+            init, scaling = str(config.init_lora_weights), target.scaling
+            principal = take_out_of_base(leaf, mesh, init=init, r=target.r, scaling=scaling)
+            values = values or principal
+        local = {
+            part: local_part(value, planned.parameters[target.name_of(part)].rule, mesh).to(mesh.device, dtype)
+            for part, value in values.items()
+        }
+        leaf.add_adapter(name, local, scaling=target.scaling)
+        leaf.tokens = state.dropout
+        if isinstance(leaf, ParallelLinear):
+            leaf.set_dropout(name, config.lora_dropout, state.dropout)
+        if target.use_dora and "magnitude" not in local:
+            assert isinstance(leaf, ParallelLinear)
+            with whole_weights(model, target.name):
+                magnitude = leaf.weight_norm(name).to(dtype)
+            leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
+    copies: dict[str, nn.Parameter] = {}
+    for of_base in planned.copies:
+        value = state.base.setdefault(of_base, model.get_parameter(of_base)).detach().to(dtype).clone()
+        if trained is not None:
+            value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
+        copies[of_base] = nn.Parameter(value, requires_grad=False)
+    state.adapters[name] = Adapter(name, planned, copies)
+
+
+def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
+    """The model can have an adapter of that name beside those that it has."""
+    if name in state.adapters:
+        raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
+    if not name or "." in name or "/" in name:
+        raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
+    others = [config, *(adapter.config for adapter in state.adapters.values())]
+    if state.adapters and any(other.init_lora_weights in WHOLE_MATRIX for other in others):
+        raise UserError(
+            "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
+        )
+
+
+def set_adapter(model: Any, name: str | None) -> None:
+    """Make `name` the active, trainable adapter; None: the base alone, nothing trainable.
+
+    Raises:
+        UserError: there is no such adapter.
+    """
+    set_adapters(model, [] if name is None else [name])
+
+
+def set_adapters(model: Any, names: Sequence[str]) -> None:
+    """Make `names` trainable, all others not. Of several none is active: a forward inside
+    `model.meshlora.dropout.of(shares, names)` runs each on its own tokens, any other the base.
+
+    Raises:
+        UserError: there is no such adapter.
+    """
+    state = runtime(model)
+    for name in names:
+        if name not in state.adapters:
+            raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
+    _activate(model, names[0] if len(names) == 1 else None)
+    for owner in state.adapters:
+        for factor in adapter_factors(model, owner):
+            factor.parameter.requires_grad_(owner in names)
+
+
+def _activate(model: Any, name: str | None) -> None:
+    runtime(model).active = name
+    for leaf in parallel_leaves(model).values():
+        leaf.active = name
+    _use_copies(model, name)
+
+
+@contextlib.contextmanager
+def in_use(model: Any, name: str | None) -> Iterator[None]:
+    """Inside the block `name` is the active adapter: saved, evaluated. What is trainable stays as it is."""
+    before = runtime(model).active
+    try:
+        _activate(model, name)
+        yield
+    finally:
+        _activate(model, before)
+
+
+def _use_copies(model: Any, name: str | None) -> None:
+    """Put the copies of adapter `name` in the place of the base's parameters; None: the base's own."""
+    state = runtime(model)
+    copies = state.adapters[name].trained if name is not None else {}
+    for parameter_name, base in state.base.items():
+        owner, _, leaf = parameter_name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, copies.get(parameter_name, base))
+
+
+@contextlib.contextmanager
+def disable_adapter(model: Any) -> Iterator[None]:
+    """Inside the block the model is its base; which adapter is active and trainable is as before afterwards."""
+    for adapter in runtime(model).adapters.values():
+        if adapter.config.init_lora_weights in WHOLE_MATRIX:
+            raise UserError(
+                f"disable_adapter with init_lora_weights={adapter.config.init_lora_weights!r}",
+                "the base has given its principal part to the adapter",
+                "load the base without it",
+            )
+    state, active = runtime(model), runtime(model).active
+    with in_use(model, None), state.dropout.of_base():
+        state.active = active  # it is known, and can be saved
+        yield
+
+
+def active_factors(model: Any) -> list[Factor]:
+    """The factors of the active adapter on this rank, in module order.
+
+    Raises:
+        UserError: no adapter is active.
+    """
+    state = runtime(model)
+    if state.active is None:
+        raise UserError("no active adapter", "there is nothing to train", "call set_adapter, or give lora= to load")
+    return adapter_factors(model, state.active)
+
+
+def adapter_factors(model: Any, adapter: str) -> list[Factor]:
+    """What of `adapter` is on this rank, in module order; copies of the base's parameters last."""
+    own = runtime(model).adapters[adapter]
+    held = {
+        own.targets[name].name_of(part): parameter
+        for name, leaf in parallel_leaves(model).items()
+        for part, parameter in leaf.trained(adapter).items()
+    } | dict(own.trained)
+    return [Factor(name, parameter, own.plan.parameters[name].rule) for name, parameter in held.items()]
+
+
+def gather_adapter(model: Any, adapter: str, *, only_rank: int | None = None) -> dict[str, Tensor]:
+    """Name -> copy of the full factor on the CPU, on every rank. Collective: all ranks must call it.
+
+    only_rank: the one that keeps them; others return nothing, and never hold more than one factor.
+    """
+    mesh = runtime(model).mesh
+    found = {}
+    for factor in adapter_factors(model, adapter):
+        full = full_factor(factor.parameter.detach(), factor.rule, mesh)
+        if only_rank in (None, mesh.rank):
+            found[factor.name] = full.to("cpu", copy=True)
+    return found
+
+
+def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
+    """Put the slices of one factor (or of its gradient) together again. Collective over the axes of its cuts."""
+    for cut in rule.cuts:
+        axis = mesh.over({cut.axis})
+        if axis.size > 1:
+            every = all_gather(local.unsqueeze(0).contiguous(), axis)
+            local = cut.layout.join(list(every), cut.dim)
+    return local
+
+
+def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
+    """This rank's slice of a full factor; a copy, as the factors of several adapters must not share memory."""
+    local = full
+    for cut in rule.cuts:
+        axis = mesh.over({cut.axis})
+        local = cut.layout.cut(local, cut.dim, rank=axis.rank, size=axis.size)
+    return local.clone() if local is full else local
+
+
+def factor_dtype(model: Any) -> torch.dtype:
+    """Factors train in fp32, whatever the base is stored in; in float64 beside a float64 base."""
+    return torch.float64 if model.dtype == torch.float64 else torch.float32

@@ -1,0 +1,223 @@
+"""Adapter folders for serving engines, with one pair of factors for each expert, and back to PEFT's fused form.
+
+Owns: the one rank and the one scale that engines know of an adapter, and both configurations. Does not own: the keys
+(`adapter.formats.expert_format`), reading such a folder (`adapter.formats.per_expert`), writing a folder
+(`adapter.formats.export`).
+
+vLLM reads `r` and `lora_alpha` of `adapter_config.json` and follows no pattern: where targets have
+different ranks and the same scale, the smaller factors are padded with zeros to the largest rank, which changes no
+product; different scales are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshlora.adapter.formats.expert_format import EngineNames, ExpertFactors, engine_names, engine_tensors, split_rows
+from meshlora.adapter.formats.export import check_new, read_tensors, write_folder
+from meshlora.adapter.formats.file_tensors import factors_of_file, file_keys, file_tensors
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, plan_folder, read_config
+from meshlora.adapter.formats.per_expert import base_keys, check_lora_alone, engine_factors, is_per_expert
+from meshlora.adapter.plan import plan_adapter
+from meshlora.adapter.targets.resolve import Target
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.files import open_safetensors, read_json
+from meshlora.plan.experts import ExpertsRule
+from meshlora.plan.rules import ModelPlan
+
+LAYOUT = "per-expert"
+
+
+class Exported(NamedTuple):
+    """What was written: its one rank, and how many targets were padded with zeros to it."""
+
+    num_tensors: int
+    r: int
+    num_padded: int
+
+    def __str__(self) -> str:
+        padded = f", {self.num_padded} targets padded to it with zeros:" if self.num_padded else ":"
+        return f"rank {self.r}{padded} {self.num_tensors}"
+
+
+def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> Exported:
+    """Write the PEFT folder `adapter` as `out`, with the factors of each expert under keys of their own.
+
+    Args:
+        model: on the meta device. plan: its own, on any topology.
+
+    Raises:
+        UserError: files missing or damaged, another model's, on no experts, of several scales; `out` is there already.
+        UnsupportedError: what engines do not read, by name.
+    """
+    folder, target = Path(adapter), Path(out)
+    check_new(target)
+    names = _names(plan)
+    config = read_config(folder, ignore_dropout=True)
+    tensors = read_tensors(folder / WEIGHTS_FILE)
+    if is_per_expert(tensors):
+        raise UserError(f"{folder}", "it has one adapter for each expert already", "serve it as it is")
+    check_lora_alone(config, f"{folder / CONFIG_FILE}")
+    planned = plan_adapter(model, plan, config, strict=False, folder=folder)
+    targets = planned.targets
+    _check_targets(folder, targets, plan)
+    check_adapter(planned, plan)
+    # On disk the pieces of a linear are one adapter of all their ranks.
+    ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
+    r, scaling = max(ranks.values()), _one_scaling(folder, targets)
+    linears = {name: each for name, each in targets.items() if not each.num_experts}
+    written = {key: tensors[key] for key in base_keys(linears, plan) if key in tensors}
+    for (_, side), key in file_keys(linears).items():
+        written[key] = _padded(tensors[key], r, dim=0 if side == "A" else 1)
+    full = factors_of_file(tensors, targets, folder / WEIGHTS_FILE)
+    for rule in plan.experts.values():
+        written |= _of_layer(rule, full, r, names)
+    stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
+    stored["target_modules"] = sorted({name.rpartition(".")[2] for name in linears} | {*names.projections.values()})
+    write_folder(target, written, stored)
+    return Exported(len(written), r, sum(own < r for own in ranks.values()))
+
+
+def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> int:
+    """The inverse of `export_per_expert`; returns the number of tensors. `meshlora.json` is beside them where gate and
+    up have an A each, or experts share one adapter. Zeros that padded ranks stay: they change nothing.
+
+    Raises:
+        UserError: files missing or damaged, of another model, in PEFT's form already; `out` is there already.
+        UnsupportedError: more than LoRA of one rank on experts.
+    """
+    folder, target = Path(adapter), Path(out)
+    check_new(target)
+    file = folder / WEIGHTS_FILE
+    planned = plan_folder(model, plan, folder, ignore_dropout=True)
+    config, targets = planned.config, planned.targets
+    factors = engine_factors(file, targets, plan)
+    if factors is None:
+        raise UserError(
+            f"{folder} and --model", "it is in PEFT's form, which is no different for any model", "leave out --model"
+        )
+    full = {targets[name].name_of(part): tensor for name, parts in factors.items() for part, tensor in parts.items()}
+    written = file_tensors(full, targets)
+    with open_safetensors(file) as opened:
+        written |= {key: opened.get_tensor(key).clone() for key in base_keys(targets, plan) & set(opened.keys())}
+    stored = read_json(folder / CONFIG_FILE) | {
+        "target_modules": sorted(config.target_modules or ()),
+        "target_parameters": list(config.target_parameters or ()),
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "lora_dropout": 0.0,  # PEFT has none on parameters
+    }
+    write_folder(
+        target,
+        written,
+        stored,
+        pieces=getattr(config, "pieces", None),
+        share_experts=getattr(config, "share_experts", False),
+    )
+    return len(written)
+
+
+def _names(plan: ModelPlan) -> EngineNames:
+    if not plan.experts:
+        raise UserError(
+            f"--layout {LAYOUT}",
+            f"{plan.model_type!r} has no routed experts",
+            "engines read its adapters in PEFT's form",
+        )
+    return engine_names(plan.model_type)
+
+
+def _check_targets(folder: Path, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+    if not any(target.num_experts for target in targets.values()):
+        raise UserError(
+            f"{folder}", "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is"
+        )
+    for name in targets:
+        if name in plan.routers:
+            raise UnsupportedError(
+                f"{folder}: LoRA on the router {name}", "not every engine applies it", "merge it: meshlora merge"
+            )
+
+
+def _one_scaling(folder: Path, targets: Mapping[str, Target]) -> float:
+    """The factor of `B A`, the same for all.
+
+    Raises:
+        UserError: names two targets that differ.
+    """
+    first = next(iter(targets.values()))
+    for other in targets.values():
+        # With use_rslora pieces have theirs by way of a square root.
+        if not math.isclose(other.scaling, first.scaling, rel_tol=1e-12):
+            raise UserError(
+                f"{folder}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}",
+                "engines know one lora_alpha and one r for all of an adapter",
+                "train with the same lora_alpha / r everywhere, or merge it: meshlora merge",
+            )
+    return first.scaling
+
+
+def _one_rank(r: int, scaling: float) -> dict[str, Any]:
+    """What `adapter_config.json` says of one rank and one scale, on targets that keys name.
+
+    As alpha / r in any case: PEFT reads such a file as pieces of gate_up, of twice the rank and twice the alpha, which
+    with rsLoRA is another scale.
+    """
+    product = scaling * r
+    near = (float(f"{product:.12g}"), product, math.nextafter(product, 0), math.nextafter(product, math.inf))
+    alpha = next((each for each in near if each / r == scaling), product)
+    return {
+        "r": r,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_parameters": None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+
+
+def _of_layer(
+    rule: ExpertsRule, full: Mapping[str, Mapping[str, Tensor]], r: int, names: EngineNames
+) -> dict[str, Tensor]:
+    """Keys and tensors of the experts of one layer; none where it has no adapter."""
+    projections: dict[str, ExpertFactors] = {}
+    if parts := full.get(rule.first.name):
+        fused = rule.first.fused
+        if "A" not in parts:
+            pieces = {part.partition(".")[2] for part in parts}
+            projections |= {piece: ExpertFactors(parts[f"A.{piece}"], parts[f"B.{piece}"]) for piece in sorted(pieces)}
+        elif fused is None:
+            projections["up"] = ExpertFactors(parts["A"], parts["B"])
+        else:
+            rows = {piece.name: fused.piece_rows(piece.name) for piece in fused.pieces}
+            projections |= split_rows(ExpertFactors(parts["A"], parts["B"]), rows=rows)
+    if parts := full.get(rule.second.name):
+        projections["down"] = ExpertFactors(parts["A"], parts["B"])
+    if not projections:
+        return {}
+    padded = {
+        name: ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
+        for name, factors in projections.items()
+    }
+    return engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
+
+
+def _padded(factor: Tensor, r: int, *, dim: int) -> Tensor:
+    """Zeros after what is there, up to rank `r`."""
+    shape = list(factor.shape)
+    shape[dim] = r - shape[dim]
+    return torch.cat([factor, factor.new_zeros(shape)], dim) if shape[dim] else factor

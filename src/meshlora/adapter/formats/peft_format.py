@@ -1,0 +1,364 @@
+"""PEFT's file format, in and out: `adapter_config.json` and `adapter_model.safetensors` with full tensors.
+
+Owns: key names, writing (atomically, by rank 0), reading with every check. Files do not know the topology.
+Does not own: what is trained (`adapter.targets.resolve`), merging into the base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshlora.adapter.attach import attach, draw_adapter, gather_adapter, local_part, runtime
+from meshlora.adapter.formats.file_tensors import PREFIX, factors_of_file, file_shapes, file_tensors, key_of_parameter
+from meshlora.adapter.formats.per_expert import engine_config, engine_factors
+from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
+from meshlora.adapter.targets.pieces import PieceLoraConfig, with_pieces
+from meshlora.adapter.targets.resolve import Target
+from meshlora.comm.collectives import broadcast_in_place
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
+from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.common.reading import parse_yaml, read_text
+from meshlora.model.stream import FLOATS
+from meshlora.plan.rules import ModelPlan
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+# Beside them where an adapter is on pieces of fused matrices, or one for all experts: PEFT needs no word of it, to go
+# on training does.
+PIECES_FILE = "meshlora.json"
+# Bytes of a failure's words that go from rank 0 to the others.
+_LONGEST_WORD = 1024
+
+
+def save_adapter(
+    model: Any, path: str | Path, *, adapter: str | None = None, also: Callable[[Path], None] | None = None
+) -> None:
+    """Write `adapter` (the active one by default) as a PEFT adapter folder. Collective: all ranks must call it.
+
+    The folder appears whole or not at all; it is there on every rank's return. also: called on rank 0 with the folder
+    once the adapter is in it, to add files.
+
+    Raises:
+        UserError: no such adapter. SaveError: the folder could not be written (on all ranks, with the same words).
+    """
+    state = runtime(model)
+    name = adapter or state.active
+    if name is None or name not in state.adapters:
+        raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
+    # On every rank, so that what cannot be stored ends all of them.
+    planned = state.adapters[name].plan
+    config = json.loads(json.dumps(_config_to_store(planned.stored, state.source)))
+    pieces = getattr(planned.stored, "pieces", None)
+    shared = getattr(planned.stored, "share_experts", False)
+    full = gather_adapter(model, name, only_rank=0)
+    tensors, broken, failure = {}, "", ""
+    if state.mesh.rank == 0:
+        tensors = file_tensors(full, planned.targets)
+        broken = next((key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()), "")
+    if broken := _of_rank_0(broken, state.mesh):
+        raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
+    if state.mesh.rank == 0:
+        try:
+            write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared, also=also)
+        except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
+            failure = reason(error)
+    if failure := _of_rank_0(failure, state.mesh):
+        raise SaveError(f"{path}: the adapter could not be written ({failure})")
+
+
+def write_adapter(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    pieces: Mapping[str, list[str]] | None = None,
+    share_experts: bool = False,
+    also: Callable[[Path], None] | None = None,
+) -> None:
+    """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes."""
+    with new_folder(path) as folder:
+        write_json_atomically(folder / CONFIG_FILE, dict(config))
+        if pieces or share_experts:
+            own = {"pieces": dict(pieces or {})} | ({"share_experts": True} if share_experts else {})
+            write_json_atomically(folder / PIECES_FILE, own)
+        ordered = {key: tensors[key].contiguous() for key in sorted(tensors)}
+        save_file(ordered, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / WEIGHTS_FILE).chmod(0o644)
+        if also is not None:
+            also(folder)
+
+
+def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", ignore_dropout: bool = False) -> None:
+    """Attach the PEFT adapter in folder `path` as `adapter`, frozen until `set_adapter`, on any topology.
+
+    ignore_dropout: take an adapter that was trained with lora_dropout as one without.
+
+    Raises:
+        UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
+    """
+    planned = plan_folder(model, runtime(model).plan, Path(path), ignore_dropout=ignore_dropout)
+    read_adapter(model, adapter, planned)
+
+
+def plan_folder(model: Any, plan: ModelPlan, folder: Path, *, ignore_dropout: bool = False) -> AdapterPlan:
+    """The plan of the adapter in `folder` (`plan_adapter`); no pattern of its configuration has to match."""
+    config = engine_config(folder / WEIGHTS_FILE, read_config(folder, ignore_dropout=ignore_dropout), plan)
+    return plan_adapter(model, plan, config, strict=False, folder=folder)
+
+
+def begin_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
+    """Attach an adapter as it is `planned`: with the values in its folder, or drawn from `seed`."""
+    if planned.folder is not None:
+        read_adapter(model, name, planned)
+    else:
+        draw_adapter(model, name, planned, seed=seed)
+
+
+def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
+    """Attach the adapter in the folder of `planned`, of which every rank keeps its part."""
+    assert planned.folder is not None
+    _check_same_base(model, planned.folder / WEIGHTS_FILE, planned.targets)
+    full, trained = _read_factors(planned, runtime(model).plan)
+    attach(model, name, planned, lambda target: full[target.name], trained)
+
+
+def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
+    """The `LoraConfig` stored in an adapter folder, lora_dropout set to 0 where it is to be ignored.
+
+    Raises:
+        UserError: missing, not JSON, or not a LoRA adapter. UnsupportedError: an option that this peft does not know.
+    """
+    if not folder.is_dir():
+        raise UserError(f"adapter {folder}", "there is no such folder")
+    if not (folder / WEIGHTS_FILE).is_file() and (folder / "adapter_model.bin").is_file():
+        raise UserError(
+            f"adapter {folder}", "it is pickled, and meshlora unpickles nothing", "save it again with a current peft"
+        )
+    stored = read_json(folder / CONFIG_FILE)
+    if not isinstance(stored, dict) or stored.get("peft_type") != "LORA":
+        kind = stored.get("peft_type") if isinstance(stored, dict) else None
+        raise UserError(f"{folder / CONFIG_FILE}", f"peft_type is {kind!r}", "only LORA adapters can be loaded")
+    if ignore_dropout:
+        stored["lora_dropout"] = 0.0
+    config = lora_config(stored, f"{folder / CONFIG_FILE}")
+    pieces = read_pieces(folder)
+    shared = _shares_experts(folder)
+    if not pieces and not shared:
+        return config
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
+    return PieceLoraConfig(**values, pieces=pieces, share_experts=shared)
+
+
+def read_pieces(folder: Path) -> dict[str, list[str]]:
+    """The pieces that an adapter folder says it is on; none where it says nothing.
+
+    Raises:
+        UserError: what it says is no mapping from targets to names.
+    """
+    file = folder / PIECES_FILE
+    return _pieces(read_json(file), f"{file}") if file.is_file() else {}
+
+
+def _shares_experts(folder: Path) -> bool:
+    """Whether an adapter folder says that all experts of a layer share one adapter."""
+    file = folder / PIECES_FILE
+    found = read_json(file) if file.is_file() else {}
+    return bool(isinstance(found, dict) and found.get("share_experts") is True)
+
+
+def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
+    """A `LoraConfig` from plain values.
+
+    unknown_is_error: also for a name that is not set, as in a file that a person wrote. Files of other peft versions
+    hold names that this one does not know; as long as they are off they change nothing.
+
+    Raises:
+        UserError: a value that peft refuses. UnsupportedError: a name that peft does not know and that is set.
+    """
+    known = {f.name for f in dataclasses.fields(LoraConfig)}
+    pieces = _pieces(values, where) if values.get("pieces") else None
+    shared = values.get("share_experts", False)
+    if not isinstance(shared, bool):
+        raise UserError(f"{where}: share_experts={shared!r}", "it is true or false")
+    values = {key: value for key, value in values.items() if key not in ("pieces", "share_experts")}
+    unknown = [key for key, value in values.items() if key not in known and (value or unknown_is_error)]
+    if unknown:
+        raise UnsupportedError(
+            f"{where}: {unknown[0]}", "it is not an option of this peft", did_you_mean(str(unknown[0]), known)
+        )
+    try:
+        with warnings.catch_warnings():
+            # Of starts that take data, which are refused: one line says so, not two.
+            warnings.filterwarnings("ignore", "`init_lora_weights` is")
+            # An option without effect is an error.
+            warnings.filterwarnings("error", ".*will be ignored")
+            config = LoraConfig(**{k: v for k, v in values.items() if k in known})
+    except (TypeError, ValueError, ImportError, UserWarning) as error:  # ImportError: an option needs another package
+        raise UserError(where, f"peft refuses it ({error})") from error
+    if not pieces and not shared:
+        return config
+    found = with_pieces(config, pieces or {})
+    found.share_experts = shared
+    return found
+
+
+def read_lora(path: str | Path) -> dict[str, Any]:
+    """Fields of `peft.LoraConfig` from a YAML file, alone or under the key `lora`, as in a run file.
+
+    Raises:
+        UserError: not readable, not a mapping.
+    """
+    try:
+        values = parse_yaml(read_text(Path(path)))
+    except FileNotFoundError:
+        raise UserError(f"--lora {path}", "there is no such file") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({why})") from None
+    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
+        values = values["lora"]
+    if not isinstance(values, dict):
+        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
+    return values
+
+
+def _pieces(values: Any, where: str) -> dict[str, list[str]]:
+    """The entry `pieces` of a file.
+
+    Raises:
+        UserError: it is not a mapping from targets to lists of names.
+    """
+    pieces = values.get("pieces") if isinstance(values, Mapping) else None
+    if not isinstance(pieces, Mapping) or not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in pieces.values()
+    ):
+        raise UserError(f"{where}: pieces={pieces!r}", "it maps targets to names, as in {c_attn: [q, v]}")
+    return {str(key): list(names) for key, names in pieces.items()}
+
+
+def check_adapter(planned: AdapterPlan, plan: ModelPlan) -> None:
+    """Every check of the values in the folder of `planned`; plan: of the model."""
+    _read_factors(planned, plan)
+
+
+def _read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """(full factors by module and part, whole values of trained parameters), every one checked."""
+    assert planned.folder is not None
+    file, targets = planned.folder / WEIGHTS_FILE, planned.targets
+    if (of_single_experts := engine_factors(file, targets, plan)) is not None:
+        return of_single_experts, {}
+    of_copies = {name: key_of_parameter(name, targets) for name in planned.copies}
+    expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
+    tensors: dict[str, Tensor] = {}
+    with open_safetensors(file) as opened:
+        check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
+        for key, shape in expected.items():
+            tensors[key] = _read_tensor(opened, file, key, shape)
+    return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
+
+
+def _base_keys(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, str]:
+    """Embedding and head, where they are targets -> the key under which PEFT may store the base's weight too."""
+    return {name: f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
+
+
+def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> None:
+    """A weight of the base that a file holds besides is that of this model: PEFT would load it.
+
+    Raises:
+        UserError: it is another one, as after a change of the vocabulary.
+    """
+    state = runtime(model)
+    with open_safetensors(file) as opened:
+        for name, key in _base_keys(targets, state.plan).items():
+            if key not in opened.keys():  # noqa: SIM118 - not a dict
+                continue
+            parameter = state.base.get(f"{name}.weight", model.get_parameter(f"{name}.weight"))
+            given, rule = opened.get_tensor(key), rule_of_parameter(state.plan, f"{name}.weight")
+            is_same = tuple(given.shape) == whole_shape(model, state.plan, f"{name}.weight")
+            if is_same:
+                own = local_part(given, rule, state.mesh).to(parameter.device, parameter.dtype)
+                is_same = torch.equal(own, parameter.detach())
+            if not is_same:
+                raise UserError(
+                    f"{file}: {key}", "it is not the weight of this model", "is it the model that was trained on?"
+                )
+
+
+def check_header(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> None:
+    """The tensor `key` of an open file has this shape, and a type that an adapter can have.
+
+    Raises:
+        UserError: it has not.
+    """
+    view = opened.get_slice(key)
+    if tuple(view.get_shape()) != shape:
+        raise UserError(
+            f"{file}: {key}",
+            f"its shape is {list(view.get_shape())}, this model and adapter_config.json need {list(shape)}",
+            "it belongs to another model or another rank",
+        )
+    if view.get_dtype() not in FLOATS:
+        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
+
+
+def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> Tensor:
+    check_header(opened, file, key, shape)
+    tensor: Tensor = opened.get_tensor(key).clone()
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
+    return tensor
+
+
+def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
+    wanted = set(expected)
+    if missing := sorted(wanted - given):
+        raise UserError(
+            f"{file}",
+            f"it lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}",
+            did_you_mean(missing[0], given) if 0 < len(given) <= 10_000 else "",
+        )
+    if extra := sorted(given - wanted):
+        raise UserError(
+            f"{file}",
+            f"{len(extra)} of its tensors have no place in this model, first {extra[0]}",
+            "it belongs to another model, or its adapter_config.json does",
+        )
+
+
+def _config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
+    """Plain, sorted values: the same configuration gives the same bytes in every process."""
+    values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts")}
+    values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
+    values["inference_mode"] = True
+    values["task_type"] = "CAUSAL_LM"
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return getattr(value, "value", value)  # enums
+
+
+def _of_rank_0(text: str, mesh: Mesh) -> str:
+    """What rank 0 says, on every rank. Collective."""
+    held = torch.zeros(_LONGEST_WORD, dtype=torch.uint8)
+    words = text.encode()[:_LONGEST_WORD]
+    held[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    held = broadcast_in_place(held.to(mesh.device), mesh.world)
+    return bytes(held.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,283 @@
+"""What an adapter folder changes in a model: which base tensors it replaces, and to which it adds a product.
+
+Owns: reading a PEFT LoRA folder of every kind that can be merged, with every check, for any model on one process.
+PEFT itself says what it would attach, on the meta device; so every option that picks modules, ranks and scales is
+followed as PEFT follows it. Does not own: the arithmetic and the writing (`adapter.merging.merge`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
+from peft.tuners import lora as peft_lora
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
+from meshlora.adapter.formats.per_expert import refuse_per_expert
+from meshlora.adapter.targets.patterns import check_patterns
+from meshlora.adapter.targets.resolve import DESCRIPTIVE
+from meshlora.adapter.targets.values import check_values
+from meshlora.common.compat import is_stored_in_out, targets_as_configured
+from meshlora.common.errors import UnsupportedError, UserError, reason
+from meshlora.common.files import open_safetensors
+
+PREFIX = "base_model.model."
+# Set in a file, these change neither which base PEFT runs nor what it adds in evaluation; the rest is refused.
+_FOLLOWED = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "lora_bias",
+    "bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "eva_config",
+    "loftq_config",
+    "ensure_weight_tying",
+}
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+_RESIDUAL_INITS = ("pissa", "olora")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """`W + scaling * B @ A` on one weight, W as `[out, in]`; with a magnitude m (DoRA): rows scaled to norm m.
+
+    Attributes:
+        a, b, magnitude: keys in the adapter file.
+        is_transposed: the weight is stored `[in, out]`: Conv1D, and embeddings `[V, H]`, whose A is `[r, V]`.
+        residual: "pissa" or "olora": the product of rank r that PEFT takes out of the base first; "" for none.
+        num_experts: of a stack of matrices, each with its own product; 0: it is one matrix. Of a stack A is
+            `[r*E, in]`, the expert its slow index, and B `[out, r*E]`, the expert its fast one; in and out as PEFT has
+            them, whatever they mean in the model.
+    """
+
+    a: str
+    b: str
+    r: int
+    scaling: float
+    magnitude: str | None
+    is_transposed: bool
+    residual: str
+    num_experts: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one tensor of the model.
+
+    Attributes:
+        whole: key of a tensor in the adapter file that replaces it.
+        lora: the product to add. bias: key of a bias to add, and its scale.
+        is_own: `whole` belongs to this name alone, not to the names it is tied with (`modules_to_save`).
+    """
+
+    whole: str | None = None
+    lora: Lora | None = None
+    bias: tuple[str, float] | None = None
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Every change, by the model's own names; tensors are read from `file` when they are needed."""
+
+    file: Path
+    by_name: Mapping[str, Change]
+
+    def read(self, key: str) -> Tensor:
+        """One tensor of the adapter file, in memory of its own."""
+        with open_safetensors(self.file) as file:
+            tensor: Tensor = file.get_tensor(key).clone()
+        return tensor
+
+
+def read_changes(model: Any, folder: Path) -> Changes:
+    """The changes that the adapter in `folder` makes to `model`, which is on the meta device and is used up here.
+
+    Raises:
+        UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
+        UnsupportedError: an option that cannot be merged, by name.
+    """
+    where = f"{folder / CONFIG_FILE}"
+    try:
+        config = _quietly(read_config, folder, ignore_dropout=True)
+    except ImportError as error:  # some options need packages of their own
+        raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
+    check_mergeable(config, where)
+    with open_safetensors(folder / WEIGHTS_FILE) as file:
+        refuse_per_expert(folder, file.keys())
+    check_patterns(config, [*(name for name, _ in model.named_modules()), *model.state_dict()])
+    base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrapped = _attach(model, config, where)
+    expected = {
+        key: tuple(tensor.shape)
+        for key, tensor in _quietly(get_peft_model_state_dict, wrapped, save_embedding_layers=False).items()
+    }
+    # PEFT loads whatever else of the base the file holds: embeddings beside LoRA on them, biases.
+    optional = {
+        key: tuple(tensor.shape)
+        for key, tensor in wrapped.state_dict().items()
+        if _base_name(key) in base_shapes and ".modules_to_save." not in key and ".original_module." not in key
+    }
+    by_name = _products(wrapped, config)
+    given = _check_file(folder / WEIGHTS_FILE, expected, optional)
+    products = {key for c in by_name.values() if c.lora for key in (c.lora.a, c.lora.b, c.lora.magnitude) if key}
+    products |= {c.bias[0] for c in by_name.values() if c.bias}
+    assert products <= given, products - given
+    for key in sorted(given - products):
+        name = _base_name(key)
+        if name not in base_shapes:
+            raise UnsupportedError(f"{folder / WEIGHTS_FILE}: {key}", "merging this kind of tensor is not supported")
+        by_name[name] = dataclasses.replace(by_name.get(name, Change()), whole=key, is_own=key not in optional)
+    return Changes(folder / WEIGHTS_FILE, by_name)
+
+
+def check_mergeable(config: LoraConfig, where: str) -> None:
+    """Refuse every option that is set and that a plain checkpoint cannot hold, or whose base the files do not tell.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    default = LoraConfig()
+    for field in dataclasses.fields(LoraConfig):  # PEFT's own: the words about pieces are for further training
+        value = getattr(config, field.name)
+        if field.name in _FOLLOWED | DESCRIPTIVE or value == getattr(default, field.name) or not value:
+            continue
+        raise UnsupportedError(f"{where}: {field.name}={value!r}", "an adapter with this option cannot be merged")
+    if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
+        raise UnsupportedError(f"{where}: task_type={config.task_type!r}", "only CAUSAL_LM adapters can be merged")
+    check_values(config)
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower() not in (*_PLAIN_INITS, *_RESIDUAL_INITS):
+        raise UnsupportedError(
+            f"{where}: init_lora_weights={init!r}",
+            "the adapter was trained on a changed base that cannot be rebuilt from the files",
+            "save it with path_initial_model_for_weight_conversion, which makes a plain adapter of it",
+        )
+
+
+def _attach(model: Any, config: LoraConfig, where: str) -> Any:
+    """The PEFT model of `config`; its initialisation looks at no weight."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(LoraConfig) if field.init}
+    config = LoraConfig(**values | {"init_lora_weights": True, "eva_config": None, "inference_mode": False})
+    try:
+        with torch.device("meta"), targets_as_configured():
+            return _quietly(PeftModelForCausalLM, model, config)
+    except ValueError as error:  # it matches nothing, or a module that PEFT has no adapter for
+        raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
+
+
+def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
+    # peft warns of what is handled here: fan_in_fan_out, tied embeddings.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*arguments, **options)
+
+
+def _base_name(key: str) -> str:
+    return re.sub(r"(\.base_layer)+\.", ".", key.removeprefix(PREFIX))
+
+
+def _check_file(
+    file: Path, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """The keys of the file: all of `expected`, any of `optional`, each with its shape and finite floats."""
+    with open_safetensors(file) as opened:
+        given = set(opened.keys())
+        check_keys(file, given - (optional.keys() - expected.keys()), expected)
+        shapes = {**optional, **expected}
+        for key in sorted(given):
+            check_header(opened, file, key, shapes[key])
+    for key in sorted(given):
+        with open_safetensors(file) as opened:
+            if not torch.isfinite(opened.get_tensor(key)).all():
+                raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
+    return given
+
+
+def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
+    """What LoRA layers add, by the name of the tensor to which they add it."""
+    found: dict[str, Change] = {}
+    for path, module in wrapped.named_modules():
+        if not isinstance(module, peft_lora.LoraLayer):
+            continue
+        name = path.removeprefix(PREFIX).replace(".base_layer", "")
+        base = module.get_base_layer()
+        if isinstance(module, peft_lora.ParamWrapper):
+            residual = _residual(wrapped, name, base, config, is_embedding=module.get_param().ndim != 2)
+            found[f"{name}.{module.parameter_name}"] = Change(lora=_product_of_parameter(path, module, residual))
+            continue
+        is_embedding = isinstance(module, peft_lora.Embedding)
+        if not is_embedding and not (isinstance(module, peft_lora.Linear) and hasattr(base, "weight")):
+            raise UnsupportedError(
+                f"LoRA on {name}", f"merging it into a {type(base).__name__} is not supported", "leave it unmerged"
+            )
+        a, b = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+        is_transposed = is_embedding or isinstance(base, Conv1D)
+        magnitude = f"{path}.lora_magnitude_vector" if config.use_dora else None
+        product = Lora(
+            a=f"{path}.{a}",
+            b=f"{path}.{b}",
+            r=module.r["default"],
+            scaling=module.scaling["default"],
+            magnitude=magnitude,
+            is_transposed=is_transposed,
+            residual=_residual(wrapped, name, base, config, is_embedding=is_embedding),
+        )
+        found[f"{name}.weight"] = Change(lora=product)
+        if config.lora_bias:
+            if getattr(base, "bias", None) is None:
+                raise UnsupportedError(
+                    f"{CONFIG_FILE}: lora_bias=True", f"{name} has no bias that it could be merged into"
+                )
+            found[f"{name}.bias"] = Change(bias=(f"{path}.lora_B.bias", product.scaling))
+    return found
+
+
+def _product_of_parameter(path: str, module: Any, residual: str) -> Lora:
+    """What is added to a parameter: a matrix, or a stack of the matrices of experts."""
+    is_stack = module.get_param().ndim == 3
+    return Lora(
+        a=f"{path}.lora_A.weight",
+        b=f"{path}.lora_B.weight",
+        r=module.r["default"],
+        scaling=module.scaling["default"],
+        magnitude=None,
+        is_transposed=is_stack and is_stored_in_out(module),
+        residual=residual,
+        num_experts=module.num_experts if is_stack else 0,
+    )
+
+
+def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_embedding: bool) -> str:
+    """Which product PEFT takes out of the base when it attaches the adapter, as it does again on every load."""
+    init = config.init_lora_weights
+    if not isinstance(init, str) or init.lower() not in _RESIDUAL_INITS:
+        return ""
+    weight = getattr(base, "weight", None)  # a stack of experts has none
+    num_users = sum(p is weight for _, p in wrapped.named_parameters(remove_duplicate=False))
+    refused = is_embedding or num_users > 1 or (init.lower() == "olora" and isinstance(base, Conv1D))
+    if refused or config.use_dora:
+        what = "together with DoRA" if config.use_dora else f"on {name}, a {type(base).__name__}"
+        raise UnsupportedError(f"init_lora_weights={init!r} {what}", "this cannot be merged")
+    return init.lower()

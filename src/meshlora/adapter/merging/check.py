@@ -1,0 +1,111 @@
+"""The last word on a merge: transformers + peft, with the adapter beside the model and with the merged model.
+
+Owns: running both and the tolerance. None of the arithmetic of `adapter.merging.arithmetic` is used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from meshlora.common.compat import targets_as_configured
+from meshlora.common.errors import MeshloraError, reason
+
+_NUM_TOKENS = 12
+# Of the logits' norm. Below float32, every merged weight has been rounded once more than PEFT's.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def compare_logits(
+    model: Path, adapter: Path, merged: Path, stored: torch.dtype, trust_remote_code: bool = False
+) -> float:
+    """Relative L2 difference of the logits of `merged` from those of `model` with `adapter`, on random tokens.
+
+    Both run in float32 (float64 where `stored` is), one after the other. A router whose choice is a tie may fall the
+    other way once weights are rounded; so where experts are chosen and the logits differ, they are compared with those
+    of PEFT's own merge, rounded to `stored` too.
+
+    Raises:
+        MeshloraError: they differ by more than rounding to `stored` explains, or one of them does not run.
+    """
+    dtype = torch.float64 if stored == torch.float64 else torch.float32
+    try:
+        with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
+            warnings.simplefilter("ignore")  # of peft: tied weights, fan_in_fan_out
+            base = _load(model, dtype, trust_remote_code)
+            theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))
+            del base
+            model_of_ours = _load(merged, dtype, trust_remote_code)
+            ours, chooses = _logits(model_of_ours), _chooses_experts(model_of_ours)
+            del model_of_ours
+            difference = _relative(ours, theirs)
+            if difference > _TOLERANCE[stored] and stored != dtype and chooses:
+                difference = _relative(ours, _logits(_merged_by_peft(model, adapter, stored, trust_remote_code)))
+    except Exception as error:  # of two libraries and every family
+        raise MeshloraError(
+            f"merged model: transformers + peft cannot run it to compare logits ({reason(error)}); "
+            "nothing was written; --no-logits leaves this out"
+        ) from error
+    if not difference <= _TOLERANCE[stored]:
+        raise MeshloraError(
+            f"merged model: its logits differ from those of model + adapter by {difference:.1e} of their norm, and "
+            f"{_TOLERANCE[stored]:.0e} is what rounding explains; nothing was written"
+        )
+    return difference
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def _chooses_experts(model: Any) -> bool:
+    return any(parameter.ndim == 3 and ".experts." in name for name, parameter in model.named_parameters())
+
+
+def _merged_by_peft(model: Path, adapter: Path, stored: torch.dtype, trust_remote_code: bool) -> Any:
+    """In float32, with weights that `stored` can hold."""
+    base = _load(model, torch.float32, trust_remote_code)
+    merged = PeftModel.from_pretrained(base, str(adapter), torch_device="cpu").merge_and_unload()
+    with torch.no_grad():
+        for parameter in merged.parameters():
+            parameter.copy_(parameter.to(stored))
+    return merged
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others know no float64
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _logits(model: Any) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (2, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=ids).logits
+    return logits.double()

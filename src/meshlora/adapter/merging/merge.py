@@ -1,0 +1,395 @@
+"""Merging: a checkpoint and an adapter in, one plain checkpoint out, with the logits of both.
+
+Owns: what is written, tied weights that the adapter makes differ, the output folder. One process, one tensor in memory
+at a time; only the model's meta structure is built. Does not own: what an adapter changes (`adapter.merging.changes`),
+the arithmetic (`adapter.merging.arithmetic`), the bytes of a file (`model.stream`), comparing logits
+(`adapter.merging.check`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from meshlora.adapter.merging.arithmetic import merged_expert, merged_weight, wide_dtype
+from meshlora.adapter.merging.changes import Change, Changes, read_changes
+from meshlora.adapter.merging.check import compare_logits
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, reason
+from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.model.building import build_on_meta
+from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
+from meshlora.model.weights import CheckpointSource, check_checkpoint, kept_wide
+
+INDEX = "model.safetensors.index.json"
+_LARGEST_TO_RUN = 2 * 2**30
+# Weights in any form, and what speaks of the base model only.
+_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt"}
+_COPIED_FOLDERS = ("additional_chat_templates",)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written: `check` says how it was verified."""
+
+    num_tensors: int
+    num_changed: int
+    num_bytes: int
+    is_untied: bool
+    check: str
+
+
+@dataclass(frozen=True)
+class _Output:
+    """One tensor to write: `name` in the model, what of it as an index (None: all), an `entry` of `file`."""
+
+    file: str
+    entry: Entry
+    name: str
+    place: tuple[slice | int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """All that is known of a merge before a weight of the model is read."""
+
+    source: CheckpointSource
+    changes: Changes
+    aliases: Mapping[str, list[str]]
+    untied: list[str]
+    outputs: list[_Output]
+
+
+def check_merge(
+    model_folder: str | Path, adapter_folder: str | Path, *, config: PretrainedConfig, trust_remote_code: bool = False
+) -> None:
+    """Every check of `merge` before it writes, with its errors: they do not depend on the values of the adapter."""
+    _planned(Path(model_folder), Path(adapter_folder), config, None, trust_remote_code=trust_remote_code)
+
+
+def merge(
+    model_folder: str | Path,
+    adapter_folder: str | Path,
+    out_folder: str | Path,
+    *,
+    config: PretrainedConfig,
+    dtype: torch.dtype | None = None,
+    check_logits: bool = True,
+    trust_remote_code: bool = False,
+) -> Merged:
+    """Write `out_folder`: the checkpoint of `model_folder` with the adapter in its weights, in the same shards.
+
+    Products are computed in float32 (float64 beside float64) and rounded once, to the type in which the tensor is
+    stored, or to `dtype`. The folder appears whole, read back and compared, or not at all.
+
+    Args:
+        config: of the model, as `api.read_model_config` reads it.
+        check_logits: also run both in transformers + peft, if the model is small enough.
+
+    Raises:
+        UserError: a folder is there already or missing, the adapter does not fit. UnsupportedError: it cannot be
+            merged. MeshloraError: what was written is not what was meant, or the disk failed.
+    """
+    source_folder, out = Path(model_folder), Path(out_folder)
+    if out.exists():
+        raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
+    planned = _planned(source_folder, Path(adapter_folder), config, dtype, trust_remote_code=trust_remote_code)
+    source, changes, aliases = planned.source, planned.changes, planned.aliases
+    untied, outputs = planned.untied, planned.outputs
+    try:
+        with new_folder(out) as folder:
+            _copy_files(source_folder, folder)
+            _write_config(source_folder, folder, dtype, untie=bool(untied))
+            meant = _write_weights(folder, outputs, source, changes, aliases)
+            check = "every tensor read back"
+            _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
+            if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
+                error = compare_logits(
+                    source_folder, Path(adapter_folder), folder, _narrowest(outputs), trust_remote_code
+                )
+                check += f"; logits of transformers + peft: relative difference {error:.1e}"
+            elif check_logits:
+                check += "; logits not compared, as the model is above 2 GiB"
+    except (OSError, SafetensorError) as error:
+        raise MeshloraError(f"{out}: the merged model could not be written ({reason(error)})") from error
+    return Merged(
+        num_tensors=len(outputs),
+        num_changed=sum(o.name in changes.by_name for o in outputs),
+        num_bytes=sum(o.entry.num_bytes for o in outputs),
+        is_untied=bool(untied),
+        check=check,
+    )
+
+
+def _planned(
+    model_folder: Path,
+    adapter_folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | None,
+    *,
+    trust_remote_code: bool,
+) -> _Planned:
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    source = CheckpointSource(model_folder, model)
+    aliases = check_checkpoint(model, source, allow_unused=True)
+    _check_stored_twice(source, aliases)
+    wide = kept_wide(model, dtype) if dtype is not None else set()
+    names = set(model.state_dict())
+    changes = _alike(_shared(read_changes(model, adapter_folder), aliases), aliases)
+    untied = _untied_names(changes, aliases)
+    outputs = _outputs(source, changes, untied, aliases, dtype, wide)
+    added = [name for name in untied if source.shape(name) is None]
+    _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
+    return _Planned(source, changes, aliases, untied, outputs)
+
+
+def _check_stored_twice(source: CheckpointSource, aliases: Mapping[str, list[str]]) -> None:
+    """Where a checkpoint stores a tied weight under two names, both are the same."""
+    for names in {tuple(names) for names in aliases.values() if len(names) > 1}:
+        first, *others = [name for name in names if source.shape(name) is not None]
+        if any(not torch.equal(source.read(first), source.read(name)) for name in others):
+            raise UserError(
+                f"{source.describe()}: {first} and {others[0]}",
+                "config.json ties them, but they differ",
+                "set tie_word_embeddings: false in config.json",
+            )
+
+
+def _shared(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
+    """A replaced base parameter is replaced under all the names that share it; LoRA sits on one name."""
+    by_name = dict(changes.by_name)
+    for name, change in changes.by_name.items():
+        if change.whole is None or change.is_own:
+            continue
+        for alias in aliases.get(name, [name]):
+            there = by_name.get(alias, Change())
+            if not there.is_own:
+                by_name[alias] = Change(change.whole, there.lora, there.bias)
+    return Changes(changes.file, by_name)
+
+
+def _alike(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
+    """Names that share a weight and are changed alike (PEFT's `ensure_weight_tying`) get one and the same change."""
+    by_name = dict(changes.by_name)
+    for first, *others in {tuple(names) for names in aliases.values() if len(names) > 1}:
+        if first in by_name and all(_is_same(changes, first, name) for name in others):
+            by_name |= dict.fromkeys(others, by_name[first])
+    return Changes(changes.file, by_name)
+
+
+def _is_same(changes: Changes, first: str, second: str) -> bool:
+    one, two = changes.by_name[first], changes.by_name.get(second, Change())
+    if (one.whole is None) != (two.whole is None) or (one.lora is None) != (two.lora is None):
+        return False
+    if one.whole and two.whole and not torch.equal(changes.read(one.whole), changes.read(two.whole)):
+        return False
+    if one.lora is None or two.lora is None:
+        return True
+    if one.lora.scaling != two.lora.scaling or one.lora.magnitude or two.lora.magnitude:
+        return False
+    pairs = []
+    for lora in (one.lora, two.lora):
+        a, b = changes.read(lora.a), changes.read(lora.b)
+        pairs.append((a.T, b.T) if lora.is_transposed else (b, a))  # left and right factor of what is stored
+    return all(torch.equal(x, y) for x, y in zip(*pairs, strict=True))
+
+
+def _untied_names(changes: Changes, aliases: Mapping[str, list[str]]) -> list[str]:
+    """Names that share one weight in the model and no longer do once the adapter is in it."""
+    groups = {tuple(names) for names in aliases.values() if len(names) > 1}
+    return sorted(name for names in groups if len({changes.by_name.get(n) for n in names}) > 1 for name in names)
+
+
+def _outputs(
+    source: CheckpointSource,
+    changes: Changes,
+    untied: list[str],
+    aliases: Mapping[str, list[str]],
+    dtype: torch.dtype | None,
+    wide: set[str],
+) -> list[_Output]:
+    """Every tensor to write: what the checkpoint stores, under its names, and the new halves of untied weights."""
+
+    def type_of(name: str, stored: str) -> str:
+        is_cast = dtype is not None and stored in FLOATS and name not in wide
+        return dtype_name(dtype) if is_cast and dtype is not None else stored
+
+    outputs = []
+    for name, stored in source.stored.items():
+        if name in changes.by_name and (integers := source.integers(name)):
+            raise UnsupportedError(f"{source.describe()}: {integers}", "it holds integers, and the adapter changes it")
+        blocks = list(stored.blocks(()))
+        for tensor, _, place in blocks:
+            entry = Entry(tensor.key, tensor.shape, type_of(name, tensor.dtype))
+            is_whole = len(blocks) == 1 and not stored.experts
+            outputs.append(_Output(tensor.file.name, entry, name, None if is_whole else place))
+    for name in untied:
+        if source.shape(name) is None:
+            twin = next(alias for alias in aliases[name] if source.shape(alias) is not None)
+            tensor = source.stored[twin].tensors[0]
+            entry = Entry(name, tensor.shape, type_of(name, tensor.dtype))
+            outputs.append(_Output(tensor.file.name, entry, name, None))
+    return outputs
+
+
+def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str], *, trust_remote_code: bool) -> None:
+    """transformers will load a new key under the name that it has."""
+    if not added:
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    for name in added:
+        found, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, dict.fromkeys(names, 1)
+        )
+        if found != name or pattern is not None:
+            raise UnsupportedError(name, f"it must be stored on its own now, and transformers would load it as {found}")
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Configuration, tokenizer, templates, licences, code: all that is not weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name in _COPIED_FOLDERS:
+            shutil.copytree(path, folder / path.name)
+        skip = path.suffix in _NOT_COPIED or path.name.endswith(".index.json") or path.name.lower() == "readme.md"
+        if path.is_file() and not skip and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, *, untie: bool) -> None:
+    stored = read_json(source / "config.json")
+    parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
+    for part in parts:
+        if untie:
+            part["tie_word_embeddings"] = False
+        if dtype is not None:
+            for key in [key for key in ("dtype", "torch_dtype") if key in part] or (
+                ["dtype"] if part is stored else []
+            ):
+                part[key] = str(dtype).removeprefix("torch.")
+    write_json_atomically(folder / "config.json", stored)
+
+
+def _write_weights(
+    folder: Path, outputs: list[_Output], source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]
+) -> dict[str, dict[str, str]]:
+    """File -> key -> SHA-256 of what was meant."""
+    by_key = {(o.file, o.entry.key): o for o in outputs}
+    # A and B of both projections of a layer's experts, whose matrices take turns where they are stored one by one.
+    read_factor = functools.lru_cache(maxsize=4)(changes.read)
+    meant = {}
+    for name in sorted({o.file for o in outputs}):
+
+        def read(entry: Entry, file: str = name) -> Tensor:
+            output = by_key[file, entry.key]
+            return _value(output, source, changes, aliases, read_factor)
+
+        with open_safetensors(source.folder / name) as file:
+            metadata = file.metadata() or {"format": "pt"}
+        meant[name] = write_stream(folder / name, [o.entry for o in outputs if o.file == name], read, metadata)
+    if (source.folder / INDEX).is_file():
+        write_json_atomically(folder / INDEX, _index(outputs))
+    return meant
+
+
+def _index(outputs: list[_Output]) -> dict[str, Any]:
+    total = {
+        "total_parameters": sum(math.prod(o.entry.shape) for o in outputs),
+        "total_size": sum(o.entry.num_bytes for o in outputs),
+    }
+    return {"metadata": total, "weight_map": {o.entry.key: o.file for o in outputs}}
+
+
+def _value(
+    output: _Output,
+    source: CheckpointSource,
+    changes: Changes,
+    aliases: Mapping[str, list[str]],
+    read_factor: Callable[[str], Tensor],
+) -> Tensor:
+    """The tensor to write, in its final type. read_factor: reads the adapter's tensors, and keeps the last ones."""
+    change = changes.by_name.get(output.name, Change())
+    place = output.place
+    if place is not None and change.whole is None and (change == Change() or source.stored[output.name].experts):
+        with open_safetensors(source.folder / output.file) as file:
+            value = file.get_tensor(output.entry.key).clone()
+        if lora := change.lora:
+            value = merged_expert(value, place, lora, read_factor(lora.a), read_factor(lora.b))
+    else:
+        value = _merged_parameter(output.name, change, source, changes, aliases)
+        value = value if place is None else value[place]
+    value = _cast(value, output)
+    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
+        for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
+            with open_safetensors(tensor.file) as file:
+                if not torch.isfinite(file.get_tensor(tensor.key)).all():
+                    rule = "it holds values that are not finite"
+                    raise UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
+        raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+    return value
+
+
+def _merged_parameter(
+    name: str, change: Change, source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]
+) -> Tensor:
+    if change.whole is not None:
+        value = changes.read(change.whole)
+    else:
+        value = source.read(next(a for a in aliases.get(name, [name]) if source.shape(a) is not None))
+    if lora := change.lora:
+        magnitude = changes.read(lora.magnitude) if lora.magnitude else None
+        value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
+    if change.bias is not None:
+        key, scaling = change.bias
+        value = value.to(wide_dtype(value)).add_(changes.read(key).to(wide_dtype(value)), alpha=scaling)
+    return value
+
+
+def _cast(value: Tensor, output: _Output) -> Tensor:
+    return value.to(FLOATS[output.entry.dtype]) if output.entry.dtype in FLOATS else value
+
+
+def _read_back(
+    folder: Path, outputs: list[_Output], meant: Mapping[str, Mapping[str, str]], *, trust_remote_code: bool
+) -> None:
+    """Every file holds what was meant, the index names all of it, and it is a whole checkpoint of its config.json."""
+    for name, digests in meant.items():
+        check_stream(folder / name, [o.entry for o in outputs if o.file == name], digests)
+    if (folder / INDEX).is_file() and read_json(folder / INDEX) != json.loads(json.dumps(_index(outputs))):
+        raise MeshloraError(f"{INDEX}: read back, it differs from what was written")
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    tied = check_checkpoint(model, CheckpointSource(folder, model), allow_unused=True)
+    stored = {o.name for o in outputs}
+    if shared := [
+        name
+        for name, names in tied.items()
+        if len(names) > 1 and set(names) <= stored and _differ(meant, names, outputs)
+    ]:
+        raise MeshloraError(f"{shared[0]}: its config.json still ties it to a weight that differs")
+
+
+def _differ(meant: Mapping[str, Mapping[str, str]], names: list[str], outputs: list[_Output]) -> bool:
+    return len({meant[o.file][o.entry.key] for o in outputs if o.name in names}) > 1
+
+
+def _narrowest(outputs: list[_Output]) -> torch.dtype:
+    types = {FLOATS[o.entry.dtype] for o in outputs if o.entry.dtype in FLOATS}
+    return max(types, key=lambda t: torch.finfo(t).eps)

@@ -1,0 +1,102 @@
+"""Adapters on some pieces of fused matrices: in a user's words, in PEFT's, and the checks.
+
+Owns: the configuration and what its `pieces` mean. Does not own: where the rows of a piece lie (`plan.layout`), the
+file format (`adapter.formats.peft_format`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from peft import LoraConfig
+
+from meshlora.adapter.targets.patterns import pattern_key
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.plan.layout import Layout, Piece
+from meshlora.plan.rules import ModelPlan
+
+
+@dataclass
+class PieceLoraConfig(LoraConfig):
+    """A `peft.LoraConfig` for adapters on some pieces of fused matrices.
+
+    Attributes:
+        pieces: target -> the pieces it is on, as in `{"c_attn": ["q", "v"]}`. PEFT itself knows it as one adapter of
+            all their ranks together (`rank_pattern`), with a B that is zero outside its blocks.
+        share_experts: one adapter for all experts of a layer, instead of one for each. PEFT knows it as one for each,
+            all alike.
+    """
+
+    pieces: dict[str, list[str]] | None = None
+    share_experts: bool = False
+
+
+def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
+    """The piece `name` of the linear `module`; fused: its layout, if it is made of pieces.
+
+    Raises:
+        UserError: it has none of that name.
+    """
+    pieces = {p.name: p for p in fused.pieces} if fused is not None else {}
+    if name not in pieces:
+        known = ", ".join(pieces) or "none: it is not a fused matrix, or its layout is not known"
+        raise UserError(f"pieces: {name!r} of {module}", f"its pieces are: {known}", "name them as they are there")
+    return pieces[name]
+
+
+def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> PieceLoraConfig:
+    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands."""
+    ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
+    for key, names in pieces.items():
+        number = len(names)
+        ranks[key] = number * ranks.get(key, config.r)
+        alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
+    values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    shared = getattr(config, "share_experts", False)
+    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()}, share_experts=shared)
+
+
+def pieces_of(config: LoraConfig, name: str) -> list[str]:
+    """The pieces of the linear `name` that `config` is about; empty for all of it."""
+    chosen: dict[str, list[str]] = getattr(config, "pieces", None) or {}
+    return next((names for key, names in chosen.items() if name == key or name.endswith(f".{key}")), [])
+
+
+def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
+    """Each entry of `pieces` is about a target, and names its pieces."""
+    chosen: dict[str, list[str]] = getattr(config, "pieces", None) or {}
+    for key, names in chosen.items():
+        about = [name for name in targets if name == key or name.endswith(f".{key}")]
+        if not about:
+            raise UserError(
+                f"pieces: {key}",
+                f"{key!r} is none of the targets",
+                "add it to target_modules, or of experts to target_parameters",
+            )
+        if len(set(names)) != len(names) or not names:
+            raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
+        for name in about:
+            if config.init_lora_weights in ("pissa", "olora"):
+                raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
+            rule = plan.rule_of(name)
+            for piece in names:
+                piece_of(rule.fused if rule is not None else None, name, piece)
+            if key == next(other for other in chosen if name == other or name.endswith(f".{other}")):
+                _check_patterns(config, key, name)
+
+
+def _check_patterns(config: LoraConfig, key: str, name: str) -> None:
+    """What is said of the pieces counts: an entry before it would be read as the rank of all of them together."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, option) or {}
+        found = pattern_key(pattern, name)
+        if key in pattern and found != key:
+            raise UserError(
+                f"{option}: {found!r}",
+                f"it is about {name} too, which has adapters on pieces, by {key!r}",
+                f"give the pattern for {key}, before {found!r}, or name no pieces of it",
+            )

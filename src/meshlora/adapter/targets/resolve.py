@@ -1,0 +1,293 @@
+"""Targets: which linears an adapter sits on, and with which rank and scale.
+
+Owns: reading `peft.LoraConfig` as PEFT does, refusing what is not supported by name.
+Does not own: drawing the factors (`adapter.initialization`), the file format (`adapter.formats.peft_format`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+from meshlora.adapter.targets.expert_targets import check_experts, matched_parameters, with_whole_projections
+from meshlora.adapter.targets.patterns import check_each_pattern, check_patterns, pattern_key, shown, suffixes
+from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
+from meshlora.adapter.targets.values import check_values
+from meshlora.common.compat import refuse_mamba_targets
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.plan.experts import ExpertRule
+from meshlora.plan.layout import Layout
+from meshlora.plan.rules import ModelPlan
+
+_SUPPORTED = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "use_dora",
+    "bias",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "pieces",
+    "target_parameters",
+    "share_experts",
+}
+# These describe where an adapter comes from, or how PEFT runs it; they do not change what is trained.
+DESCRIPTIVE = {
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+}
+# Elements that an adapter may always have: a gigabyte with its optimizer.
+_SMALL = 2**26
+_INITS = (True, False, "gaussian", "pissa", "olora")
+
+
+@dataclass(frozen=True)
+class Target:
+    """LoRA on one linear or embedding: rank r and scale s of `s * B @ A`.
+
+    Attributes:
+        pieces: the pieces of a fused matrix, each with an A and a B of rank r; empty for all of it.
+        use_dora: whether there is a magnitude for each output feature.
+        is_embedding: A `[r, V]`, B `[H, r]` on the input embedding.
+        num_experts: of a projection of experts, whose factors are `[E, r, in]`, `[E, out, r]`; 0 elsewhere.
+        is_shared: one adapter for all experts, `[1, r, in]`, `[1, out, r]`.
+        is_swapped: PEFT's A is on the output side, its B on the input side.
+        in_features, out_features: of the whole matrix; of the embedding V and H. fused: where its pieces lie, if it is
+            made of some.
+    """
+
+    name: str
+    r: int
+    scaling: float
+    pieces: tuple[str, ...] = ()
+    use_dora: bool = False
+    is_embedding: bool = False
+    num_experts: int = 0
+    is_shared: bool = False
+    is_swapped: bool = False
+    in_features: int = field(default=0, compare=False)
+    out_features: int = field(default=0, compare=False)
+    fused: Layout | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Part -> shape of the whole: `A`, `B`, on pieces `A.q`, `B.q`, with DoRA `magnitude`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        stack = (1 if self.is_shared else self.num_experts,) if self.num_experts else ()
+        for piece in self.pieces or ("",):
+            end = f".{piece}" if piece else ""
+            rows = piece_of(self.fused, self.name, piece).size if piece else self.out_features
+            shapes |= {f"A{end}": (*stack, self.r, self.in_features), f"B{end}": (*stack, rows, self.r)}
+        return shapes | ({"magnitude": (self.out_features,)} if self.use_dora else {})
+
+    def name_of(self, part: str) -> str:
+        """The trained parameter's name: of `up_proj`, "A" -> `up_proj.lora_A`."""
+        kind = "lora_embedding_" if self.is_embedding else "lora_"
+        return f"{self.name}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
+
+
+def check_supported(config: LoraConfig) -> None:
+    """Refuse every option that is set and that meshlora would not follow.
+
+    Raises:
+        UnsupportedError: names the option. UserError: a value out of range.
+    """
+    # First: PEFT fills in the options of a start that has some, and nobody gave those.
+    if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
+        raise UnsupportedError(
+            f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
+        )
+    default = LoraConfig()
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        if option.name in _SUPPORTED | DESCRIPTIVE or value == getattr(default, option.name):
+            continue
+        if not value and not getattr(default, option.name):  # None, [], {} and False all say "off"
+            continue
+        raise UnsupportedError(
+            f"LoraConfig({option.name}={value!r})",
+            "this option is not supported yet",
+            f"leave it at {getattr(default, option.name)!r}; supported: {', '.join(sorted(_SUPPORTED))}",
+        )
+    if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
+        raise UnsupportedError(f"LoraConfig(task_type={config.task_type!r})", "only CAUSAL_LM is supported")
+    if config.use_dora and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        raise UnsupportedError(
+            f"use_dora with init_lora_weights={config.init_lora_weights!r}", "the two are not proved together"
+        )
+    check_values(config)
+
+
+def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: bool = True) -> dict[str, Target]:
+    """Name -> target, in module order, as PEFT would choose them.
+
+    Args:
+        model: the Hugging Face model; only its module names are read.
+        strict: every pattern must match something. Off for adapters that come from a file, whose keys are checked.
+
+    Raises:
+        UserError: nothing matches, or (strict) one pattern matches nothing; names the nearest module.
+        UnsupportedError: a match that is not a linear, or the output head.
+    """
+    check_supported(config)
+    check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
+    config = with_whole_projections(config, plan)
+    config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
+    # On a parallel model projections of experts are modules; elsewhere, as in PEFT, they are parameters.
+    names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
+    matched = [name for name in names if check_target_module_exists(config, name) is True]
+    matched += [name for name in names if isinstance(check_target_module_exists(config, name), re.Match)]
+    for name in matched:
+        _check_module(model, plan, config, name)
+    parameters = [name for name in matched_parameters(model, plan, config) if name not in matched]
+    matched += parameters
+    check_experts(config, matched, plan)
+    check_pieces(config, matched, plan)
+    if strict:
+        check_each_pattern(plan, config, matched)
+        _check_fan_in_fan_out(plan, config)
+    if not matched:
+        raise _no_match(config, plan)
+    chosen = [
+        name for name in (plan.embedding, *plan.linears, *plan.projections, *plan.matrices) if name in set(matched)
+    ]
+    by_weight = set(parameters) - plan.projections.keys()
+    found = {name: _target(model, name, config, plan, by_weight=name in by_weight) for name in chosen}
+    _check_size(found)
+    return found
+
+
+def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) -> None:
+    """The module `name`, which `target_modules` matches, can carry this adapter."""
+    if name not in plan.linears and name != plan.embedding:
+        kind = type(model.get_submodule(name)).__name__
+        raise UnsupportedError(
+            f"target_modules matches {name}", f"LoRA on {kind} is not supported", "target linear layers"
+        )
+    try:
+        refuse_mamba_targets(config, model, name.rpartition(".")[2])
+    except ValueError as error:  # their fused kernels read weights past the adapter
+        raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})") from None
+    is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if is_tied and config.init_lora_weights in ("pissa", "olora"):
+        raise UnsupportedError(
+            f"init_lora_weights={config.init_lora_weights!r} on {name}", "it shares its weight with the embedding"
+        )
+    if name == plan.embedding and (config.use_dora or isinstance(config.init_lora_weights, str)):
+        what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
+        raise UnsupportedError(f"{what} on the embedding {name}", "it is for linear layers", "leave it out")
+
+
+def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
+    return UserError(
+        f"target_modules={shown(config.target_modules)}",
+        "it matches no linear layer of the model"
+        + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
+        + (" that exclude_modules leaves" if config.exclude_modules else "")
+        + (f" that modules_to_save={list(config.modules_to_save)} leaves" if config.modules_to_save else ""),
+        _way_to_a_match(config, plan),
+    )
+
+
+def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
+    key = f"{name}.weight" if by_weight else name  # what PEFT calls it in patterns
+    r = config.rank_pattern.get(pattern_key(config.rank_pattern, key), config.r)
+    alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, key), config.lora_alpha)
+    pieces = pieces_of(config, name)
+    if pieces and r % len(pieces):
+        raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
+    scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
+    target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
+    rule = plan.rule_of(name)
+    if rule is None:
+        vocabulary, width = _embedding_size(model, plan)
+        return dataclasses.replace(target, in_features=vocabulary, out_features=width)
+    target = dataclasses.replace(target, in_features=rule.in_features, out_features=rule.out_features, fused=rule.fused)
+    if not isinstance(rule, ExpertRule):
+        return target
+    shared = bool(getattr(config, "share_experts", False))
+    return dataclasses.replace(target, num_experts=rule.num_experts, is_shared=shared, is_swapped=rule.is_swapped)
+
+
+def _embedding_size(model: Any, plan: ModelPlan) -> tuple[int, int]:
+    """(vocabulary, width) of the whole input embedding."""
+    module = model.get_submodule(plan.embedding)
+    rule = plan.parameters.get(f"{plan.embedding}.weight")
+    return (rule.layout.size if rule else module.num_embeddings), module.embedding_dim
+
+
+def _check_size(targets: Mapping[str, Target]) -> None:
+    """Factors of a rank beyond the width of their matrix are larger than it is: of large ones that is a mistake."""
+    own = sum(math.prod(shape) for target in targets.values() for shape in target.shapes.values())
+    base = sum(t.in_features * t.out_features * max(1, t.num_experts) for t in targets.values())
+    if own > max(4 * base, _SMALL):
+        largest = max(targets.values(), key=lambda target: target.r)
+        raise UserError(
+            f"rank {largest.r} of {largest.name}",
+            f"the adapter has {own:,} elements, and the matrices that it is on have {base:,}",
+            "use a lower r",
+        )
+
+
+def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[str] | str:
+    """`target_modules` with its shorthands spelled out."""
+    given = config.target_modules
+    if given == "all-linear":  # routers are frozen unless they are named
+        output = model.get_output_embeddings()
+        head = next((name for name, module in model.named_modules() if module is output), None)
+        return {name for name in plan.linears if name != head and name not in plan.routers}
+    if given is None and config.target_parameters:
+        return set()
+    if given is None:
+        known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
+        if known is None:
+            raise UserError(
+                "LoraConfig(target_modules=None)",
+                f"PEFT has no default targets for model_type {model.config.model_type!r}",
+                'name them, or use "all-linear"',
+            )
+        return set(known)
+    return given if isinstance(given, str) else set(given)
+
+
+def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
+    """How a weight is stored is known from the model: to say it of one that is stored the other way has no effect."""
+    if config.fan_in_fan_out and not any(rule.is_transposed for rule in plan.linears.values()):
+        raise UserError(
+            "LoraConfig(fan_in_fan_out=True)",
+            f"{plan.model_type} has no weight that is stored [in, out], so it has no effect",
+            "leave it out",
+        )
+
+
+def _way_to_a_match(config: LoraConfig, plan: ModelPlan) -> str:
+    given = config.target_modules
+    if config.exclude_modules:
+        return "exclude less"
+    if config.modules_to_save:
+        return "a module is trained in full or by LoRA: take it out of one of the two"
+    if isinstance(given, str):
+        return f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
+    return did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))

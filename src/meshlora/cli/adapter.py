@@ -1,0 +1,128 @@
+"""The commands that read and write adapters and checkpoints without training: `meshlora merge | export`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from meshlora.common.errors import UserError
+
+
+def add_merge_and_export(commands: Any) -> None:
+    """Add both to the commands of the parser."""
+    merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
+    merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
+    merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
+    merge.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
+    merge.add_argument("--dtype", default="auto", help="of the written weights; default: as they are stored")
+    merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
+    merge.add_argument("--trust-remote-code", action="store_true")
+    merge.set_defaults(run=_merge)
+
+    export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
+    export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
+    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
+    export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
+    export.add_argument(
+        "--model", metavar="FOLDER", help="for per-expert, and back; to check names; only config.json is read"
+    )
+    export.add_argument("--trust-remote-code", action="store_true")
+    export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
+    export.add_argument(
+        "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
+    )
+    export.set_defaults(run=_export)
+
+
+def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = None) -> Any:
+    """Of the model of `--model`, or of its `config` that is read already."""
+    from meshlora.loading.blueprint import BaseOptions, make_blueprint
+    from meshlora.plan.topology import Topology
+
+    base = BaseOptions(
+        dtype=getattr(options, "dtype", "auto"),
+        disable_dropout=True,
+        trust_remote_code=options.trust_remote_code,
+        quantization=getattr(options, "quantization", None),
+    )
+    return make_blueprint(options.model if config is None else config, Topology.parse(topology), base)
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from meshlora.adapter.merging.merge import merge
+    from meshlora.common.console import Console
+    from meshlora.loading.blueprint import read_model_config, resolve_dtype
+
+    config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
+    done = merge(
+        options.model,
+        options.adapter,
+        options.out,
+        config=config,
+        dtype=None if options.dtype == "auto" else resolve_dtype(options.dtype, config),
+        check_logits=not options.no_logits,
+        trust_remote_code=options.trust_remote_code,
+    )
+    say = Console().say
+    if done.is_untied:
+        say("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
+    say(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
+    say(f"checked: {done.check}")
+    say(f"merged: {options.out}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from meshlora.adapter.formats.export import export
+    from meshlora.common.console import Console
+
+    given, layout = Path(options.adapter), options.layout
+    is_file = given.exists() and not given.is_dir()
+    for option in () if is_file else ("lora_alpha", "enable_lora"):
+        if getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
+    if is_file and layout != "peft":
+        raise UserError(f"{given} and --layout {layout}", "it is one file already", "use --layout peft")
+    if options.model and layout == "loralib":
+        raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
+    if not options.model and layout == "per-expert":
+        raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
+    if is_file:
+        done = _import_loralib(options)
+    elif options.model:
+        done = _export_experts(options)
+    else:
+        done = export(given, options.out, layout=layout)
+    Console().say(f"exported and read back: {options.out} ({done} tensors)")
+
+
+def _export_experts(options: argparse.Namespace) -> Any:
+    from meshlora.adapter.formats.engine_export import export_per_expert, import_per_expert
+
+    convert = import_per_expert if options.layout == "peft" else export_per_expert
+    blueprint = read_blueprint(options, "")
+    return convert(options.adapter, options.out, model=blueprint.model, plan=blueprint.plan)
+
+
+def _import_loralib(options: argparse.Namespace) -> int:
+    from meshlora.adapter.formats.export import import_loralib
+    from meshlora.common.console import Console
+
+    enabled = _enabled(options.enable_lora)
+    model = read_blueprint(options, "").model if options.model else None
+    done = import_loralib(options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model)
+    if done.prefix:
+        Console().say(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")
+    if model is None:
+        Console().say("names and shapes were compared with no model: --model FOLDER does")
+    return done.num_tensors
+
+
+def _enabled(text: str | None) -> list[bool] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if not set(words) <= {"0", "1"}:
+        raise UserError(f"--enable-lora {text}", "it is a list of 0 and 1, one for each piece", "1,0,1 for q and v")
+    return [word == "1" for word in words]

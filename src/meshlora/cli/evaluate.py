@@ -1,0 +1,241 @@
+"""The commands that look at what an adapter learnt: `meshlora evaluate | generate`.
+
+Owns: their arguments, and what is printed and written. Does not own: losses (`train.evaluate`), decoding
+(`text.decoding`), scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from meshlora.common.errors import UserError
+from meshlora.common.reading import path_argument
+
+
+def add_evaluate(commands: Any) -> None:
+    """Add both to the commands of the parser."""
+    evaluate = commands.add_parser("evaluate", help="loss, perplexity and scores of generated text on a held-out set")
+    evaluate.add_argument("file", metavar="RUN.yaml", help="the run file")
+    evaluate.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as in --set data.eval=FILE"
+    )
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument(
+        "--adapter",
+        type=path_argument,  # by itself: a group is no parser of ours
+        metavar="FOLDER",
+        help="default: the finished one in train.output, else adapter of the run file",
+    )
+    which.add_argument("--base", action="store_true", help="the base model alone")
+    evaluate.add_argument("--data", metavar="FILE", help="instead of data.eval, all of it")
+    evaluate.add_argument(
+        "--nproc", type=int, metavar="N", help="N ranks on the run file's topology; default: one process"
+    )
+    evaluate.add_argument(
+        "--generate", action="store_true", help="also continue the prompts and score the texts; on one process"
+    )
+    evaluate.add_argument("--json", metavar="FILE", help="write the result")
+    evaluate.add_argument(
+        "--hypotheses", metavar="FILE", help="write generated texts, a line each (default hypotheses.txt in the output)"
+    )
+    evaluate.set_defaults(run=_evaluate)
+
+    generate = commands.add_parser("generate", help="continue prompts on one process")
+    generate.add_argument("--model", required=True, metavar="FOLDER")
+    generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
+    generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    generate.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default 1: none)")
+    generate.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="of beam search")
+    generate.add_argument(
+        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="no N tokens occur twice (default 0: they may)"
+    )
+    generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that make up this much")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", default="auto")
+    generate.add_argument("--trust-remote-code", action="store_true")
+    generate.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from meshlora.common.console import hand_over
+    from meshlora.config.run import GenerateConfig
+    from meshlora.text.decoding import generate
+
+    names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "top_p", "seed")
+    words = {name: getattr(options, name) for name in names}
+    if options.temperature != 0:
+        words |= {"do_sample": True, "temperature": options.temperature}
+    try:
+        config = GenerateConfig(**words, batch_size=1)
+    except UserError as error:  # said in the words of this command
+        given = error.given.replace("generate.", "--").replace("_", "-").replace("=", " ")
+        way_out = error.way_out.replace("generate.do_sample", "--temperature").replace(
+            "generate.num_beams", "--num-beams"
+        )
+        raise UserError(given, error.rule, way_out) from None
+    for text in generate(
+        options.model,
+        options.prompt,
+        adapter=Path(options.adapter) if options.adapter else None,
+        options=config,
+        names=[f"--prompt {prompt[:80]!r}" for prompt in options.prompt],
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    ):
+        hand_over(text)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from meshlora.comm.groups import launcher_place, leave, on_gpus
+    from meshlora.config.file import read_run
+    from meshlora.text.scores import check_scorers
+    from meshlora.train.edge import launched_by_us, leave_result, rank_edge
+    from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
+    from meshlora.train.launch import launch
+
+    place = launcher_place()
+    if options.nproc is not None and place is not None:
+        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    if options.hypotheses and not options.generate:
+        raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
+    for file in (options.json, options.hypotheses):
+        if file and not Path(file).parent.is_dir():
+            raise UserError(file, f"there is no folder {Path(file).parent}")
+    with rank_edge() if place is not None else contextlib.nullcontext():
+        if options.generate and place is not None:
+            raise UserError(
+                "--generate inside a launcher", "texts are generated on one process", "use --nproc N for it"
+            )
+        config = read_run(options.file, options.overrides)
+        given = {override.partition("=")[0] for override in options.overrides}
+        if place is None and options.nproc is None and "topology" not in given:
+            config = dataclasses.replace(config, topology="")  # one process, whatever the run had
+        if options.data:
+            limit = config.data.eval_limit if "data.eval_limit" in given else None
+            config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, eval=options.data, eval_limit=limit)
+            )
+        adapter = Path(options.adapter) if options.adapter else None if options.base else adapter_of_run(config)
+        world = options.nproc or (place.world if place else 1)
+        if options.nproc is not None:
+            on_gpus(config.device, num_ranks=options.nproc)
+        run = prepare_evaluation(config, adapter=adapter, world=world)
+        texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
+        for file in (options.json, texts if options.generate else None):
+            _check_writable(file)
+        if options.generate:
+            check_scorers()
+        prompts, encoded = _prompts(run) if options.generate else ([], [])
+        if options.nproc is not None:
+            result = _on_ranks(options, adapter, launch)
+        else:
+            result = evaluate(run)
+            is_main = place is None or place.rank == 0
+            leave_result(result)
+            if not is_main or launched_by_us():
+                leave()
+                return
+        if options.generate:
+            result |= _generate_and_score(run, prompts, encoded, texts)
+        _show(result)
+        if options.json:
+            _write_json(options.json, result)
+        leave()
+
+
+def _check_writable(file: str | Path | None) -> None:
+    """A result is not lost at the end for a folder that could not be written to at the beginning."""
+    from meshlora.common.files import is_writable
+
+    if file is None:
+        return
+    parent = next(folder for folder in Path(file).absolute().parents if folder.exists())
+    if Path(file).is_dir() or not parent.is_dir() or not is_writable(parent):
+        raise UserError(f"{file}", "it cannot be written", "choose another file")
+
+
+def _on_ranks(options: argparse.Namespace, adapter: Path | None, launch: Any) -> dict[str, Any]:
+    """The result of as many ranks as were asked for."""
+    words = [word for override in options.overrides for word in ("--set", override)]
+    words += ["--adapter", str(adapter)] if adapter is not None else ["--base"]
+    words += ["--data", options.data] if options.data else []
+    result: dict[str, Any] = launch(["evaluate", options.file, *words], nproc=options.nproc)
+    return result
+
+
+def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
+    """(prompts with their references, their token ids)."""
+    from meshlora.data import prompts_of, read_records
+    from meshlora.text.decoding import encode_prompts
+    from meshlora.text.tokenizer import load_tokenizer
+
+    config = run.config
+    records = read_records(config.data.eval, columns=config.data.columns)[: config.data.eval_limit]
+    prompts = prompts_of(records)
+    encoded = encode_prompts(
+        [prompt.text for prompt in prompts],
+        load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        run.blueprint.config,
+        config.generate,
+        names=[prompt.origin for prompt in prompts],
+    )
+    return prompts, encoded
+
+
+def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], file: Path) -> dict[str, Any]:
+    """Continue every prompt on this process, write the texts and compare them with the references."""
+    from meshlora.common.console import Console
+    from meshlora.common.files import write_text_atomically
+    from meshlora.plan.topology import Topology
+    from meshlora.text.decoding import continuations
+    from meshlora.text.scores import scores
+    from meshlora.text.tokenizer import load_tokenizer
+    from meshlora.train.evaluate import load_for_evaluation
+
+    model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(Topology.parse("", world=1))))
+    tokenizer = load_tokenizer(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
+    hypotheses: list[str] = []
+    with Console().busy("generating") as update:
+        for text in continuations(model, tokenizer, encoded, run.config.generate):
+            hypotheses.append(" ".join(text.split()))  # a line each
+            update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(f"{text}\n" for text in hypotheses)
+    write_text_atomically(file, content)
+    references = [prompt.references for prompt in prompts]
+    return {
+        "prompts": len(prompts),
+        "references": sum(map(len, references)),
+        "generate": dataclasses.asdict(run.config.generate),
+        "hypotheses": str(file),
+        **scores(hypotheses, references),
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    from meshlora.common.console import Console
+    from meshlora.config.objective import COUNTED
+
+    say = Console().say
+    adapter = f"adapter {result['adapter']}" if result["adapter"] else "the base, without an adapter"
+    say(f"{result['model']}, {adapter}")
+    counted = next(f"{result[name]:,} {name.replace('_', ' ')}" for name in COUNTED.values() if name in result)
+    shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
+    say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
+    if "bleu" in result:
+        say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
+        say(f"BLEU {result['bleu']:.2f}  ROUGE-L {result['rouge_l']:.2f}  ({result['bleu_signature']})")
+
+
+def _write_json(file: str, result: dict[str, Any]) -> None:
+    from meshlora.common.files import write_json_atomically
+
+    write_json_atomically(Path(file), result)

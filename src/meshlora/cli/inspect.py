@@ -1,0 +1,135 @@
+"""`meshlora inspect FOLDER`: what a run left, and whether it is whole.
+
+Owns: showing a run's output, a checkpoint or an adapter, file by file. Does not own: when one is whole
+(`train.checkpoint.manifest`), which one a run goes on with (`train.checkpoint.resuming`). Nothing is written, and no
+model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshlora.common.errors import MeshloraError, UserError
+
+if TYPE_CHECKING:
+    from meshlora.common.console import Console
+    from meshlora.train.checkpoint.manifest import Saved
+
+_OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
+
+
+def add_inspect(commands: Any) -> None:
+    """Add `inspect` to the commands of the parser."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="show and check what a run left: its output, a checkpoint or an adapter",
+        description="Every file is compared with the manifest. Exit code 0: all is whole; 1: something is not; "
+        "2: the folder is nothing that a run left.",
+    )
+    inspect.add_argument("folder", metavar="FOLDER", help="output of a run, a checkpoint, or an adapter")
+    inspect.set_defaults(run=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from meshlora.common.console import Console
+    from meshlora.train.checkpoint.manifest import is_saved
+
+    folder, console = Path(options.folder), Console()
+    if is_saved(folder):
+        broken = _show_saved(folder, console)
+    elif _is_run(folder):
+        broken = _show_run(folder, console)
+    else:
+        raise UserError(
+            f"{folder}", "there is nothing in it that a run left", "give an output, a checkpoint or an adapter"
+        )
+    if broken:
+        raise MeshloraError(f"{folder}: {broken[0] if len(broken) == 1 else f'{len(broken)} folders are not whole'}")
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return any((folder / name).exists() for name in _OF_A_RUN)
+    except OSError:
+        return False
+
+
+def _show_saved(folder: Path, console: Console) -> list[str]:
+    """Show a checkpoint or an adapter; returns what is wrong with it."""
+    from meshlora.train.checkpoint.manifest import NotWholeError, file_mistake, read_manifest
+
+    try:
+        saved = read_manifest(folder)
+    except NotWholeError as error:
+        return [str(error)]
+    mistakes = {name: file_mistake(saved, name) for name in sorted(saved.files)}
+    rows = _rows(saved)
+    for name, mistake in mistakes.items():
+        rows.append((name, f"{saved.files[name].num_bytes:,} bytes, {mistake or 'as they were saved'}"))
+    _print(rows, console)
+    return [mistake for mistake in mistakes.values() if mistake]
+
+
+def _rows(saved: Saved) -> list[tuple[str, str]]:
+    """(name, value) of all that a manifest says, but for its files."""
+    from meshlora.train.checkpoint.identity import shown
+
+    skipped = f", {saved.step - saved.updates:,} of them left out" if saved.step > saved.updates else ""
+    rows = [
+        (saved.kind, f"after {saved.step:,} of {saved.steps:,} steps{skipped}"),
+        ("topology", saved.topology),
+        ("eval loss", "" if saved.eval_loss is None else f"{saved.eval_loss:.6g}"),
+        ("loss scale", f"{saved.loss_scale['scale']:g}" if saved.loss_scale else ""),
+        ("versions", ", ".join(f"{shown(name)} {shown(value)}" for name, value in sorted(saved.versions.items()))),
+    ]
+    return [row for row in rows if row[1]] + [
+        (shown(name), shown(value)) for name, value in sorted(saved.identity.items())
+    ]
+
+
+def _show_run(output: Path, console: Console) -> list[str]:
+    """Show the output of a run; returns what is wrong, by folder."""
+    from meshlora.train.checkpoint.identity import shown
+    from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_whole
+    from meshlora.train.checkpoint.resuming import FINISHED, FOLDER, step_folders
+    from meshlora.train.lock import holder_of
+
+    folders = [output / name for name in ("initial", FINISHED)]
+    folders = [folder for folder in folders if folder.exists() or folder.is_symlink()]
+    folders[1:1] = [folder for _, folder in reversed(step_folders(output / FOLDER))]
+    rows, whole, broken = [], dict[Path, Saved](), []
+    for folder in folders:
+        try:
+            saved = whole[folder] = read_whole(folder, kinds=(_kind_of(folder),))
+            rows.append((f"{folder.relative_to(output)}", f"whole, after {saved.step:,} of {saved.steps:,} steps"))
+        except NotWholeError as error:
+            rows.append((f"{folder.relative_to(output)}", f"not whole: {error.rule}"))
+            broken.append(str(error))
+    links = (output / FOLDER / name for name in ("latest", "best"))
+    rows += [(f"{FOLDER}/{link.name}", shown(f"{link.readlink()}")) for link in links if link.is_symlink()]
+    last = max((saved.step for saved in whole.values() if saved.kind == "checkpoint"), default=0)
+    if output / FINISHED in whole:
+        rows.append(("--resume auto", f"all {whole[output / FINISHED].steps:,} steps are done, if the run is the same"))
+    elif last:
+        rows.append(("--resume auto", f"goes on after step {last:,}, if the run is the same"))
+    else:
+        rows.append(("--resume auto", "begins at the first step"))
+    if (holder := holder_of(output)) is not None:
+        rows.append(("trains now", str(holder)))
+    _print(rows, console)
+    return broken
+
+
+def _kind_of(folder: Path) -> Any:
+    return folder.name if folder.name in ("initial", "adapter") else "checkpoint"
+
+
+def _print(rows: list[tuple[str, str]], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,366 @@
+"""The command line: `meshlora train | verify | check | inspect | plan | evaluate | generate | merge | export | plot`.
+
+Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
+wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`), plan (`cli_plan`), evaluate and
+generate (`cli_evaluate`), inspect (`cli_inspect`), pictures (`cli_pictures`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A hub is never asked: a model is a local folder.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from meshlora.cli.adapter import add_merge_and_export
+from meshlora.cli.evaluate import add_evaluate
+from meshlora.cli.inspect import add_inspect
+from meshlora.cli.pictures import add_pictures, plot_schedule_of
+from meshlora.cli.plan import add_plan
+from meshlora.common.errors import MeshloraError, UserError, report
+from meshlora.common.lifetime import end_with, import_libraries, note_interrupts
+from meshlora.common.reading import path_argument
+
+# Metavars of arguments that name a file or a folder.
+_PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in our form and exit code 2; what no file can be named is one of them."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if options.get("metavar") in _PATHS:
+            options["type"] = path_argument
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        said = MeshloraError(f"{message}; see {self.prog} --help")  # it repeats the arguments
+        print(f"error: {said}", file=sys.stderr)
+        raise SystemExit(UserError.exit_code)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    interrupts: list[int] = []
+    if "MESHLORA_LAUNCHER" in os.environ:  # `train.edge` takes seconds to import
+        end_with(int(os.environ["MESHLORA_LAUNCHER"]))
+    if arguments is None:  # the process is ours
+        sys.excepthook = _say_fault
+    try:
+        note_interrupts(interrupts)
+        options = _parser().parse_args(arguments)
+        options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
+        run: Callable[[argparse.Namespace], None] = options.run
+        run(options)
+    except BaseException as error:
+        # Libraries turn an interrupt into errors of their own.
+        if interrupts or isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr, flush=True)
+            return 130
+        if not isinstance(error, MeshloraError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+    """What nobody foresaw, as Python shows it, but fit to print: it may hold a user's values."""
+    print(report("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train an adapter as a run file says")
+    _add_run_arguments(train)
+    train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train.add_argument(
+        "--no-preflight",
+        action="store_true",
+        help="train without a proof that this model, adapter and topology train as one process would; only families "
+        "that are proved for everyone are then accepted",
+    )
+    train.add_argument(
+        "--resume", metavar="auto|FOLDER", help="go on from this checkpoint; auto: from the last whole one, if any"
+    )
+    train.add_argument(
+        "--resume-despite",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what may differ from it, as in data",
+    )
+    train.set_defaults(run=_train)
+
+    _add_verify(commands)
+
+    check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
+    _add_run_arguments(check)
+    check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
+    check.set_defaults(run=_check)
+
+    add_inspect(commands)
+    add_plan(commands)
+    add_evaluate(commands)
+    add_merge_and_export(commands)
+    add_pictures(commands)
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="prove that a model, an adapter and a topology train as one process would",
+        description="Compare training on each topology with transformers + peft on one process, tensor by tensor. "
+        "Exit code 0: proved; 1: they differ; 2: the request is wrong, or refused.",
+    )
+    verify.add_argument("--model", metavar="FOLDER", help="checkpoint")
+    verify.add_argument("--family", metavar="MODEL_TYPE", help="any model_type of transformers; needs no files")
+    verify.add_argument("--twin", action="store_true", help="shrink the configuration; weights are not read")
+    verify.add_argument(
+        "--topology", required=True, action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated"
+    )
+    verify.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="a field of the family's configuration, as in num_key_value_heads=2",
+    )
+    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
+    verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+    verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
+    verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
+    verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
+    verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
+    verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
+    verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")
+    verify.add_argument("--adapters", type=int, default=1, metavar="N", help="also train so many at once")
+    verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
+    verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
+    verify.add_argument("--json", metavar="FILE", help="write the result, as docs/verify.md describes")
+    verify.add_argument("--html", metavar="FILE", help="write a report to look at")
+    verify.add_argument(
+        "--mutation", action="append", default=[], metavar="NAME", help="put this fault in, or all; it must be caught"
+    )
+    verify.add_argument("--seed", type=int)
+    verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    verify.add_argument("--trust-remote-code", action="store_true")
+    verify.set_defaults(run=_verify)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="RUN.yaml", help="the run file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as in --set train.lr=1e-4"
+    )
+
+
+def _train(options: argparse.Namespace) -> None:
+    import_libraries()
+    from meshlora.comm.groups import join, launcher_place, on_gpus
+    from meshlora.config.file import read_runs
+    from meshlora.train.agreement import agreed
+    from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file, rank_edge
+    from meshlora.train.launch import launch
+    from meshlora.train.run import train
+    from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
+    from meshlora.verify.pool import stop_forking
+    from meshlora.verify.preflight import preflight_runs
+
+    place = launcher_place()
+    if options.nproc is not None and place is not None:
+        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    resume, despite = options.resume, options.resume_despite
+    if despite and resume is None:
+        raise UserError(f"--resume-despite {despite[0]}", "it has no effect without --resume", "give both")
+    if options.nproc is not None:
+        configs = read_runs(options.file, options.overrides)
+        on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+        runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
+        with holding_outputs(runs, resume=resume, despite=despite) as runs:
+            if _are_finished(runs):
+                return
+            preflight_runs(runs, skip=options.no_preflight)
+            stop_forking()
+            words = [word for override in options.overrides for word in ("--set", override)]
+            words += ["--resume", resume] if resume is not None else []
+            words += [word for name in despite for word in ("--resume-despite", name)]
+            timeout_s = max(config.train.timeout_s for config in configs.values())
+            launch(["train", options.file, *words], nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+        return
+    is_main = place is None or place.rank == 0
+    with rank_edge(), contextlib.ExitStack() as held:
+        world = place.world if place else 1
+
+        def look() -> dict[str, Any]:
+            configs = read_runs(options.file, options.overrides)
+            runs = prepare_runs(configs, world=world, resume=resume, despite=despite)
+            if launched_by_us() or not is_main:
+                return runs
+            return held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
+
+        runs = agreed(look, words_of)
+        if _are_finished(runs, is_main=place is None or place.rank == 0):
+            return
+        first = next(iter(runs.values()))
+        if not launched_by_us() and (place is None or place.rank == 0):
+            # Joined first, so that the ranks that wait for this one notice when it ends here.
+            join(first.config.device)
+            preflight_runs(runs, skip=options.no_preflight)
+            stop_forking()
+        if place is not None and place.rank > 0:
+            goes_on = any(run.resume is not None for run in runs.values())
+            log_to_file(logs_of(runs), place.rank, goes_on=goes_on)
+        go_on = how_to_go_on(options.words)
+        train(runs, go_on=go_on)
+
+
+def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
+    """Whether nothing is left to do; the first rank says so of each, and makes a merged model that is missing."""
+    from meshlora.common.console import Console
+    from meshlora.train.run import merge_at_end
+
+    if not all(run.is_finished for run in runs.values()):
+        return False
+    for run in runs.values() if is_main else ():
+        output = Path(run.config.train.output)
+        Console().say(f"all {run.steps:,} steps are done: {output}/adapter")
+        if run.config.train.merge_at_end:
+            merge_at_end(run)
+    return True
+
+
+def _verify(options: argparse.Namespace) -> None:
+    import_libraries()
+    from meshlora.adapter.formats.peft_format import read_lora
+    from meshlora.comm.groups import launcher_place
+    from meshlora.train.edge import rank_edge
+    from meshlora.verify.command import verify
+    from meshlora.verify.faults.objectives import as_proved
+    from meshlora.verify.faults.registry import MUTATIONS
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request
+
+    place = launcher_place()
+    if place is not None and place.world > 1:
+        with rank_edge():
+            raise UserError(
+                f"meshlora verify as one of {place.world} ranks of a launcher",
+                "it starts ranks of its own",
+                "start it once, without torchrun or srun",
+            )
+    names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
+    request = Request(
+        topologies=tuple(options.topology),
+        model=options.model,
+        family=options.family,
+        twin=options.twin,
+        overrides=_fields(options.overrides),
+        lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
+        default_dropout=0.0 if options.lora else DROPOUT,
+        dtype=options.dtype,
+        objective=as_proved(options.objective),
+        packing=options.packing,
+        recompute=options.recompute,
+        resume=options.resume,
+        quantization=options.quantization,
+        steps=options.steps,
+        micro_batch_size=options.micro_batch_size,
+        adapters=options.adapters,
+        seed=SEED if options.seed is None else options.seed,
+        data=options.data,
+        nproc=options.nproc,
+        mutations=tuple(dict.fromkeys(names)),
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+    )
+    verify(request, command=options.words, json_file=options.json, html_file=options.html)
+
+
+def _fields(overrides: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` -> values, read as YAML."""
+    from meshlora.config.file import yaml_value
+
+    fields = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set {override}", "it must read KEY=VALUE, as in --set num_key_value_heads=2")
+        fields[name] = yaml_value(f"--set {override}", text)
+    return fields
+
+
+def _check(options: argparse.Namespace) -> None:
+    import_libraries()
+    from meshlora.common.console import Console
+    from meshlora.config.file import read_runs
+    from meshlora.train.together import prepare_runs
+    from meshlora.verify.preflight import runs_state
+
+    runs = prepare_runs(read_runs(options.file, options.overrides))
+    if options.plot and "" not in runs:
+        raise UserError(f"--plot {options.plot}", "it draws the schedule of one adapter", "leave it out")
+    console = Console()
+    for name, run in runs.items():
+        if name:
+            console.say(f"adapter {name}", style="bold")
+        console.print(_table_of(run))
+        for note in run.notes:
+            console.say(f"note: {note}")
+    run = next(iter(runs.values()))
+    if options.plot:
+        plot_schedule_of(run, options.plot)
+        console.say(f"learning rate: {options.plot}")
+    overrides = [word for override in options.overrides for word in ("--set", override)]
+    command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
+    console.say(runs_state(runs))
+    console.say(f"ready: {command}")
+
+
+def _table_of(run: Any) -> Any:
+    """What is known of a prepared run."""
+    from rich.table import Table
+
+    from meshlora.adapter.targets.describe import describe_targets
+    from meshlora.config.presets import resolved
+
+    table, adapter = Table(show_header=False, box=None), run.blueprint.trained
+    rows = {
+        "model": f"{run.config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)",
+        "topology": f"{run.topology} ({run.topology.world} processes)",
+        "adapter": "\n".join([f"{adapter.num_trainable:,} trainable parameters", *describe_targets(adapter.targets)]),
+        "train data": _size(run.train_data),
+        "eval data": _size(run.eval_data),
+        "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",
+        "output": run.config.train.output,
+    }
+    if run.config.preset is not None:
+        rows = {f"preset {run.config.preset}": resolved(run.config), **rows}
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _size(data: object) -> str:
+    from meshlora.data import TokenizedDataset
+
+    if not isinstance(data, TokenizedDataset):
+        return "none"
+    return f"{len(data):,} sequences, {len(data.input_ids):,} tokens, {data.num_trained_tokens:,} trained"

@@ -1,0 +1,153 @@
+"""The command that looks at a model before anything is paid for: `meshlora plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.adapter import read_blueprint
+from meshlora.common.errors import MeshloraError, UserError
+
+
+def add_plan(commands: Any) -> None:
+    """Add it to the commands of the parser."""
+    plan = commands.add_parser(
+        "plan",
+        help="show how a model is split on a topology, or which topology is best on so many GPUs",
+        description="With --topology alone: how each linear is split. With --gpus and --gpu: memory, messages and time "
+        "of every topology that is proved for the family, with the base whole on each dp rank and sharded over them "
+        "(dp_shard), the best first.",
+    )
+    plan.add_argument(
+        "--model", required=True, metavar="FOLDER|FILE", help="checkpoint, of which config.json is read, or such a file"
+    )
+    plan.add_argument(
+        "--topology", action="append", default=[], metavar="T", help="as in dp=2,tp=2,sp; with --gpus only this one"
+    )
+    plan.add_argument(
+        "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
+    )
+    plan.add_argument("--gpus", type=int, metavar="N", help="how many there are")
+    plan.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200 or l40s")
+    plan.add_argument("--hardware", metavar="FILE", help="JSON with measured numbers in the place of the datasheet's")
+    plan.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
+    plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
+    plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
+    plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
+    plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
+    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
+    plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
+    plan.add_argument("--json", metavar="FILE", help="write all numbers")
+    plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")
+    plan.add_argument("--data", default="train.jsonl", metavar="FILE", help="training data, for --out")
+    plan.add_argument("--trust-remote-code", action="store_true")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    if options.gpus is not None or options.gpu is not None:
+        _choose(options)
+        return
+    planned = ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "quantization")
+    for name in (*planned, "simulate", "json", "out"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')}", "it has no effect without --gpus", "give --gpus and --gpu")
+    if not options.topology:
+        raise UserError("meshlora plan", "--topology is required, or --gpus and --gpu", "as in --topology dp=2,tp=2,sp")
+    from meshlora.common.console import Console
+    from meshlora.plan.table import gradient_table, plan_table
+
+    console = Console()
+    for topology in options.topology:
+        plan = read_blueprint(options, topology).plan
+        console.print(plan_table(plan))
+        if options.gradients:
+            console.print(gradient_table(plan))
+
+
+def _choose(options: argparse.Namespace) -> None:
+    for name in ("gpus", "gpu", "seq"):
+        if getattr(options, name) is None:
+            raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
+    from meshlora.common.console import Console
+    from meshlora.common.files import write_text_atomically
+    from meshlora.plan.table import gradient_table
+    from meshlora.plan.topology import Topology
+    from meshlora.planner import show
+    from meshlora.planner.choose import choose
+    from meshlora.planner.hardware import hardware_named
+    from meshlora.planner.problem import pose, read_config
+
+    gpu = hardware_named(options.gpu, options.hardware)
+    config = read_config(options.model, trust_remote_code=options.trust_remote_code)
+    problem = pose(
+        read_blueprint(options, "", config=config),
+        _lora(options.lora),
+        gpus=options.gpus,
+        gpu=gpu,
+        seq=options.seq,
+        global_batch=options.gpus if options.global_batch is None else options.global_batch,
+        micro_batch=options.micro_batch,
+        recompute=_recompute(options.recompute),
+    )
+    topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
+    choice = choose(problem, topologies)
+    best = choice.ranked[0]
+    console = Console()
+    console.print(show.ranking(problem, choice))
+    console.print(show.breakdown(problem, best))
+    for line in show.why_not(problem, choice):
+        console.say(line)
+    console.say(show.assumptions(problem))
+    if not best.fits:
+        missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
+        way_out = "use more GPUs, or shorter sequences"
+        raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
+    if options.gradients:
+        console.print(gradient_table(problem.small.on(best.topology).plan))
+    found = show.as_json(problem, choice)
+    if options.simulate:
+        found["simulation"] = _simulate(console, problem, best)
+    if options.json:
+        write_text_atomically(Path(options.json), json.dumps(found, indent=1) + "\n")
+    if options.out:
+        folder = Path(options.model)
+        name = str(folder if folder.is_dir() else folder.parent if folder.name == "config.json" else folder.stem)
+        text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
+        write_text_atomically(Path(options.out), text)
+        console.say(f"written: {options.out}")
+
+
+def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
+    """Run it, show it; fails where the prediction does not hold."""
+    from meshlora.planner import show
+    from meshlora.planner.simulate import simulate
+
+    simulation = simulate(problem, best)
+    console.print(show.simulated(simulation))
+    differences = list(simulation.differences())
+    if differences:
+        raise MeshloraError("the simulated step is not as predicted: " + "; ".join(differences))
+    console.say(
+        f"as predicted: shapes, numbers and bytes of collectives, states; the peak within 5 % "
+        f"({simulation.time_s:.1f} s, {simulation.host_bytes / 1e9:.2f} GB of this process)"
+    )
+    return {name: {"predicted": predicted, "seen": seen} for name, (predicted, seen) in simulation.bytes.items()}
+
+
+def _lora(file: str | None) -> Any:
+    from meshlora.adapter.formats.peft_format import lora_config, read_lora
+
+    values = read_lora(file) if file else {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    return lora_config(values, "--lora", unknown_is_error=True)
+
+
+def _recompute(text: str | None) -> str | int | None:
+    if text is None or text in ("none", "full"):
+        return text
+    if not text.isdecimal():
+        raise UserError(f"--recompute {text}", "it must be none, full or a number n, for every n-th layer")
+    return int(text)

@@ -1,0 +1,199 @@
+"""Collectives on training tensors, each with its gradient.
+
+Owns: the eight movements that tensor, sequence and expert parallelism are made of, and the plain sums that state needs.
+Does not own: who calls them where (`model.regions`, `layers.linear`), or the summing of gradients.
+
+A name says who holds what before and after, which fixes the gradient. *one*: a value that all ranks hold alike.
+*each*: every rank holds its own part (a slice, or a term of a sum). All work on dim 0, out of place: autograd or a
+trace may hold the input. `axis.size == 1` is handled here, not by callers.
+
+For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a value that all ranks hold alike counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from meshlora.comm import direct
+from meshlora.comm.groups import Axis
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks of `axis`, out of place and without a gradient."""
+    if axis.size == 1:
+        return tensor
+    if not (axis.is_direct and tensor.is_cpu):
+        return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis)
+    with axis.arrivals.at("all_reduce", axis.ranks):
+        result: Tensor = direct.all_reduce_apart(tensor, axis)
+    return result
+
+
+def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:
+    """As `all_reduce_sum`, for a contiguous tensor that nobody else holds: neither autograd nor a trace."""
+    if axis.size > 1:
+        with axis.arrivals.at("all_reduce", axis.ranks):
+            if axis.is_direct and tensor.is_cpu:
+                direct.all_reduce(tensor, axis)
+            else:
+                dist.all_reduce(tensor, group=axis.group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` on each rank -> `[n * size, ...]`, in rank order; without a gradient."""
+    if axis.size == 1:
+        return tensor
+    result = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
+    all_gather_into(result, tensor.contiguous(), axis)
+    return result
+
+
+def all_gather_into(result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """Flat `[n]` on each rank -> `result` `[n * size]`, in rank order, in memory of the caller's; it may hold `tensor`
+    already, as this rank's part of it.
+    """
+    with axis.arrivals.at("all_gather", axis.ranks):
+        if axis.is_direct and tensor.is_cpu:
+            direct.all_gather(result, tensor, axis)
+        else:
+            _all_gather(result, tensor, group=axis.group)
+
+
+def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
+    """`[n * size, ...]` -> `[n, ...]`: this rank's slice of the sum over ranks; without a gradient."""
+    if axis.size == 1:
+        return tensor
+    result = tensor.new_empty((_share(tensor, axis), *tensor.shape[1:]))
+    with axis.arrivals.at("reduce_scatter", axis.ranks):
+        if axis.is_direct and tensor.is_cpu:
+            direct.reduce_scatter(result, tensor.contiguous(), axis)
+        else:
+            _reduce_scatter(result, tensor.contiguous(), group=axis.group)
+    return result
+
+
+def local_slice(tensor: Tensor, axis: Axis) -> Tensor:
+    """`[n * size, ...]` -> `[n, ...]`: this rank's slice. A copy, so that the whole can be freed."""
+    if axis.size == 1:
+        return tensor
+    return tensor.narrow(0, axis.rank * _share(tensor, axis), _share(tensor, axis)).clone()
+
+
+def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """All-to-all on dim 0, without a gradient: `send[i]` rows go to rank i of `axis`, `receive[i]` come from it.
+
+    `[sum(send), ...]`, in the order of the ranks -> `[sum(receive), ...]`, in the order of the ranks.
+    """
+    if axis.size == 1:
+        return tensor
+    result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    with axis.arrivals.at("all_to_all", axis.ranks):
+        if axis.is_direct and tensor.is_cpu:
+            direct.exchange(result, tensor.contiguous(), list(send), list(receive), axis)
+        else:
+            dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
+    return result
+
+
+def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
+    """Overwrite `tensor` on every rank with that of the group's first rank, which sends from its own memory."""
+    if axis.size > 1:
+        with axis.arrivals.at("broadcast", axis.ranks):
+            if axis.is_direct and tensor.is_cpu:
+                direct.broadcast(tensor, axis)
+            else:
+                dist.broadcast(tensor, group_src=0, group=axis.group)
+    return tensor
+
+
+def _share(tensor: Tensor, axis: Axis) -> int:
+    assert tensor.shape[0] % axis.size == 0, (tuple(tensor.shape), axis.size)
+    return tensor.shape[0] // axis.size
+
+
+_Primitive = Callable[[Tensor, Axis], Tensor]
+
+
+class _Movement(Function):
+    """One primitive forward, its adjoint backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, move: _Primitive, move_back: _Primitive) -> Tensor:
+        ctx.axis, ctx.move_back = axis, move_back
+        return move(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.move_back(grads[0], ctx.axis), None, None, None
+
+
+def _move(x: Tensor, axis: Axis, move: _Primitive, move_back: _Primitive) -> Tensor:
+    return x if axis.size == 1 else _Movement.apply(x, axis, move, move_back)
+
+
+def _identity(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def copy_one_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """one -> each. forward: identity; backward: sum over `axis`. Enters a split region."""
+    return _move(x, axis, _identity, all_reduce_sum)
+
+
+def reduce_each_to_one(x: Tensor, axis: Axis) -> Tensor:
+    """each -> one. forward: sum over `axis`; backward: identity. Leaves a split region."""
+    return _move(x, axis, all_reduce_sum, _identity)
+
+
+def reduce_each_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """each -> each. forward: sum over `axis`; backward: sum over `axis`.
+
+    For a sum that every rank goes on with by itself, so that its gradient there is one term.
+    """
+    return _move(x, axis, all_reduce_sum, all_reduce_sum)
+
+
+def gather_each_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """each -> each. forward: all-gather on dim 0; backward: reduce-scatter. Enters a split region under sp.
+
+    Every rank gets all tokens, and its gradient for them is one term of a sum.
+    """
+    return _move(x, axis, all_gather, reduce_scatter_sum)
+
+
+def reduce_scatter_each_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """each -> each. forward: reduce-scatter on dim 0; backward: all-gather. Leaves a split region under sp."""
+    return _move(x, axis, reduce_scatter_sum, all_gather)
+
+
+def gather_each_to_one(x: Tensor, axis: Axis) -> Tensor:
+    """each -> one. forward: all-gather on dim 0; backward: this rank's slice.
+
+    For what every rank then computes alike: its gradient is already whole on every rank.
+    """
+    return _move(x, axis, all_gather, local_slice)
+
+
+def slice_one_to_each(x: Tensor, axis: Axis) -> Tensor:
+    """one -> each. forward: this rank's slice of dim 0; backward: all-gather. Inverse of `gather_each_to_one`."""
+    return _move(x, axis, local_slice, all_gather)
+
+
+def exchange_each_to_each(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """each -> each. forward: all-to-all on dim 0; backward: the way back."""
+    if axis.size == 1:
+        return x
+    return _move(
+        x, axis, lambda t, a: exchange_rows(t, a, send, receive), lambda t, a: exchange_rows(t, a, receive, send)
+    )

@@ -1,0 +1,221 @@
+"""Collectives between CPUs, made of direct messages: every rank sends each other rank its part at once.
+
+Owns: sum, gather, scattered sum, exchange and broadcast of CPU tensors over an `Axis` whose group is gloo's or one of
+a machine's own (`comm.local_group`), as operators that a dispatch mode sees as it sees torch's own. Does not own:
+when they are used (`comm.collectives`), the sockets between ranks of one machine (`comm.links`).
+
+gloo's collectives pass parts around a ring, step by step through a queue of its own, and add bfloat16 one number at a
+time. Direct messages do neither: between ranks of one machine they have sockets of their own, else they are gloo's.
+`benchmarks/messages.py` prints both.
+
+Sums are added in the order of the ranks, so that all ranks have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from meshlora.comm.groups import Axis
+from meshlora.comm.links import Links, Meeting
+from meshlora.comm.local_group import LocalGroup
+from meshlora.common.compat import timeout_of
+
+# Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
+ONE_ROUND_BYTES = 64 * 1024
+_TORCHS_PATIENCE_S = 1800.0
+_TAG = 27_701  # not one that a script of its own messages would take
+
+_library = torch.library.Library("meshlora_c10d", "DEF")
+# By the names of their groups, which operators take.
+_axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
+
+
+def _operator(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function on (tensors, ..., axis) an operator that takes the name of the axis' group, and a caller of it
+    that takes the axis.
+    """
+    name = signature[: signature.index("(")]
+    _library.define(signature)
+
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            *given, group = arguments
+            return function(*given, _axes[group])
+
+        _library.impl(name, run, "CPU")
+        operator = getattr(torch.ops.meshlora_c10d, name).default
+
+        def call(*arguments: Any) -> Any:
+            *given, axis = arguments
+            _axes[axis.group.group_name] = axis
+            return operator(*given, axis.group.group_name)
+
+        call.__doc__ = function.__doc__
+        return call
+
+    return make
+
+
+@_operator("allreduce_(Tensor(a!) tensor, str group) -> ()")
+def all_reduce(tensor: Tensor, axis: Axis) -> None:
+    """Sum over the ranks, in place; contiguous."""
+    flat, own_rank = tensor.view(-1), _rank(axis)
+    if axis.size == 2 or flat.numel() * flat.element_size() <= ONE_ROUND_BYTES:
+        parts = [flat if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
+        _exchange([flat] * axis.size, parts, axis)
+        _add_up(parts, flat, axis)
+    else:
+        shares = flat.tensor_split(axis.size)
+        own = shares[own_rank]
+        parts = [own if rank == own_rank else torch.empty_like(own) for rank in range(axis.size)]
+        _exchange(shares, parts, axis)
+        _add_up(parts, own, axis)
+        _exchange([own] * axis.size, shares, axis)
+
+
+@_operator("allreduce(Tensor tensor, str group) -> Tensor")
+def all_reduce_apart(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks, in memory of its own; of two ranks without a copy of `tensor`."""
+    if axis.size > 2:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        all_reduce(result, axis)
+        return result
+    tensor = tensor.contiguous()
+    other = torch.empty_like(tensor)
+    _exchange([tensor] * 2, [other] * 2, axis)
+    return other.add_(tensor)
+
+
+@_operator("allgather_(Tensor(a!) result, Tensor tensor, str group) -> ()")
+def all_gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """`tensor` of each rank -> `result`, in rank order; both contiguous. `tensor` may be its own part of `result`."""
+    shares, own_rank = result.view(-1).tensor_split(axis.size), _rank(axis)
+    if shares[own_rank].data_ptr() != tensor.data_ptr():
+        shares[own_rank].copy_(tensor.view(-1))
+    _exchange([tensor.view(-1)] * axis.size, shares, axis)
+
+
+@_operator("reducescatter_(Tensor(a!) result, Tensor tensor, str group) -> ()")
+def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """This rank's share of the sum of `tensor` over the ranks -> `result`; both contiguous."""
+    flat, own_rank = result.view(-1), _rank(axis)
+    shares = tensor.view(-1).tensor_split(axis.size)
+    parts = [shares[rank] if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
+    _exchange(shares, parts, axis)
+    _add_up(parts, flat, axis)
+
+
+@_operator("alltoall_(Tensor(a!) result, Tensor tensor, int[] send, int[] receive, str group) -> ()")
+def exchange(result: Tensor, tensor: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+    """`send[i]` rows of `tensor` go to rank i, `receive[i]` rows of `result` come from it; both contiguous."""
+    shares, parts = tensor.split(list(send)), result.split(list(receive))
+    own_rank = _rank(axis)
+    parts[own_rank].copy_(shares[own_rank])
+    _exchange(shares, parts, axis)
+
+
+@_operator("broadcast_(Tensor(a!) tensor, str group) -> ()")
+def broadcast(tensor: Tensor, axis: Axis) -> None:
+    """`tensor` of the group's first rank -> `tensor` of all; contiguous."""
+    flat, nothing = tensor.view(-1), tensor.new_empty(0)
+    if _rank(axis) == 0:
+        _exchange([flat] * axis.size, [nothing] * axis.size, axis)
+    else:
+        _exchange([nothing] * axis.size, [flat, *[nothing] * (axis.size - 1)], axis)
+
+
+def _rank(axis: Axis) -> int:
+    """This process' place in the group, from the group itself: what is sent to whom rests on nothing else."""
+    assert axis.group is not None
+    return axis.group.rank()
+
+
+def links_of(axis: Axis) -> Links | None:
+    """The sockets of `axis`, opened when it first sends anything; None where not all its ranks can have them."""
+    if not axis.links:
+        axis.links.append(_open_links(axis))
+    return axis.links[0]
+
+
+def _open_links(axis: Axis) -> Links | None:
+    """All ranks of `axis` together. They have links, or none has: those whose ranks cannot reach each other agree.
+
+    Raises:
+        RuntimeError: they cannot, and have no other way.
+    """
+    _told_to_all(b"here", axis)  # what is left behind by a rank that is ended in its wait is nothing
+    meeting = Meeting(_rank(axis), axis.size)
+    try:
+        can = meeting.connect(_told_to_all(meeting.address, axis))
+        if all(map(any, _told_to_all(bytes([can]), axis))):
+            return meeting.links()
+    finally:
+        meeting.give_up()
+    if isinstance(axis.group, LocalGroup):
+        raise RuntimeError(f"ranks {axis.ranks} have no sockets to each other: can files be made in TMPDIR or in /tmp?")
+    return None
+
+
+def _told_to_all(own: bytes, axis: Axis) -> list[bytes]:
+    """`own` of every rank, alike in length: through the store of a machine's own group, else by messages of gloo."""
+    if isinstance(axis.group, LocalGroup):
+        return axis.group.told_to_all(own)
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    found = [mine if rank == _rank(axis) else torch.empty_like(mine) for rank in range(axis.size)]
+    _exchange_over_gloo([mine] * axis.size, found, axis)
+    return [one.numpy().tobytes() for one in found]
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
+    """`outgoing[i]` to each other rank i, `incoming[i]` from it. What has no elements is no message."""
+    links = links_of(axis)
+    if links is None:
+        _exchange_over_gloo(outgoing, incoming, axis)
+        return
+    others = [rank for rank in range(axis.size) if rank != _rank(axis)]
+    links.exchange(
+        {rank: outgoing[rank] for rank in others if outgoing[rank].numel()},
+        {rank: incoming[rank] for rank in others if incoming[rank].numel()},
+        timeout_s=_patience_s(axis),
+    )
+
+
+def _patience_s(axis: Axis) -> float:
+    """How long to wait for the other ranks of `axis`: while ranks train the time they have for it, else its group's."""
+    if axis.arrivals.timeout_s is not None:
+        return axis.arrivals.timeout_s
+    assert axis.group is not None
+    if isinstance(axis.group, LocalGroup):
+        return axis.group.timeout_s
+    try:
+        return timeout_of(axis.group).total_seconds()
+    except RuntimeError:  # torch does not tell
+        return _TORCHS_PATIENCE_S
+
+
+def _exchange_over_gloo(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
+    assert axis.group is not None
+    own_rank = _rank(axis)
+    others = [(own_rank + step) % axis.size for step in range(1, axis.size)]
+    works = [axis.group.send([outgoing[i]], i, _TAG) for i in others if outgoing[i].numel()]
+    works += [axis.group.recv([incoming[i]], i, _TAG) for i in others[::-1] if incoming[i].numel()]
+    patience = timedelta(seconds=_patience_s(axis))
+    for work in works:
+        work.wait(patience)
+
+
+def _add_up(parts: Sequence[Tensor], result: Tensor, axis: Axis) -> None:
+    """The sum of `parts`, in their order, to `result`, which may be this rank's part."""
+    if axis.size == 2:  # of two the order makes no difference
+        torch.add(parts[0], parts[1], out=result)
+        return
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    result.copy_(total)

@@ -1,0 +1,143 @@
+"""Files that appear whole or not at all.
+
+Owns: atomic writing (temporary name in the same folder, fsync, rename), whether a folder can be written to, and opening
+safetensors with one clear error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from meshlora.common.errors import UserError
+from meshlora.common.reading import parse_json, read_text
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path beside `path`, fsync what it wrote, then rename it to `path`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)  # mkstemp makes files for the owner alone
+        _fsync(temporary)
+        temporary.replace(path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write `value` as sorted, indented JSON."""
+    write_text_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write `text` in UTF-8."""
+    write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
+
+    A folder that is there already is put aside first and removed last: a configuration is never paired with weights of
+    another save. Files in it that the block did not write are kept.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            _fsync(file)
+        old = temporary.with_suffix(".old")
+        if path.is_dir():
+            for file in path.iterdir():
+                if file.is_file() and not (temporary / file.name).exists():
+                    shutil.copy2(file, temporary / file.name)
+            path.replace(old)
+        try:
+            temporary.replace(path)
+        except BaseException:
+            if old.is_dir():
+                old.replace(path)
+            raise
+        _fsync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open `path` for reading slices.
+
+    Raises:
+        UserError: missing, cut short, or not a safetensors file.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}", "it is a folder, a pipe or a device, no file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path}", "the file is missing") from None
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}", f"it is damaged or not a safetensors file ({error})", "copy or download it again"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
+
+
+def fsync_folder(path: Path) -> None:
+    """Bring to disk which names `path` holds."""
+    _fsync(path)
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in `folder`: tried, as modes do not tell."""
+    probe = folder / ".meshlora-probe"
+    try:
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
+    """Parse a JSON file of at most so many bytes.
+
+    Raises:
+        UserError: missing, unreadable, too large, or not JSON as `reading.parse_json` takes it.
+    """
+    try:
+        return parse_json(read_text(path, most_bytes=most_bytes))
+    except FileNotFoundError:
+        raise UserError(f"{path}", "the file is missing") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}", f"it is not a readable JSON file ({why})") from None
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

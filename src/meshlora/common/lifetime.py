@@ -1,0 +1,85 @@
+"""How a process begins and ends: libraries, Ctrl-C before there is work, and that none outlives its parent.
+
+Owns: the end of a rank whose launcher is gone, by whatever signal. Imports nothing heavy by itself: a rank calls it
+first, as all other imports take seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
+
+
+def end_with(parent: int) -> None:
+    """From here on this process ends, by SIGKILL, when its parent does, process number `parent`.
+
+    On Linux the kernel sees to it, also while this process is stopped or waits in a library. Elsewhere a thread looks.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True, name="lifetime").start()
+    _end_if_orphan(parent)  # it may have ended before we asked
+
+
+def _watch(parent: int) -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        _end_if_orphan(parent)
+
+
+def _end_if_orphan(parent: int) -> None:
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def import_libraries() -> None:
+    """Import peft, and with it torch and transformers, without the garbage collector.
+
+    It would look again and again through a million objects that stay: a quarter of the time that a process needs.
+    """
+    if "peft" not in sys.modules:
+        gc.disable()
+        import peft  # noqa: F401
+
+        gc.freeze()
+        gc.enable()
+
+
+def note_interrupts(seen: list[int]) -> None:
+    """From here on `seen` grows when Ctrl-C is pressed, which still raises KeyboardInterrupt.
+
+    While a command only imports its libraries it ends this process on the spot: nothing has been begun, and a library
+    may swallow the exception, turn it into another, or abort the interpreter's own way out (torch, half imported).
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if _only_imports(frame):
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+            os._exit(130)
+        raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _only_imports(frame: FrameType | None) -> bool:
+    """Whether what the command line itself has called is an import, rather than any work that imports something."""
+    called = ""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in ("meshlora.cli.main", __name__):
+            return called.startswith("importlib.")
+        called = frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+    return False

@@ -1,0 +1,88 @@
+"""The masks of dropout: a pure function of (seed, optimizer step, module name, token, feature). Nothing is drawn.
+
+Owns: the function, and the number of a token. Both sides of a proof use it, as the sequences: it is an input of a run,
+like its seed. Does not own: which tokens and features a module sees (`layers.dropout`, and for the judge
+`oracle.dropout`), which dropouts there are (`plan.dropout`).
+
+Whether element (token t, feature f) is kept is a comparison of 32 hashed bits with p. The hash is counter-based: no
+state, any order, any part of the matrix by itself. A token enters with two 32-bit words, so that two tokens that agree
+in one of them still have unrelated rows. Integers that wrap give the same bits on every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+POSITION_BITS = 32
+# Elements that are hashed at once: what is needed besides the mask itself is a few words for each of these.
+_BLOCK = 2**22
+
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: features land far from each other
+# lowbias32 (Wellons, "Prospecting for hash functions"): its two multipliers.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_BEFORE = 0xED5AD4BB  # of triple32: a round before the second word enters, two after it
+
+
+def token_numbers(places: Tensor, length: int) -> Tensor:
+    """int64 `[B, length]`: the numbers of the tokens of sequences at `places`, int64 `[B]`, of the global batch.
+
+    A number is that of the sequence and the position in it; no topology, batch size or padding changes it.
+    """
+    return (places << POSITION_BITS).unsqueeze(1) + torch.arange(length, device=places.device)
+
+
+def mask_key(seed: int, step: int, module: str) -> int:
+    """The key of the masks of `module` in optimizer step `step`, from 0: 64 bits."""
+    return int.from_bytes(hashlib.sha256(f"dropout:{seed}:{step}:{module}".encode()).digest()[:8], "big")
+
+
+def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
+    """bool `[T, H]`: whether feature `features[h]` of token `tokens[t]` is kept, which has probability 1 - p.
+
+    tokens: int64 `[T]`, any values; features: int64 `[H]`, in [0, 2**32). p: in [0, 1).
+    """
+    assert 0.0 <= p < 1.0, p
+    first, second = (word.unsqueeze(1) for word in _row_words(key, tokens))
+    columns = _signed(features * _GOLDEN)
+    least = round(p * 2**32) - 2**31
+    kept = torch.empty(len(tokens), len(features), dtype=torch.bool, device=tokens.device)
+    rows = max(1, _BLOCK // max(1, len(features)))
+    for start in range(0, len(tokens), rows):
+        block = slice(start, start + rows)
+        x = _xor_shift(first[block] + columns, 17).mul_(_BEFORE - 2**32)
+        x = _xor_shift(x.bitwise_xor_(second[block]), 16).mul_(_FIRST)
+        x = _xor_shift(x, 15).mul_(_SECOND - 2**32)
+        torch.ge(_xor_shift(x, 16), least, out=kept[block])
+    return kept
+
+
+def _row_words(key: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 words for each token, `[T]`."""
+    low, high = tokens & _WORD, (tokens >> 32) & _WORD
+    one, other = key & _WORD, key >> 32
+    first = _mixed(_mixed(_mixed(low ^ one) + high) ^ other)
+    second = _mixed(_mixed(_mixed(low + other) ^ high) + one + _GOLDEN)
+    return _signed(first), _signed(second)
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A bijection of 32-bit words, kept in int64."""
+    word = word & _WORD
+    word = ((word ^ (word >> 16)) * _FIRST) & _WORD
+    word = ((word ^ (word >> 15)) * _SECOND) & _WORD
+    return word ^ (word >> 16)
+
+
+def _signed(word: Tensor) -> Tensor:
+    """The low 32 bits as int32."""
+    word = word & _WORD
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
+
+
+def _xor_shift(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits) of int32 words, in place; the shift brings zeros in."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))

@@ -1,0 +1,311 @@
+"""Reading a run file: one YAML -> one tree of dataclasses, every value checked where it stands.
+
+Owns: YAML, overrides, the words for a value of the wrong type or an unknown key, and how a file with several adapters
+is one run for each; also how a value that is one of several kinds is read, and what run files said before objectives
+were such values. Does not own: names, defaults and rules of the fields (`config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.reading import parse_yaml, read_text
+from meshlora.config.objective import KINDS
+from meshlora.config.presets import with_preset
+from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
+
+
+def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file, apply `--set key.path=value` overrides, and fill in what its preset says.
+
+    Raises:
+        UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, a rule broken, or a file
+            with several adapters.
+    """
+    runs = read_runs(path, overrides)
+    if "" not in runs:
+        raise UserError(
+            f"{path} with adapters: {', '.join(runs)}",
+            "only train and check take several adapters",
+            "write a run file for one of them",
+        )
+    return runs[""]
+
+
+def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str, RunConfig]:
+    """Name -> run of each adapter that a run file trains; a file without `adapters:` is one run, under "".
+
+    The run of an adapter is that of a file in which what it gives stands in the place of what the file gives for all,
+    and whose output is the folder of its name in the output of all.
+
+    Raises:
+        UserError: as of `read_run`.
+    """
+    tree = _read_tree(Path(path))
+    for override in overrides or []:
+        _apply(tree, override)
+    if "adapters" not in tree:
+        return {"": _run(tree)}
+    adapters = tree.pop("adapters")
+    if not isinstance(adapters, dict) or not adapters:
+        raise UserError(
+            f"adapters: {adapters!r}", "it maps names to what each adapter has for itself, lora, data, train"
+        )
+    runs = {}
+    for name, own in adapters.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            rule = f"a name is made of letters, digits, - and _, at most {_LONGEST_NAME}, and names a folder"
+            raise UserError(f"adapters.{name}", rule)
+        if name.lower() in _TAKEN:
+            raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
+        runs[name] = _named(f"adapters.{name}", _tree_of(tree, name, own))
+    return runs
+
+
+# Names of adapters are names of folders in the output, beside that of the ranks' logs; a run of one adapter may have
+# been there, or be there next.
+_LONGEST_NAME = 100
+_NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
+_DEEPEST_KEY = 10
+# Where an adapter gives one of these, the other is not taken from what is for all.
+_EITHER = (("train", "steps", "epochs"), ("train", "epochs", "steps"))
+
+
+def _named(where: str, tree: dict[str, Any]) -> RunConfig:
+    try:
+        return _run(tree)
+    except UserError as error:
+        raise UserError(f"{where}: {error.given}", error.rule, error.way_out) from None
+
+
+def _run(tree: dict[str, Any]) -> RunConfig:
+    tree = with_preset(tree)
+    if isinstance(tree.get("train"), Mapping):
+        tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
+    config = _build(RunConfig, tree, "")
+    assert isinstance(config, RunConfig)
+    return config
+
+
+# Parameters of objectives that run files also give beside `objective`: key -> its name inside, and the kinds it is of.
+_BESIDE = {
+    "label_smoothing": ("label_smoothing", ("sft", "dpo")),
+    **{name: (name, ("policy",)) for name in ("clip_low", "clip_high", "kl_coef")},
+    "dpo_beta": ("beta", ("dpo",)),
+}
+
+
+def _with_objective(train: Mapping[str, Any], *, has_preset: bool) -> dict[str, Any]:
+    """The group with its objective as one value, `{kind: dpo, beta: 0.1}`, where it is a name, or has keys beside it.
+
+    has_preset: a key beside may be of the preset, and what the objective says itself stands in its place.
+
+    Raises:
+        UserError: a key beside that this objective does not read, or that it has inside too.
+    """
+    given = train.get("objective", "sft")
+    given = {"kind": given} if isinstance(given, str) else given
+    rest = {key: value for key, value in train.items() if key not in _BESIDE}
+    if not isinstance(given, Mapping) or str(given.get("kind")) not in KINDS:
+        return rest | {"objective": given}  # what is wrong is said where it is read
+    inside = dict(given)
+    for key, (name, kinds) in _BESIDE.items():
+        if key not in train or (has_preset and name in given):
+            continue
+        if given["kind"] in kinds:
+            if name in given:
+                raise UserError(f"train.{key} and train.objective.{name}", "they are the same", "give one")
+            inside[name] = train[key]
+        elif train[key] != getattr(KINDS[kinds[0]](), name):
+            rule = f"it has no effect with train.objective={given['kind']}"
+            raise UserError(f"train.{key}", rule, f"it goes with {' or '.join(kinds)}")
+    return rest | {"objective": inside}
+
+
+def _read_tree(file: Path) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(read_text(file))
+    except FileNotFoundError:
+        near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
+        raise UserError(f"{file}", "there is no such run file", near.removesuffix("known: ")) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{file}", f"it is not readable YAML ({why})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
+    return tree
+
+
+def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
+    """The run file of adapter `name` by itself. own: what it gives."""
+    where = f"adapters.{name}"
+    if not isinstance(own, Mapping):
+        raise UserError(f"{where}: {own!r}", "it must be a group of keys: lora, adapter, data, train")
+    tree = dict(shared)
+    for group, values in own.items():
+        if group == "adapter":
+            tree.pop("lora", None)
+            tree["adapter"] = values
+            continue
+        if group not in ("lora", *PER_ADAPTER):
+            known = ("lora", "adapter", *PER_ADAPTER)
+            raise UserError(
+                f"{where}.{group}", "an adapter has no such key for itself", did_you_mean(str(group), known)
+            )
+        if not isinstance(values, Mapping):
+            raise UserError(f"{where}.{group}: {values!r}", "it must be a group of keys")
+        for key in values if group in PER_ADAPTER else ():
+            if key not in PER_ADAPTER[group]:
+                way_out = f"give {group}.{key} outside of adapters:, for all of them"
+                if key not in {item.name for item in dataclasses.fields(_GROUPS[group])}:
+                    way_out = did_you_mean(str(key), PER_ADAPTER[group])
+                raise UserError(f"{where}.{group}.{key}", "an adapter has no such key for itself", way_out)
+        for_all = shared.get(group) or {}
+        if not isinstance(for_all, Mapping):
+            raise UserError(f"{group}: {for_all!r}", "it must be a group of keys")
+        replaced = {other for place, key, other in _EITHER if place == group and key in values}
+        tree[group] = {key: value for key, value in for_all.items() if key not in replaced} | dict(values)
+    train = tree.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("output"), str) and train["output"].strip():
+        tree["train"] = {**train, "output": str(Path(train["output"]) / name)}
+    return tree
+
+
+_GROUPS: Mapping[str, type] = {"data": DataConfig, "train": TrainConfig}
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set `a.b=value` in the tree; the value is YAML."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"--set {override}", "it must read key.path=value, as in --set train.lr=1e-4")
+    *parents, last = path.split(".")
+    if len(parents) > _DEEPEST_KEY:
+        raise UserError(f"--set {override}", f"a key has at most {_DEEPEST_KEY} groups around it")
+    for key in parents:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"--set {override}", f"{key} is a value, not a group of keys")
+    tree[last] = yaml_value(f"--set {override}", text)
+
+
+def yaml_value(given: str, text: str) -> Any:
+    """The value of `--set KEY=text`.
+
+    Raises:
+        UserError: it is no YAML.
+    """
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise UserError(given, f"{text[:60]!r} is not a YAML value ({error})", "put it in quotes") from None
+
+
+def _build(cls: type, tree: Any, path: str) -> Any:
+    """An instance of the dataclass `cls` from plain values."""
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{path or 'the run file'}: {tree!r}", f"it must be a group of keys: {_keys(cls)}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            raise UserError(f"{where}", "unknown key", did_you_mean(str(key), hints))
+        values[key] = _convert(value, hints[key], where)
+    for item in dataclasses.fields(cls):
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and item.name not in values:
+            raise UserError(f"{path + '.' if path else ''}{item.name}", "this key is required")
+    return cls(**values)
+
+
+def _kind(value: Any, kinds: tuple[type, ...], where: str) -> type:
+    """Which of several dataclasses `{kind: ...}` is a value of."""
+    known = {kind.kind: kind for kind in kinds}  # type: ignore[attr-defined]
+    named = value.get("kind") if isinstance(value, Mapping) else None
+    if not isinstance(named, str) or named not in known:
+        given = f"{where}: {value!r}" if named is None else f"{where}.kind: {named!r}"
+        rule = f"one of {', '.join(map(repr, known))}"
+        raise UserError(given, rule, _near(named, tuple(known)) or f"give {{kind: {next(iter(known))}}}")
+    return known[named]
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type that the field declares."""
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _build(hint, value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in arguments:
+            raise UserError(f"{where}: {value!r}", f"one of {', '.join(map(repr, arguments))}", _near(value, arguments))
+        return value
+    if origin is types.UnionType and all(map(dataclasses.is_dataclass, arguments)):
+        return _build(_kind(value, arguments, where), value, where)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        for option in (a for a in arguments if a is not type(None)):
+            if _is(value, option):
+                return _convert(value, option, where)
+        raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
+    if hint is float and isinstance(value, str):
+        value = _as_number(value)  # YAML 1.1 reads 1e-4 as text
+    if not _is(value, hint):
+        raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
+    if hint is float and not abs(value) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats
+        raise UserError(f"{where}: {value!r}", "it must be a finite number")
+    if origin is dict and arguments[1] is not Any:
+        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
+    return float(value) if hint is float else value
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if hint is float:
+        return isinstance(_as_number(value), int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and bool(value) and all(_is(v, typing.get_args(hint)[0]) for v in value)
+    if typing.get_origin(hint) is dict:
+        key, item = typing.get_args(hint)
+        return isinstance(value, dict) and all(_is(k, key) and (item is Any or _is(v, item)) for k, v in value.items())
+    return isinstance(value, hint)
+
+
+def _as_number(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _words(hint: Any) -> str:
+    words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "nothing"}
+    if hint in words:
+        return words[hint]
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_words(a) for a in typing.get_args(hint) if a is not type(None))
+    return "a list of text" if typing.get_origin(hint) is list else "a group of keys"
+
+
+def _near(value: Any, options: tuple[Any, ...]) -> str:
+    return did_you_mean(str(value), map(str, options)) if isinstance(value, str) else ""
+
+
+def _keys(cls: type) -> str:
+    return ", ".join(item.name for item in dataclasses.fields(cls))

@@ -1,0 +1,85 @@
+"""Presets: recipes of others, as values of a run file.
+
+Owns: their values, and how they are filled in. Does not own: what the keys mean (`config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshlora.common.errors import UserError, did_you_mean
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # LoRA of GPT-2 medium on E2E: examples/NLG of microsoft/LoRA (README.md, src/gpt2_ft.py, src/gpt2_beam.py).
+    "microsoft-e2e": {
+        "lora": {
+            "r": 4,
+            "lora_alpha": 32,
+            "lora_dropout": 0.1,
+            "target_modules": ["c_attn"],
+            "pieces": {"c_attn": ["q", "v"]},
+        },
+        "data": {"max_length": 512, "loss_on": "completion"},
+        "train": {
+            "epochs": 5,
+            "batch_size": 8,
+            "lr": 2e-4,
+            "schedule": "linear",
+            "warmup_steps": 500,
+            "weight_decay": 0.01,
+            "decay_biases_and_norms": True,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-6,
+            "max_grad_norm": 0.0,
+            "label_smoothing": 0.1,
+        },
+        "generate": {"num_beams": 10, "length_penalty": 0.8, "no_repeat_ngram_size": 4},
+    },
+}
+# Keys that say one thing together: where the file gives one of them, the preset's others do not stand beside it.
+_TOGETHER = (
+    ("train.steps", "train.epochs"),
+    ("lora.target_modules", "lora.target_parameters", "lora.pieces"),
+)
+
+
+def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of a run file with the values of its `preset` where it has none of its own.
+
+    Values of the file win, key by key. With `adapter:` the preset's `lora` is left out, as the adapter has its own.
+
+    Raises:
+        UserError: a preset that is not known.
+    """
+    name = tree.get("preset")
+    if name is None:
+        return dict(tree)
+    if not isinstance(name, str) or name not in PRESETS:
+        raise UserError(f"preset: {name!r}", "there is no such preset", did_you_mean(str(name), PRESETS))
+    filled = dict(tree)
+    for group, values in PRESETS[name].items():
+        own = tree.get(group)
+        if group in tree and not isinstance(own, Mapping):
+            continue  # the reader of the file says what is wrong with it
+        if group == "lora" and tree.get("adapter") is not None:
+            continue
+        given = {f"{group}.{key}" for key in own or {}}
+        dropped = {key for keys in _TOGETHER if given & set(keys) for key in keys}
+        kept = {key: value for key, value in values.items() if f"{group}.{key}" not in dropped}
+        filled[group] = {**kept, **(own or {})}
+    return filled
+
+
+def resolved(config: Any) -> str:
+    """What a run with a preset takes for the keys of that preset, a line a group. config: the `RunConfig`."""
+    lines = []
+    for group, values in PRESETS[config.preset].items():
+        own = getattr(config, group)
+        shown = own if group == "lora" else vars(own) | vars(getattr(own, "objective", own))
+        if shown is not None:
+            lines.append(
+                f"{group}: " + ", ".join(f"{key} {shown[key]}" for key in values if shown.get(key) is not None)
+            )
+    return "\n".join(lines)

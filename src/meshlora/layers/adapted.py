@@ -1,0 +1,94 @@
+"""What every leaf that carries adapters has in common: their factors by name, and those of pieces put together.
+
+Owns: `AdaptedLeaf`. Does not own: what is computed with the factors (`layers.linear`, `layers.experts.module`,
+`layers.experts.router`), how they are drawn (`adapter.initialization`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.layers.tokens import ForwardTokens
+
+
+class AdaptedLeaf(nn.Module):
+    """A frozen matrix, or a stack of them, with its adapters, as this rank holds it.
+
+    Attributes:
+        in_features, out_features: of what this rank holds.
+        lora_A, lora_B: adapter name -> local factor `[..., r, in]`, `[..., out, r]`; of an adapter on pieces of a fused
+            matrix `name/piece` -> that piece's.
+        pieces: adapter name -> the pieces that it is on, in order. scaling: adapter name -> s.
+        active: the adapter in use, None for the base alone, or for those of several whose tokens come.
+        tokens: which tokens the running forward has, and whose they are; None before the first adapter.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+        self.pieces: dict[str, tuple[str, ...]] = {}
+        self.scaling: dict[str, float] = {}
+        self.active: str | None = None
+        self.tokens: ForwardTokens | None = None
+
+    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
+        """Attach local factors `{"A": ..., "B": ...}` as adapter `name`; on pieces `A.q`, `B.q` and so on. Frozen until
+        set.
+        """
+        for part, value in factors.items():
+            side, _, piece = part.partition(".")
+            width = len(self._piece_rows(piece)) if piece else self.out_features
+            assert value.shape[-1 if side == "A" else -2] == (self.in_features if side == "A" else width), (part, value)
+            key = f"{name}/{piece}" if piece else name
+            (self.lora_A if side == "A" else self.lora_B)[key] = nn.Parameter(value, requires_grad=False)
+        if factors:
+            self.pieces[name] = tuple(part.partition(".")[2] for part in factors if part.startswith("A."))
+        self.scaling[name] = scaling
+
+    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
+        """What of `adapter` sits here, under the names of `add_adapter`."""
+        if adapter not in self.scaling:
+            return {}
+        found: dict[str, nn.Parameter] = {}
+        for piece in self.pieces[adapter] or ("",):
+            key, end = (f"{adapter}/{piece}", f".{piece}") if piece else (adapter, "")
+            found |= {f"A{end}": self.lora_A[key], f"B{end}": self.lora_B[key]}
+        return found
+
+    @property
+    def in_use(self) -> str | None:
+        """The adapter in use, where it has factors here."""
+        return self.active if self.active in self.scaling else None
+
+    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """(A `[..., r, in]`, B `[..., out, r]`)."""
+        return self.factor_a(adapter), self.factor_b(adapter)
+
+    def factor_a(self, adapter: str) -> Tensor:
+        """`[..., r, in]`; of k pieces their stack, `[..., k r, in]`."""
+        pieces = self.pieces[adapter]
+        if not pieces:
+            return self.lora_A[adapter]
+        return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces], -2)
+
+    def factor_b(self, adapter: str) -> Tensor:
+        """`[..., out, r]`; of k pieces `[..., out, k r]`, zero outside their blocks."""
+        pieces = self.pieces[adapter]
+        if not pieces:
+            return self.lora_B[adapter]
+        blocks = []
+        for piece in pieces:
+            b = self.lora_B[f"{adapter}/{piece}"]
+            rows = self._piece_rows(piece).to(b.device)
+            whole = b.new_zeros(*b.shape[:-2], self.out_features, b.shape[-1])
+            blocks.append(whole.index_copy(-2, rows, b))
+        return torch.cat(blocks, -1)
+
+    def _piece_rows(self, piece: str) -> Tensor:
+        """Where the rows of `piece` lie in what this rank holds."""
+        raise AssertionError(f"{type(self).__name__} has no pieces, and {piece!r} is none")

@@ -1,0 +1,79 @@
+"""Dropout on a mesh: the model's own modules, and which features LoRA's on the input of a linear sees.
+
+Owns: `TokenDropout`, in the place of the model's `nn.Dropout`. Does not own: which tokens a module sees, and their
+masks (`layers.tokens`), the bits of these (`meshlora.common.masks`), which dropouts are exact (`plan.dropout`), what
+the tokens of a batch are called (`data.collate`).
+
+Masks are made when they are needed, in the backward once more: no mask outlives the layer that applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshlora.comm.groups import Axis
+from meshlora.layers.tokens import ForwardTokens, Mask
+from meshlora.plan.dropout import is_exact_module
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule
+
+
+def input_features(rule: LinearRule, tp: Axis) -> Tensor:
+    """int64 `[in_local]`: which of the whole matrix's input features this rank's part has."""
+    if rule.split is Split.ROW and rule.layout is not None:
+        return rule.layout.rows(rank=tp.rank, size=tp.size)
+    return torch.arange(rule.in_features)
+
+
+class _DropFunction(Function):
+    """y = x keep / (1 - p), x `[T, H]`; nothing of the size of x is saved. masks: of neighbouring rows, in order."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, masks: Sequence[Mask]) -> Tensor:
+        ctx.masks = masks  # type: ignore[attr-defined]
+        return _dropped(x, masks)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        return _dropped(grads[0], ctx.masks), None  # type: ignore[attr-defined]
+
+
+def _dropped(x: Tensor, masks: Sequence[Mask]) -> Tensor:
+    rows = x.split([len(mask.tokens) for mask in masks])
+    dropped = [mask.drop(own) for own, mask in zip(rows, masks, strict=True)]
+    return dropped[0] if len(dropped) == 1 else torch.cat(dropped)
+
+
+class TokenDropout(nn.Module):
+    """In the place of an `nn.Dropout` on hidden states, alike on all tp ranks.
+
+    name: of the module in the whole model.
+    """
+
+    def __init__(self, name: str, p: float, tokens: ForwardTokens) -> None:
+        super().__init__()
+        self.name, self.p, self._tokens = name, p, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., H]`, all tokens or this rank's -> the same shape."""
+        if not self.training:
+            return x
+        flat = x.reshape(-1, x.shape[-1])
+        features = torch.arange(flat.shape[1], device=x.device)
+        parts = self._tokens.parts(self.name, len(flat))
+        masks = [self._tokens.mask(self.name, self.p, part, features) for part in parts]
+        return _DropFunction.apply(flat, masks).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def replace_dropouts(model: nn.Module, model_type: str, tokens: ForwardTokens) -> None:
+    """Put `TokenDropout` in the place of the model's exact dropouts that drop anything."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Dropout) and module.p > 0 and is_exact_module(model_type, name):
+            model.set_submodule(name, TokenDropout(name, module.p, tokens))

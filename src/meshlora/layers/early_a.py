@@ -1,0 +1,127 @@
+"""Riding along: under sp, x A^T of a region's linears travels with the region's input.
+
+Owns: what is put beside the input before its gather and taken from it after, with the gradients of both, and the note
+on the gathered input by which linears find what is theirs. Does not own: the gather (`model.regions`), what a linear
+makes of it (`layers.linear`).
+
+A linear that multiplies the gathered input by A keeps all of it, `[T, H]`, on every rank, for dA alone. Here each rank
+multiplies its own tokens before the gather, and keeps these, `[T/tp, H]`.
+
+    forward     z_k = s_k D(x) A_k^T                  of own tokens
+                gather of [x | z_1 | ... | z_n]       `[T, H + r_1 + ... + r_n]`
+                y_k = x W_k^T + z_k B_k^T             of all tokens
+    backward    dz_k = g_k B_k, dx = sum_k g_k W_k    terms of sums over tp, of all tokens
+                reduce-scatter of [dx | dz_1 | ... | dz_n]
+                dA_k = s_k dz_k^T D(x), dx += D(s_k dz_k A_k)      of own tokens
+
+As many collectives as without, A's products on a share of the tokens, and dA is the sum over tp of terms as before: now
+of each rank's tokens, and no longer of its output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshlora.common.compat import version_of
+from meshlora.layers.dropout import Mask
+
+_RIDE = "_meshlora_ride"
+
+
+@dataclass(frozen=True)
+class Rider:
+    """A linear whose z rides. a: `[r, H]`. scale: s. dropout: on own tokens, None: none."""
+
+    leaf: nn.Module
+    a: Tensor
+    scale: float
+    dropout: Mask | None
+
+
+@dataclass(frozen=True)
+class _Ride:
+    """What is noted on a gathered input: linear -> its z `[T, r]`. version: of the input then."""
+
+    z: dict[nn.Module, Tensor]
+    version: int
+
+
+class Pack(Function):
+    """x `[t, H]`, own tokens -> [x | z_1 | ... | z_n]. factors: the A of each rider, by themselves for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, riders: Sequence[Rider], *factors: Tensor) -> Tensor:
+        parts = [x]
+        for rider, a in zip(riders, factors, strict=True):
+            seen = x if rider.dropout is None else rider.dropout.drop(x)
+            parts.append((seen @ a.to(x.dtype).T).mul_(rider.scale))
+        ctx.save_for_backward(x, *factors)
+        ctx.how = [(rider.scale, rider.dropout) for rider in riders]
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *factors = ctx.saved_tensors
+        part, *dzs = grads[0].split([x.shape[1], *map(len, factors)], 1)
+        dx = part.clone()
+        found: list[Tensor | None] = []
+        for place, ((scale, dropout), a, dz) in enumerate(zip(ctx.how, factors, dzs, strict=True)):
+            dz = dz * scale
+            seen = x if dropout is None else dropout.drop(x)
+            found.append((dz.T @ seen).to(a.dtype) if ctx.needs_input_grad[2 + place] else None)
+            if dropout is None:
+                dx.addmm_(dz, a.to(dz.dtype))
+            else:
+                dx.add_(dropout.drop(dz @ a.to(dz.dtype)))
+        return dx, None, *found
+
+
+class _Unpack(Function):
+    """[x | z_1 | ... | z_n] `[T, H + ...]`, of all tokens -> x, z_1, ..., z_n.
+
+    Copies: a view would keep all that was gathered for as long as one of them is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype, ctx.device, ctx.widths = packed.shape, packed.dtype, packed.device, widths
+        return tuple(part.contiguous() for part in packed.split(widths, -1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        def of(grad: Tensor | None, width: int) -> Tensor:
+            # A linear that was called with another tensor than the region's input has nothing to send back.
+            return torch.zeros(*ctx.shape[:-1], width, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
+
+        return torch.cat([of(grad, width) for grad, width in zip(grads, ctx.widths, strict=True)], -1), None
+
+
+def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
+    """x `[..., H]`, own tokens -> `[..., H + r_1 + ...]`."""
+    packed: Tensor = Pack.apply(x.reshape(-1, x.shape[-1]), riders, *(rider.a for rider in riders))
+    return packed.view(*x.shape[:-1], -1)
+
+
+def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
+    """What `pack` made, of all tokens, `[..., width + ...]` -> x `[..., width]`, with a note of what rode along."""
+    x, *zs = _Unpack.apply(packed, [width, *(len(rider.a) for rider in riders)])
+    ride = _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}, version_of(x))
+    setattr(x, _RIDE, ride)
+    gathered: Tensor = x
+    return gathered
+
+
+def rode_along(leaf: nn.Module, x: Tensor) -> Tensor | None:
+    """z `[T, r]` of `leaf`, where x is what it rode with, unchanged."""
+    ride = getattr(x, _RIDE, None)
+    if not isinstance(ride, _Ride) or ride.version != version_of(x):
+        return None
+    z = ride.z.get(leaf)
+    return None if z is None else z.view(-1, z.shape[-1])

@@ -1,0 +1,122 @@
+"""The input embedding, split over the vocabulary, with LoRA.
+
+Owns: the look-up of local rows and the sum over tp. Does not own: the output head (`layers.linear`).
+
+Each rank looks up the tokens that are its own and has zeros for the others; the sum over tp is the whole embedding.
+The module stays the model's own: what a family does to an embedding (gemma scales it) is done as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshlora.comm.collectives import reduce_each_to_one
+from meshlora.comm.groups import Axis
+from meshlora.common.errors import UnsupportedError
+from meshlora.layers.tokens import ForwardTokens
+from meshlora.plan.rules import ParameterRule
+
+
+class ParallelEmbedding(nn.Embedding):
+    """An embedding `[V, H]` of which this rank holds `ceil(V / tp)` rows. Made by `parallelize_embedding`.
+
+    Attributes:
+        rule: how the vocabulary is split; None where it is whole.
+        lora_embedding_A, lora_embedding_B: adapter name -> local factor `[r, V_local]`, `[H, r]`, named as PEFT does.
+        scaling: adapter name -> s. active, tokens: as of `AdaptedLeaf`.
+    """
+
+    rule: ParameterRule | None
+    tp: Axis
+    first_id: int
+    lora_embedding_A: nn.ParameterDict
+    lora_embedding_B: nn.ParameterDict
+    scaling: dict[str, float]
+    active: str | None
+    tokens: ForwardTokens | None
+
+    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
+        """Attach local factors `{"A": [r, V_local], "B": [H, r]}` as adapter `name`; frozen until set."""
+        assert factors["A"].shape[1] == self.num_embeddings, (factors["A"].shape, self)
+        self.lora_embedding_A[name] = nn.Parameter(factors["A"], requires_grad=False)
+        self.lora_embedding_B[name] = nn.Parameter(factors["B"], requires_grad=False)
+        self.scaling[name] = scaling
+
+    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
+        """What of `adapter` sits here, under the names of `add_adapter`."""
+        if adapter not in self.scaling:
+            return {}
+        return {"A": self.lora_embedding_A[adapter], "B": self.lora_embedding_B[adapter]}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """ids `[B, S]` -> `[B, S, H]`, alike on all ranks."""
+        ids, is_other = self._local(input)
+        y = super().forward(ids)
+        if self.active is not None and self.active in self.scaling:
+            y = y + self._lora(ids, self.active, y.dtype)
+        elif self.tokens is not None and self.tokens.names_adapters and self.scaling:
+            y = y + self._lora_of_each(ids.flatten(), y.dtype).view(y.shape)
+        if is_other is None:
+            return y
+        return reduce_each_to_one(y.masked_fill(is_other.unsqueeze(-1), 0), self.tp)
+
+    def _local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(rows of ours to look up, where they are not ours); None where the vocabulary is whole."""
+        if self.rule is None:
+            return ids, None
+        local = ids - self.first_id
+        is_other = (local < 0) | (local >= self.num_embeddings)
+        return local.masked_fill(is_other, 0), is_other
+
+    def _lora_of_each(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """ids `[T]` -> `[T, H]`, of several adapters each on its own tokens."""
+        assert self.tokens is not None
+        found, nothing = [], self.weight.new_zeros(len(ids), self.embedding_dim)
+        for part in self.tokens.parts(type(self).__name__, len(ids)):
+            adapter, rows = str(part.share.adapter), slice(part.start, part.stop)
+            found.append(self._lora(ids[rows], adapter, dtype) if adapter in self.scaling else nothing[rows])
+        return torch.cat(found)
+
+    def _lora(self, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        # The padding token's column of A gets no gradient, as in PEFT.
+        z = F.embedding(ids, self.lora_embedding_A[name].T, padding_idx=self.padding_idx).to(dtype)
+        delta = z @ self.lora_embedding_B[name].T.to(dtype) * self.scaling[name]
+        scale = getattr(self, "embed_scale", None)
+        return delta if scale is None else delta * scale.to(delta.dtype)
+
+
+def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axis, *, name: str) -> None:
+    """Make `module`, an embedding on the meta device, hold this rank's rows.
+
+    Raises:
+        UnsupportedError: it renormalises its rows, or is no embedding.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        raise UnsupportedError(f"{name}: {type(module).__name__}", "the input embedding is not an ordinary one")
+    base: Any = type(module)
+    module.__class__ = _parallel_class(base)
+    assert isinstance(module, ParallelEmbedding)
+    module.rule, module.tp, module.first_id = rule, tp, 0
+    module.lora_embedding_A, module.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
+    module.scaling, module.active, module.tokens = {}, None, None
+    if rule is None:
+        return
+    local = rule.layout.local_size(tp.size)
+    module.first_id, module.num_embeddings = tp.rank * local, local
+    empty = torch.empty(local, module.embedding_dim, dtype=module.weight.dtype, device=module.weight.device)
+    module.weight = nn.Parameter(empty, requires_grad=False)
+    if module.padding_idx is not None:
+        padding = module.padding_idx - module.first_id
+        module.padding_idx = padding if 0 <= padding < local else None
+
+
+@functools.cache
+def _parallel_class(base: Any) -> Any:
+    """The class of `base` with our forward around its own."""
+    return type(f"Parallel{base.__name__}", (ParallelEmbedding, base), {})

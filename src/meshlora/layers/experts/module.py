@@ -1,0 +1,293 @@
+"""Routed experts with LoRA on a mesh: one module for every family that shares the interface of transformers.
+
+Owns: the module that holds this rank's experts and runs them (`ParallelExperts`), its projections with their adapters
+(`ParallelExpertLinear`), and which tokens this rank sends. Does not own: the way of the tokens
+(`layers.experts.dispatch`), the grouped products (`layers.experts.products`), routers, which stay the model's own on
+every rank.
+
+The module stays the model's own: its activation and gate, with whatever limits they have, are called as they are, on
+the features of this rank. The second projection gives each etp rank one term of a sum, LoRA's part included; the sum is
+taken on the way back, so LoRA costs no collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshlora.comm.collectives import all_gather, gather_each_to_one
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.compat import gate_of
+from meshlora.common.transfer import to_device
+from meshlora.layers.adapted import AdaptedLeaf
+from meshlora.layers.experts.dispatch import Journey, Places, Slots
+from meshlora.layers.experts.mlp import GroupedMlpFunction
+from meshlora.layers.experts.products import Projection
+from meshlora.layers.tokens import owners
+from meshlora.plan.experts import ExpertRule, ExpertsRule
+from meshlora.plan.layout import Split
+from meshlora.plan.topology import EP, ETP
+
+
+class ParallelExpertLinear(AdaptedLeaf):
+    """One frozen projection of this rank's experts with its adapters.
+
+    Attributes, besides those of `AdaptedLeaf`:
+        rule: of all experts. num_experts: of this rank.
+        weight: `[E_local, out_local, in_local]`, or as it is stored, `[E_local, in_local, out_local]`.
+        bias: `[E_local, out_local]` or None.
+        lora_A, lora_B: `[E_local, r, in_local]`, `[E_local, out_local, r]`; of an adapter that all experts share
+            `[1, ...]`.
+    """
+
+    def __init__(self, rule: ExpertRule, mesh: Mesh, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        etp = mesh.over({ETP})
+        super().__init__(*rule.local_features(etp.size))
+        self.rule, self.etp = rule, etp
+        self.num_experts = rule.num_experts // mesh.over({EP}).size
+        shape = [self.out_features, self.in_features]
+        shape = shape[::-1] if rule.is_transposed else shape
+        empty = torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.register_parameter("bias", None)
+        if rule.has_bias:
+            empty = torch.empty(self.num_experts, self.out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
+
+    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
+        """As `AdaptedLeaf`; B is kept as the grouped products read it."""
+        assert all(len(value) in (1, self.num_experts) for value in factors.values()), name
+        held = {p: v.mT.contiguous().mT if p.startswith("B") else v for p, v in factors.items()}
+        super().add_adapter(name, held, scaling=scaling)
+
+    def projection(self) -> Projection:
+        """The frozen part; of a row projection one term of a sum over etp, with the bias in that of the first rank."""
+        bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
+        scale = self.scaling[self.in_use] if self.in_use is not None else 1.0
+        return Projection(self.weight, bias, scale, self.rule.is_transposed)
+
+    def active_factors(self, adapters: Sequence[str | None] = ()) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the adapter in use, None where there is none.
+
+        adapters: K that are trained. Then those of all experts with each of them, `[E_local K, ...]`, an expert's next
+        to each other; of different ranks with zeros up to the largest. B has the scale of its adapter in it.
+        """
+        if self.in_use is not None:
+            return self.factors(self.in_use)
+        if not any(name in self.scaling for name in adapters):
+            return None, None
+        pairs = {name: self.factors(name) for name in adapters if name is not None and name in self.scaling}
+        r = max(a.shape[-2] for a, _ in pairs.values())
+        some_a, some_b = next(iter(pairs.values()))
+        no_a, no_b = some_a.new_zeros(1, r, self.in_features), some_b.new_zeros(1, self.out_features, r)
+        every_a, every_b = [], []
+        for name in adapters:
+            a, b = pairs.get(str(name), (no_a, no_b))
+            a, b = F.pad(a, (0, 0, 0, r - a.shape[-2])), F.pad(b, (0, r - b.shape[-1]))
+            every_a.append(a.expand(self.num_experts, -1, -1))
+            every_b.append((b * self.scaling.get(str(name), 1.0)).expand(self.num_experts, -1, -1))
+        return torch.stack(every_a, 1).flatten(0, 1), torch.stack(every_b, 1).flatten(0, 1)
+
+    def _piece_rows(self, piece: str) -> Tensor:
+        assert self.rule.fused is not None, self.rule
+        return self.rule.fused.piece_rows(piece, rank=self.etp.rank, size=self.etp.size)
+
+    def extra_repr(self) -> str:
+        shape = f"{self.num_experts} x ({self.in_features} -> {self.out_features})"
+        return f"{self.rule.split}, {shape}, adapters={list(self.scaling)}"
+
+
+class ParallelExperts(nn.Module):
+    """The experts of a layer of which this rank holds some. Made by `parallelize_experts` of the model's own module.
+
+    Attributes:
+        rule: of all experts. mesh: where tokens go.
+        cuts_tokens: whether the tokens are alike on all tp ranks, so that each sends its share of them.
+    """
+
+    rule: ExpertsRule
+    mesh: Mesh
+    cuts_tokens: bool
+    act_fn: Any
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[T, H]`, the chosen experts `[T, k]` and their weights `[T, k]` -> `[T, H]`."""
+        number = len(hidden_states)
+        adapters = self._adapters()
+        pairs = top_k_index  # of experts, or of experts and adapters
+        if adapters:
+            tokens = self._projections()[0].tokens
+            assert tokens is not None
+            owner = to_device(owners(tokens.parts(self.rule.name, number), adapters), pairs.device)
+            pairs = top_k_index * len(adapters) + owner.unsqueeze(1)
+        if self.cuts_tokens:
+            hidden_states, top_k_weights = share_of_tokens(hidden_states, top_k_weights, self.mesh.tp)
+            pairs = _share(pairs, self.mesh.tp)
+        out = self._of_own_tokens(hidden_states, pairs, top_k_weights, adapters)
+        return _whole(out, number, self.mesh.tp) if self.cuts_tokens else out
+
+    def _projections(self) -> list[ParallelExpertLinear]:
+        found = [self.get_submodule(p.name.rpartition(".")[2]) for p in self.rule.projections]
+        assert all(isinstance(leaf, ParallelExpertLinear) for leaf in found)
+        return found  # type: ignore[return-value]
+
+    def _adapters(self) -> tuple[str | None, ...]:
+        """Those that are trained, where they are several and some are on these experts: alike on all ranks."""
+        leaves = self._projections()
+        tokens = leaves[0].tokens or leaves[1].tokens
+        if tokens is None or not tokens.names_adapters:
+            return ()
+        return tokens.adapters if any(name in leaf.scaling for leaf in leaves for name in tokens.adapters) else ()
+
+    def _of_own_tokens(
+        self, tokens: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Sequence[str | None]
+    ) -> Tensor:
+        slots = Slots.of(top_k_index, self.rule.num_experts * (len(adapters) or 1))
+        if self.rule.weights_first:
+            rows = slots.rows(tokens)
+            rows = rows * _by_slot(weights, slots).to(rows.dtype)
+        if self.mesh.over({EP, ETP}).size == 1:
+            if self.rule.weights_first:
+                rows = self._run(
+                    rows, None, Places.permutation(torch.arange(len(rows), device=rows.device)), slots.counts, adapters
+                )
+                return slots.places.collect(rows)
+            return self._run(tokens, weights, slots.places, slots.counts, adapters)
+        journey = Journey(slots, self.mesh)
+        rows = rows if self.rule.weights_first else slots.rows(tokens)
+        rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))
+        return slots.places.collect(rows) if self.rule.weights_first else slots.weighted_sum(rows, weights)
+
+    def _run(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        places: Places,
+        counts: list[int],
+        adapters: Sequence[str | None],
+    ) -> Tensor:
+        """The MLPs of this rank's experts; `places` leads from the rows to their order by expert, and back."""
+        first, second = self._projections()
+        return GroupedMlpFunction.apply(
+            rows,
+            weights,
+            places.index,
+            places.places,
+            counts,
+            self._gated,
+            first.projection(),
+            second.projection(),
+            *first.active_factors(adapters),
+            *second.active_factors(adapters),
+        )
+
+    def _gated(self, inner: Tensor) -> Tensor:
+        """What the first projection gives -> what the second takes, by the model's own code where there is some."""
+        if self.rule.first.fused is None:
+            return self.act_fn(inner)
+        own = gate_of(self)
+        if own is not None:
+            return own(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+def parallelize_experts(module: nn.Module, rule: ExpertsRule, mesh: Mesh, *, dtype: torch.dtype, sp: bool) -> None:
+    """Make `module`, experts on the meta device, hold this rank's part of them."""
+    base: Any = type(module)
+    for projection in rule.projections:
+        leaf = projection.name.rpartition(".")[2]
+        delattr(module, leaf)
+        if projection.has_bias:
+            delattr(module, f"{leaf}_bias")
+        module.add_module(leaf, ParallelExpertLinear(projection, mesh, dtype=dtype, device="meta"))
+    module.__class__ = _parallel_class(base)
+    assert isinstance(module, ParallelExperts)
+    module.rule, module.mesh = rule, mesh
+    module.cuts_tokens = mesh.tp.size > 1 and not sp
+
+
+@functools.cache
+def _parallel_class(base: Any) -> Any:
+    """The class of `base` with our forward around its own."""
+    return type(f"Parallel{base.__name__}", (ParallelExperts, base), {})
+
+
+class _TokenShare(Function):
+    """This tp rank's tokens and their routing weights; backward: one gather of both gradients, byte for byte."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
+        ctx.tp, ctx.number = tp, len(hidden)
+        return _share(hidden, tp).clone(), _share(weights, tp).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        parts = [grad.contiguous().view(torch.uint8) for grad in grads]
+        both = _gather_padded(torch.cat(parts, 1), ctx.number, ctx.tp)
+        hidden, weights = both.split([part.shape[1] for part in parts], 1)
+        return hidden.contiguous().view(grads[0].dtype), weights.contiguous().view(grads[1].dtype), None
+
+
+def share_of_tokens(hidden: Tensor, weights: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
+    """`[T, H]`, `[T, k]`, alike on all tp ranks -> this rank's share of both; the last ranks may have fewer tokens."""
+    return _TokenShare.apply(hidden, weights, tp)
+
+
+def _share(tokens: Tensor, tp: Axis) -> Tensor:
+    each = -(-len(tokens) // tp.size)
+    return tokens[tp.rank * each : (tp.rank + 1) * each]
+
+
+def _gather_padded(own: Tensor, number: int, tp: Axis) -> Tensor:
+    """The shares of all tp ranks `[n, ...]` -> `[number, ...]`."""
+    each = -(-number // tp.size)
+    padded = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
+    return all_gather(padded, tp)[:number]
+
+
+def _whole(own: Tensor, number: int, tp: Axis) -> Tensor:
+    """The same with a gradient: what follows is alike on all tp ranks."""
+    each = -(-number // tp.size)
+    padded = torch.cat([own, own.new_zeros(each - len(own), own.shape[1])]) if len(own) < each else own
+    return gather_each_to_one(padded, tp)[:number]
+
+
+def _by_slot(weights: Tensor, slots: Slots) -> Tensor:
+    """`[T, k]` -> `[T k, 1]`, in the order of the sorted slots."""
+    flat = torch.empty(weights.numel(), dtype=weights.dtype, device=weights.device)
+    return flat.index_copy(0, slots.places.places.flatten(), weights.flatten()).unsqueeze(1)
+
+
+class ScaledExpertsBlock(nn.Module):
+    """A block whose own code hands every token, scaled, to every expert (llama4): here only to those it chose."""
+
+    router: Any
+    shared_expert: Any
+    experts: Any
+    hidden_dim: int
+    top_k: int
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """`[..., H]` -> (`[T, H]`, router logits `[T, E]`)."""
+        tokens = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(tokens)  # zero but for those that were chosen
+        weights, chosen = torch.topk(scores, self.top_k, dim=1)
+        return self.shared_expert(tokens) + self.experts(tokens, chosen, weights), logits
+
+
+def parallelize_block(module: nn.Module) -> None:
+    """Make `module`, the block around experts that want scaled tokens, send them only where they are wanted."""
+    base: Any = type(module)
+    module.__class__ = _block_class(base)
+
+
+@functools.cache
+def _block_class(base: Any) -> Any:
+    return type(f"Parallel{base.__name__}", (ScaledExpertsBlock, base), {})

@@ -1,0 +1,47 @@
+"""LoRA on routers that own their weight: modules of transformers that are no linears.
+
+Owns: the adapter around the weight. Does not own: routers that are linears (`layers.linear`), routing.
+
+A router stays the model's own and whole on every rank. Its matrix is small, `[experts, H]`, so W + s B A is made of it
+whenever it is read: as a parametrization of torch, which the router's own code does not notice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from meshlora.layers.adapted import AdaptedLeaf
+from meshlora.plan.rules import LinearRule
+
+
+class RouterAdapter(AdaptedLeaf):
+    """W `[E, H]` -> W + s B A with the adapter in use."""
+
+    def __init__(self, rule: LinearRule) -> None:
+        super().__init__(rule.in_features, rule.out_features)
+        self.rule = rule
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.in_use is None:
+            return weight
+        a, b = (factor.to(weight.dtype) for factor in self.factors(self.in_use))
+        return torch.addmm(weight, b, a, alpha=self.scaling[self.in_use])
+
+
+def adapt_router(module: nn.Module, rule: LinearRule) -> RouterAdapter:
+    """The adapter around the weight of `module`; made where there is none yet."""
+    if parametrize.is_parametrized(module, "weight"):
+        lists: nn.ModuleDict = module.parametrizations  # type: ignore[assignment]
+        found = lists["weight"][0]  # type: ignore[index]
+        assert isinstance(found, RouterAdapter)
+        return found
+    adapter = RouterAdapter(rule)
+    parametrize.register_parametrization(module, "weight", adapter)
+    return adapter
+
+
+def router_of(path: str) -> str:
+    """The name of the router whose adapter is the module at `path`."""
+    return path.partition(".parametrizations.")[0]

@@ -1,0 +1,143 @@
+"""Gated MLPs: `act(gate) * up` is computed once more in the backward, not kept.
+
+Owns: noticing the product in the model's own forward, its gradient, and what a linear that is called with the product
+keeps in its place. Does not own: that linear (`layers.linear`), which activations there are (transformers, torch).
+
+transformers writes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`. Left alone autograd keeps four tensors `[T, F]`:
+gate for the activation, act(gate) and up for the product, the product for A of down_proj. Two are enough. The model's
+code stays as it is: its activation returns a tensor that knows where it comes from, and the multiplication asks it.
+Whatever else is done with that tensor is done as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from transformers.activations import ACT2CLS
+
+from meshlora.common.compat import version_of
+from meshlora.common.float64 import is_lifted, lift
+
+_PRODUCT = "_meshlora_product"
+_MULTIPLY = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
+
+
+def _classes() -> set[type]:
+    """Activations that transformers chooses by name, and those of torch that its models name themselves; none that
+    draws numbers.
+    """
+    found = (entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values())
+    return ({entry for entry in found if isinstance(entry, type)} | {nn.SiLU, nn.GELU}) - {nn.RReLU}
+
+
+_ACTIVATIONS = _classes()
+
+
+class Activation:
+    """An activation to run again, and its result for whoever comes second in a backward."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function, self._is_lifted = function, is_lifted()
+        self._kept: Tensor | None = None
+
+    def of(self, gate: Tensor, *, keep: bool) -> Tensor:
+        """act(gate), as in the forward. keep: until it is asked for once more without."""
+        found = self._kept
+        if found is None:
+            with torch.no_grad(), lift(self._is_lifted):
+                found = self._function(gate)
+        self._kept = found if keep else None
+        return found
+
+
+@dataclass(frozen=True)
+class Product:
+    """Where a product `act(gate) * up` comes from. version: of the product then."""
+
+    gate: Tensor
+    up: Tensor
+    activation: Activation
+    version: int
+
+
+def product_behind(x: Tensor) -> Product | None:
+    """What `x` was multiplied of, where it is such a product and unchanged."""
+    found = getattr(x, _PRODUCT, None)
+    return found if isinstance(found, Product) and found.version == version_of(x) else None
+
+
+class _Gated(Function):
+    """forward: y = a u, a = act(gate); backward: da = g u, du = g a. The activation's own node goes on from da."""
+
+    @staticmethod
+    def forward(ctx: Any, activated: Tensor, up: Tensor, gate: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        gate, up = ctx.saved_tensors
+        g, needs = grads[0], ctx.needs_input_grad
+        d_activated = g * up if needs[0] else None
+        d_up = g * ctx.activation.of(gate, keep=False) if needs[1] else None
+        return d_activated, d_up, None, None
+
+
+class _Activated(Tensor):
+    """act(gate), which knows its gate: multiplied with another tensor it gives a product that knows its factors."""
+
+    gate: Tensor
+    activation: Activation
+    version: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            if func in _MULTIPLY and len(args) == 2 and not kwargs:
+                activated, up = args if isinstance(args[0], _Activated) else reversed(args)
+                if _is_gated(activated, up):
+                    return _multiply(activated, up)
+            return func(*args, **(kwargs or {}))
+
+
+def _is_gated(activated: _Activated, up: Any) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and type(up) is Tensor
+        and (up.shape, up.dtype, up.device) == (activated.shape, activated.dtype, activated.device)
+        and version_of(activated) == activated.version
+    )
+
+
+def _multiply(activated: _Activated, up: Tensor) -> Tensor:
+    gate, activation = activated.gate, activated.activation
+    product = _Gated.apply(activated, up, gate, activation)
+    assert isinstance(product, Tensor)
+    setattr(product, _PRODUCT, Product(gate, up, activation, version_of(product)))
+    return product
+
+
+def watch_activations(model: nn.Module, owners: Iterable[str]) -> None:
+    """Let the activations that are children of the modules `owners` tell what they return of what."""
+    for owner in owners:
+        for module in model.get_submodule(owner).children():
+            if type(module) in _ACTIVATIONS and not list(module.parameters()) and not list(module.buffers()):
+                module.register_forward_hook(_tell)
+
+
+def _tell(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if len(args) != 1 or type(output) is not Tensor or not output.requires_grad or output.shape != args[0].shape:
+        return output
+    found = output.as_subclass(_Activated)
+    # Without its graph: what is kept of it is its values.
+    found.gate, found.version = args[0].detach(), version_of(found)
+    found.activation = Activation(module.forward)
+    return found

@@ -1,0 +1,361 @@
+"""The loss over a vocabulary that is split over tp: all logits of all tokens never exist, on no rank, in neither pass.
+
+Owns: the cross-entropy and the log-probabilities from hidden states, chunk by chunk of tokens, with their gradients.
+Does not own: the head itself, what a model does to its logits (`layers.head.recipe`), the summing of gradients over
+ranks (`model.regions`, `train.gradsync`).
+
+Rank r of tp holds rows `r*V/tp .. (r+1)*V/tp` of the head, V being padded at its end to a multiple of tp. The padding
+is no part of the vocabulary: it enters neither the softmax nor the mean of label smoothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from meshlora.comm.collectives import all_gather
+from meshlora.comm.groups import Axis
+from meshlora.common.compat import assert_on_device
+from meshlora.common.errors import UserError
+from meshlora.common.float64 import is_lifted, lift
+from meshlora.common.transfer import to_device
+
+IGNORED = -100  # the label of a token that is not trained
+
+# Of the logits of one chunk over the whole vocabulary, so that the chunks are the same for every tp. Smaller chunks
+# read the head's weight more often than its products can hide.
+CHUNK_BYTES = 128 * 2**20
+
+Head = Callable[[Tensor], Tensor]
+
+
+def summed_cross_entropy_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    parameters: Sequence[Tensor] = (),
+    *,
+    axis: Axis,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    chunk_tokens: int | None = None,
+    trained: Tensor | None = None,
+) -> Tensor:
+    """Sum over the trained tokens of `(1-e) * -log p(label) + e * mean over the vocabulary of -log p`, e the smoothing.
+
+    one -> one, in fp32 (fp64 for float64). The gradients come into being in the forward, a chunk at a time, and the
+    backward scales them. That of `hidden` is each rank's term of a sum over `axis`, those of `parameters` are local:
+    to add them up is the caller's part.
+
+    Args:
+        hidden: `[T, H]`, the same on all ranks of `axis`.
+        head: `[t, H]` -> this rank's logits `[t, V/tp]`, with all that the model does to logits. Each token by itself.
+        labels: `[T]`, shifted already, the same on all ranks of `axis`; `IGNORED` where untrained. Untrained tokens
+            never reach the head.
+        parameters: the tensors behind `head` that get a gradient. What is not listed here gets none.
+        vocab: entries without the padding.
+        chunk_tokens: trained tokens that pass the head at once; by default as many as `CHUNK_BYTES` hold.
+        trained: int64, where `labels` is not `IGNORED`, in order; who knows it spares the host to wait for the device.
+
+    Raises:
+        UserError: a label is not in the vocabulary; on a GPU an assertion there, which the host learns of later.
+    """
+    assert 0.0 <= label_smoothing <= 1.0, label_smoothing
+    loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
+    rows, labels = _trained(hidden, labels, vocab, trained)
+    # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
+    tokens = _chunk_tokens(chunk_tokens, loss)
+    return _SummedCrossEntropy.apply(hidden, head, rows, labels, loss, tokens, has_gradient, *parameters)
+
+
+def cross_entropies_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    sizes: Sequence[int],
+    *,
+    axis: Axis,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    chunk_tokens: int | None = None,
+    trained: Tensor | None = None,
+) -> Tensor:
+    """`[K]`: the summed cross-entropy of each of K groups of neighbouring tokens, `sizes` `[K]` of them.
+
+    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`; nothing behind `head` is trained.
+    """
+    assert sum(sizes) == len(labels), (sizes, tuple(labels.shape))
+    loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
+    rows, labels = _trained(hidden, labels, vocab, trained)
+    has_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    tokens = _chunk_tokens(chunk_tokens, loss)
+    groups = to_device(torch.tensor(sizes), hidden.device)
+    return _CrossEntropyOfGroups.apply(hidden, head, rows, labels, loss, tokens, has_gradient, groups)
+
+
+def log_probabilities_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    parameters: Sequence[Tensor] = (),
+    *,
+    axis: Axis,
+    vocab: int,
+    chunk_tokens: int | None = None,
+    trained: Tensor | None = None,
+) -> Tensor:
+    """log p(label) of each token, `[T]`, 0 where untrained; for losses in which tokens weigh differently.
+
+    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`, but what a token weighs is known in
+    the backward only: there the logits are computed once more, a chunk at a time.
+    """
+    loss = _ChunkLoss(axis, vocab, 0.0, _exact_dtype(hidden))
+    rows, targets = _trained(hidden, labels, vocab, trained)
+    found = _LogProbabilities.apply(hidden, head, rows, targets, loss, _chunk_tokens(chunk_tokens, loss), *parameters)
+    return found.new_zeros(labels.shape).index_copy(0, rows, found)
+
+
+def _trained(hidden: Tensor, labels: Tensor, vocab: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(where the trained tokens are, their labels)."""
+    assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
+    if rows is None:
+        rows = (labels != IGNORED).nonzero().squeeze(1)
+    targets = labels[rows]
+    _check_labels(targets, vocab)
+    return rows, targets
+
+
+def _chunk_tokens(given: int | None, loss: _ChunkLoss) -> int:
+    return given or max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
+
+
+def _exact_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _check_labels(labels: Tensor, vocab: int) -> None:
+    """A label in the padding, or behind it, would belong to no rank: its loss would be wrong without a sign."""
+    if not labels.numel():
+        return
+    least, most = labels.aminmax()
+    if labels.is_cuda:  # the host does not wait for the answer; the run ends at the next time it does
+        assert_on_device((least >= 0) & (most < vocab), f"a label is not in the vocabulary of {vocab}")
+    elif least < 0 or most >= vocab:
+        wrong = int(least if least < 0 else most)
+        raise UserError(f"label {wrong}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
+
+
+@dataclass(frozen=True)
+class _ChunkLoss:
+    """The loss of one chunk of trained tokens from this rank's logits, and its gradient for them.
+
+    Attributes:
+        axis: the ranks that share the vocabulary. vocab: its entries without padding.
+        label_smoothing: weight of the mean over the vocabulary. dtype: what is computed in.
+    """
+
+    axis: Axis
+    vocab: int
+    label_smoothing: float
+    dtype: torch.dtype
+
+    def __call__(self, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
+        """logits `[t, V/tp]`, labels `[t]` -> loss of each token `[t]`; `gradient` `[t, V/tp]` gets d sum(loss) / dx.
+
+        With m the greatest logit and Z = sum_v exp(x[v] - m) over all ranks:
+            loss = log Z + (1-e) (m - x[label]) + e (m - mean_v x[v])
+            dx[v] = exp(x[v] - m) / Z - (1-e) [v == label] - e / vocab, and 0 in the padding
+        One all-gather of four numbers a token; no [t, V/tp] beside the two in the signature (on CPU, bf16 needs one).
+        """
+        eps, num_local = self.label_smoothing, logits.shape[1]
+        assert num_local * self.axis.size >= self.vocab, (num_local, self.axis.size, self.vocab)
+        first = self.axis.rank * num_local
+        num_real = min(max(self.vocab - first, 0), num_local)  # 0 where a small vocabulary ends before this rank
+        real = logits[:, :num_real]
+
+        place = labels - first
+        is_here = (place >= 0) & (place < num_real)
+        place = place.clamp(0, num_local - 1).unsqueeze(1)
+        label_logit = logits.gather(1, place).squeeze(1).to(self.dtype).where(is_here, 0.0)
+        # Finite also where this rank has no logit but -inf: exp(-inf - -inf) is no number.
+        highest = label_logit.new_full(labels.shape, torch.finfo(self.dtype).min)
+        if num_real:
+            highest = torch.maximum(highest, real.amax(1).to(self.dtype))
+        total = real.sum(1, dtype=self.dtype) if eps else torch.zeros_like(highest)
+        gradient[:, num_real:] = 0
+        exps = torch.sub(real, highest.unsqueeze(1), out=gradient[:, :num_real]).exp_()
+
+        mine = torch.stack([highest, exps.sum(1), label_logit, total])
+        by_rank = all_gather(mine, self.axis).view(self.axis.size, *mine.shape)  # [tp, 4, t]
+        top = by_rank[:, 0].amax(0)
+        z = (by_rank[:, 1] * (by_rank[:, 0] - top).exp()).sum(0)
+        # Differences to the greatest logit, as a softmax in one process takes them: small where the model is sure.
+        loss = z.log() + (1 - eps) * (top - by_rank[:, 2].sum(0))
+        if eps:
+            loss += eps * (top - by_rank[:, 3].sum(0) / self.vocab)
+
+        exps.mul_(((highest - top).exp() / z).unsqueeze(1))
+        if eps:
+            exps.sub_(eps / self.vocab)
+        gradient.scatter_add_(1, place, (eps - 1) * is_here.to(self.dtype).unsqueeze(1))
+        return loss
+
+
+class _SummedCrossEntropy(Function):
+    """Forward: loss and gradients, chunk by chunk. Backward: the gradients times the scalar that comes in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor,
+        labels: Tensor,
+        loss: _ChunkLoss,
+        chunk_tokens: int,
+        has_gradient: bool,
+        *parameters: Tensor,
+    ) -> Tensor:
+        losses, d_hidden, sums = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, parameters)
+        ctx.save_for_backward(d_hidden, *sums)
+        ctx.is_trained = [p.requires_grad for p in parameters]
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, *sums = (None if d is None else _scaled(d, grads[0]) for d in ctx.saved_tensors)
+        by_parameter = iter(sums)
+        return (d_hidden, *[None] * 6, *(next(by_parameter) if trained else None for trained in ctx.is_trained))
+
+
+class _CrossEntropyOfGroups(Function):
+    """The same, one sum for each group of tokens, and only `hidden` has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor,
+        labels: Tensor,
+        loss: _ChunkLoss,
+        chunk_tokens: int,
+        has_gradient: bool,
+        sizes: Tensor,
+    ) -> Tensor:
+        losses, d_hidden, _ = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, ())
+        ctx.save_for_backward(d_hidden, sizes)
+        group_of = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(hidden))
+        return losses.new_zeros(len(sizes)).index_add_(0, group_of[rows], losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, sizes = ctx.saved_tensors
+        if d_hidden is not None:
+            of_tokens = grads[0].repeat_interleave(sizes, output_size=len(d_hidden))
+            d_hidden = _scaled(d_hidden, of_tokens.unsqueeze(1))
+        return (d_hidden, *[None] * 7)
+
+
+def _by_chunks(
+    hidden: Tensor,
+    head: Head,
+    rows: Tensor,
+    labels: Tensor,
+    loss: _ChunkLoss,
+    chunk_tokens: int,
+    has_gradient: bool,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """(loss of each trained token, gradient of their sum for `hidden`, and for those of `parameters` that train)."""
+    losses = hidden.new_empty(rows.shape, dtype=loss.dtype)
+    trained = [p for p in parameters if has_gradient and p.requires_grad]
+    d_hidden = torch.zeros_like(hidden) if has_gradient and hidden.requires_grad else None
+    # At least fp32: a sum over chunks in bf16 would lose what each chunk adds.
+    sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+    # One for all chunks: to get fresh memory costs more than to compute in it.
+    buffer = hidden.new_empty(0, dtype=loss.dtype)
+
+    def one_chunk(rows: Tensor, labels: Tensor, out: Tensor) -> None:  # a function: its logits end with it
+        x = hidden.index_select(0, rows).requires_grad_(d_hidden is not None)
+        with torch.set_grad_enabled(has_gradient):
+            logits = head(x)
+        d_logits = buffer.resize_(logits.shape)
+        out.copy_(loss(logits.detach(), labels, d_logits))
+        if not has_gradient:
+            return
+        inputs = [x, *trained] if d_hidden is not None else trained
+        grads = list(torch.autograd.grad(logits, inputs, d_logits.to(logits.dtype)))
+        if d_hidden is not None:
+            d_hidden.index_copy_(0, rows, grads.pop(0))
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(grad)
+
+    for start in range(0, len(rows), chunk_tokens):  # not split: that makes a chunk of no tokens
+        chunk = slice(start, start + chunk_tokens)
+        one_chunk(rows[chunk], labels[chunk], losses[chunk])
+    return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, trained, strict=True)]
+
+
+class _LogProbabilities(Function):
+    """Forward: log-probabilities, chunk by chunk; nothing but the inputs is saved. Backward: the chunks once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor,
+        labels: Tensor,
+        loss: _ChunkLoss,
+        chunk_tokens: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, rows, labels, *parameters)
+        ctx.head, ctx.loss, ctx.chunk_tokens, ctx.is_lifted = head, loss, chunk_tokens, is_lifted()
+        found = hidden.new_empty(rows.shape, dtype=loss.dtype)
+        buffer = hidden.new_empty(0, dtype=loss.dtype)
+        for start in range(0, len(rows), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = head(hidden.index_select(0, rows[chunk]))
+            found[chunk] = loss(logits, labels[chunk], buffer.resize_(logits.shape)).neg_()
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, rows, labels, *parameters = ctx.saved_tensors
+        needs_hidden, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
+        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        buffer = hidden.new_empty(0, dtype=ctx.loss.dtype)
+        for start in range(0, len(rows), ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            x = hidden.index_select(0, rows[chunk]).requires_grad_(needs_hidden)
+            with torch.enable_grad(), lift(ctx.is_lifted):
+                logits = ctx.head(x)
+            d_logits = buffer.resize_(logits.shape)
+            ctx.loss(logits.detach(), labels[chunk], d_logits)
+            d_logits.mul_(-grads[0][chunk].unsqueeze(1))
+            found = list(torch.autograd.grad(logits, [x, *trained] if needs_hidden else trained, d_logits.to(logits)))
+            if d_hidden is not None:
+                d_hidden.index_copy_(0, rows[chunk], found.pop(0))
+            for total, grad in zip(sums, found, strict=True):
+                total.add_(grad)
+        by_parameter = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        return (d_hidden, *[None] * 5, *(next(by_parameter) if is_needed else None for is_needed in needs))
+
+
+def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Out of place: whoever keeps the graph may come again. The factor stays fp32: bf16 would round a mean's 1/n."""
+    return (tensor.to(torch.promote_types(tensor.dtype, factor.dtype)) * factor).to(tensor.dtype)

@@ -1,0 +1,166 @@
+"""The recipe of logits that nobody computes: what a model's own forward does to them, for each rank to do to its slice.
+
+Owns: `LogitsRecipe`, and which calls on logits are known to act on each by itself. Does not own: the loss that replays
+them (`layers.head.loss`), the head that returns one (`layers.linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from meshlora.common.compat import tensor_without_storage
+from meshlora.common.errors import UnsupportedError
+
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_meta")
+    ),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "element_size", "__len__")),
+    torch.is_floating_point,
+    torch.numel,
+}
+
+# What acts on each logit by itself, by name: with these arguments a slice of the vocabulary is as good as the whole.
+_ELEMENTWISE = (
+    *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"),
+    *("tanh", "clamp", "clip", "clamp_min", "clamp_max", "pow", "exp", "sigmoid"),
+)
+_OPERATORS = ("mul", "rmul", "truediv", "rtruediv", "add", "radd", "sub", "rsub", "neg", "pow")
+_IN_PLACE_OPERATORS = {"imul": "mul", "itruediv": "div", "idiv": "div", "iadd": "add", "isub": "sub", "ipow": "pow"}
+_CASTS = ("to", "float", "double", "half", "bfloat16", "contiguous")
+
+# The function that a model calls -> the one that replays it, out of place.
+_OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    **{getattr(torch, name): getattr(torch, name) for name in _ELEMENTWISE},
+    **{getattr(Tensor, name): getattr(Tensor, name) for name in (*_ELEMENTWISE, *_CASTS)},
+    **{getattr(Tensor, f"__{name}__"): getattr(Tensor, f"__{name}__") for name in _OPERATORS},
+}
+_IN_PLACE: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    **{getattr(o, f"{n}_"): getattr(o, n) for o in (torch, Tensor) for n in _ELEMENTWISE if hasattr(o, f"{n}_")},
+    **{getattr(Tensor, f"__{op}__"): getattr(Tensor, name) for op, name in _IN_PLACE_OPERATORS.items()},
+}
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One recorded call: `function(*before, logits, *after, **kwargs)`, cast back to the input's dtype if in place."""
+
+    function: Callable[..., Tensor]
+    after: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_in_place: bool
+    before: tuple[Any, ...] = ()
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        result = self.function(*self.before, logits, *self.after, **self.kwargs)
+        return result.to(logits.dtype) if self.is_in_place else result
+
+
+class LogitsRecipe(Tensor):
+    """Logits that are not computed: the hidden states they come from, and what the model did to them since.
+
+    A head returns one in place of logits, `[..., H]` -> `[..., V]` without storage. The model's own forward then scales
+    it, caps it, casts it; each such call is recorded and gives a recipe again. `replay` does the same to real logits.
+    Only what acts on each logit by itself is recorded, since each rank replays it on its own slice of the vocabulary.
+
+    Attributes:
+        hidden: what the head was called with, `[..., H]`. operations: what was recorded, in order.
+    """
+
+    hidden: Tensor
+    operations: tuple[_Operation, ...]
+
+    @staticmethod
+    def __new__(
+        cls, hidden: Tensor, *, vocab: int, dtype: torch.dtype | None = None, operations: tuple[_Operation, ...] = ()
+    ) -> LogitsRecipe:
+        shape = (*hidden.shape[:-1], vocab)
+        # Not the meta device: a model may ask where its logits are.
+        recipe = tensor_without_storage(cls, shape, dtype=dtype or hidden.dtype, device=hidden.device)
+        recipe.hidden, recipe.operations = hidden, operations
+        return recipe
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def replay(self, logits: Tensor) -> Tensor:
+        """What the model makes of these logits `[..., V/tp]`, out of place."""
+        for operation in self.operations:
+            logits = operation(logits)
+        return logits
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        names = [operation.function.__name__ for operation in self.operations]
+        return f"LogitsRecipe(shape={tuple(self.shape)}, dtype={self.dtype}, operations={names})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _record(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        _refuse(func)  # reached only by a way around __torch_function__
+
+
+def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsRecipe:
+    """The recipe after this call. A call in place changes the recipe itself."""
+    is_in_place = func in _IN_PLACE
+    if not is_in_place and func not in _OUT_OF_PLACE:
+        _refuse(func)
+    places = [i for i, arg in enumerate(args) if isinstance(arg, LogitsRecipe)]
+    if len(places) != 1 or any(isinstance(value, LogitsRecipe) for value in kwargs.values()):
+        _refuse(func)
+    place, recipe = places[0], args[places[0]]
+    others = [_scalar(arg, func) for i, arg in enumerate(args) if i != place]
+    operation = _Operation(
+        _IN_PLACE[func] if is_in_place else _OUT_OF_PLACE[func],
+        tuple(others[place:]),
+        {name: _scalar(value, func) for name, value in kwargs.items()},
+        is_in_place,
+        before=tuple(others[:place]),
+    )
+    with torch.DisableTorchFunctionSubclass():
+        # One logit tells which dtype the call gives, and whether it gives its input back (a cast without effect).
+        probe = torch.zeros((1,) * recipe.ndim, dtype=recipe.dtype, device=recipe.device)
+        vocab = recipe.shape[-1]
+    result = operation(probe)
+    if result is probe:
+        return recipe
+    if is_in_place:
+        recipe.operations += (operation,)
+        return recipe
+    operations = (*recipe.operations, operation)
+    return LogitsRecipe(recipe.hidden, vocab=vocab, dtype=result.dtype, operations=operations)
+
+
+def _scalar(value: Any, func: Callable[..., Any]) -> Any:
+    """An argument that is the same for every logit: a number, a dtype, or an untrained tensor of one element."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
+        # [1]: replayed logits have fewer dims; 0-dim stays, for it takes no part in the choice of a dtype.
+        return value.detach().reshape(1) if value.ndim else value.detach()
+    if value is None or isinstance(value, bool | int | float | torch.dtype | torch.memory_format):
+        return value
+    return _refuse(func)
+
+
+def _refuse(func: Any) -> NoReturn:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = f"reading .{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    raise UnsupportedError(
+        f"this model's forward calls {name} on its logits",
+        "with the head split over tp, only what acts on each logit by itself is known to be exact",
+        "use tp=1",
+    )

@@ -1,0 +1,248 @@
+"""The linear layer with LoRA on a mesh: column-parallel, row-parallel or whole.
+
+Owns: the module that holds the local parts of W, A and B. Does not own: what it computes (`layers.products`), where
+regions begin (`model.regions`), how factors are drawn (`adapter.initialization`).
+
+Column-parallel layers communicate nothing. A row-parallel layer adds its base and LoRA terms locally and reduces the
+sum once; the bias is added after that, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.comm.collectives import (
+    all_reduce_sum,
+    gather_each_to_one,
+    reduce_each_to_one,
+    reduce_scatter_each_to_each,
+)
+from meshlora.comm.groups import Axis
+from meshlora.layers.adapted import AdaptedLeaf
+from meshlora.layers.dropout import input_features
+from meshlora.layers.early_a import Rider, rode_along
+from meshlora.layers.gate_recompute import product_behind
+from meshlora.layers.head.recipe import LogitsRecipe
+from meshlora.layers.products import LoraLinearFunction, RiddenLinearFunction
+from meshlora.layers.quantized import Packed, frozen_linear, pack, unpacked
+from meshlora.layers.shared_input import share
+from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule
+
+
+class ParallelLinear(AdaptedLeaf):
+    """A frozen linear of the base model with its adapters, as this rank holds it.
+
+    Attributes, besides those of `AdaptedLeaf`:
+        rule: the whole matrix and how it is split.
+        weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
+        bias: `[out_local]` (column) or `[out]` (row, whole), or None.
+        lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
+        dropout: adapter name -> share of the input's elements that its A does not see in training; 0 is left out.
+        quantized: how the weight is packed (`pack_weight`), None: not at all. weight and weight_absmax are then those
+            of a `Packed`.
+        scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
+        has_neighbours: whether other linears are called with the same input.
+    """
+
+    has_neighbours = False
+
+    def __init__(
+        self, rule: LinearRule, tp: Axis, *, scatters_tokens: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(*rule.local_features(tp.size))
+        self.rule, self.tp, self.scatters_tokens = rule, tp, scatters_tokens
+        empty = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.register_parameter("bias", None)
+        if rule.has_bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
+        self.lora_magnitude_vector = nn.ParameterDict()
+        self.dropout: dict[str, float] = {}
+        self.quantized: str | None = None
+        self.dtype = dtype
+
+    def pack_weight(self, weight: Tensor, kind: str) -> None:
+        """Hold `weight` `[out_local, in_local]` in few bits from now on."""
+        packed = pack(weight, kind)
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        self.weight_absmax = nn.Parameter(packed.absmax, requires_grad=False)
+        self.quantized, self.dtype = kind, weight.dtype
+
+    @property
+    def frozen_weight(self) -> Tensor | Packed:
+        """W as products take it."""
+        if self.quantized is None or self.weight.dtype != torch.uint8:
+            return self.weight
+        return Packed(self.weight, self.weight_absmax, self.quantized, self.dtype)
+
+    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
+        """As `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in a call of its own or not."""
+        if "magnitude" in factors:
+            self.lora_magnitude_vector[name] = nn.Parameter(factors["magnitude"], requires_grad=False)
+        super().add_adapter(name, {p: v for p, v in factors.items() if p != "magnitude"}, scaling=scaling)
+
+    def set_dropout(self, name: str, p: float, tokens: ForwardTokens) -> None:
+        """Let adapter `name` drop the share `p` of its input's elements while the module trains."""
+        self.tokens = tokens
+        if p > 0:
+            self.dropout[name] = p
+
+    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
+        """What of `adapter` sits here, under the names of `add_adapter`."""
+        found = super().trained(adapter)
+        if found and adapter in self.lora_magnitude_vector:
+            found["magnitude"] = self.lora_magnitude_vector[adapter]
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in_local]` -> y `[..., out_local]`; a row layer returns the sum over tp."""
+        segments, names = self._segments(x)
+        is_row = self.rule.split is Split.ROW
+        has_magnitude = any(name in self.lora_magnitude_vector for name in names)
+        # What comes after the sum over tp, and what needs a gradient, is added by itself.
+        adds_bias = self.bias is not None and (is_row or has_magnitude or self.bias.requires_grad)
+        bias = None if adds_bias else self.bias
+        if not segments:
+            y = frozen_linear(x, self.frozen_weight, bias)
+        else:
+            z = rode_along(self, x)
+            shared = share(x) if self.has_neighbours else None
+            own = x if shared is None else x.detach()
+            of_neighbours = (None, None) if shared is None else (shared.gradient, shared.token)
+            if z is not None:
+                of_z = (self.factor_b(names[0]), z)
+                y = RiddenLinearFunction.apply(own, self.frozen_weight, bias, *of_z, *of_neighbours)
+            else:
+                factors = [factor for name in names for factor in self.factors(name)]
+                how = (segments, product_behind(x), *of_neighbours)
+                y = LoraLinearFunction.apply(own, self.frozen_weight, bias, *how, *factors)
+        if is_row:
+            y = self._leave_region(y)
+        if has_magnitude:
+            y = self._with_magnitudes(y)
+        return self._add_bias(y) if adds_bias else y
+
+    def rider(self, x: Tensor) -> Rider | None:
+        """What of this linear can ride with a region's input, of which this rank's tokens are x `[..., in]`."""
+        name = self.in_use
+        if name is None or self.in_features != x.shape[-1]:
+            return None
+        return Rider(self, self.factor_a(name), self.scaling[name], self._whole_mask(name, x))
+
+    def _segments(self, x: Tensor) -> tuple[list[Segment], list[str]]:
+        """What is computed on which rows of x besides the base, and for which adapters."""
+        name = self.in_use
+        if name is not None:
+            return [Segment(0, x.numel() // x.shape[-1], self.scaling[name], self._whole_mask(name, x))], [name]
+        segments, names = [], []
+        for part in self._parts(x):
+            adapter = part.share.adapter
+            if adapter in self.scaling:
+                segments.append(Segment(part.start, part.stop, self.scaling[adapter], self._mask(adapter, part, x)))
+                names.append(adapter)
+        return segments, names
+
+    def _parts(self, x: Tensor) -> list[Part]:
+        """Which rows of x are for which adapter, where several are trained."""
+        if self.active is not None or not self.scaling or self.tokens is None or not self.tokens.names_adapters:
+            return []
+        return self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
+
+    def _whole_mask(self, adapter: str, x: Tensor) -> Mask | None:
+        if not self.training or adapter not in self.dropout:
+            return None
+        assert self.tokens is not None
+        (part,) = self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
+        return self._mask(adapter, part, x)
+
+    def _mask(self, adapter: str, part: Part, x: Tensor) -> Mask | None:
+        if not self.training or adapter not in self.dropout:
+            return None
+        assert self.tokens is not None
+        features = input_features(self.rule, self.tp).to(x.device)
+        # Not the module's own name: what it returns may have a dropout too.
+        return self.tokens.mask(f"{self.rule.name}.lora_dropout", self.dropout[adapter], part, features)
+
+    def _with_magnitudes(self, y: Tensor) -> Tensor:
+        """y `[..., out_local]`, the rows of each adapter with magnitudes times `m / ||W + s B A||`."""
+        if self.in_use is not None:
+            return y * self._ratio(self.in_use).to(y.dtype)
+        rows = y.reshape(-1, y.shape[-1])
+        found = []
+        for part in self._parts(y):
+            adapter, own = str(part.share.adapter), rows[part.start : part.stop]
+            has_magnitude = adapter in self.lora_magnitude_vector
+            found.append(own * self._ratio(adapter).to(y.dtype) if has_magnitude else own)
+        return torch.cat(found).view(y.shape)
+
+    def _ratio(self, adapter: str) -> Tensor:
+        magnitude = self.lora_magnitude_vector[adapter]
+        return magnitude / self.weight_norm(adapter).to(magnitude.dtype)
+
+    def _piece_rows(self, piece: str) -> Tensor:
+        assert self.rule.fused is not None, self.rule
+        is_split = self.rule.split is Split.COLUMN
+        return self.rule.fused.piece_rows(
+            piece, rank=self.tp.rank if is_split else 0, size=self.tp.size if is_split else 1
+        )
+
+    def _leave_region(self, y: Tensor) -> Tensor:
+        """y `[B, S, out]` or flat, one term of a sum -> the sum; under sp that of our tokens, `[1, B*S/tp, out]`."""
+        if self.scatters_tokens:
+            own = reduce_scatter_each_to_each(y.reshape(-1, y.shape[-1]), self.tp)
+            return own if y.ndim == 2 else torch.unsqueeze_copy(own, 0)  # no view: some models add to it in place
+        return reduce_each_to_one(y, self.tp)
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        assert self.bias is not None
+        return y + self.bias
+
+    @torch.no_grad()
+    def weight_norm(self, adapter: str) -> Tensor:
+        """`||W + s B A||` of each row, `[out_local]`: DoRA's, a constant to the gradient (section 4.3 of the paper).
+
+        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T: no matrix of the size of W is made. Of a row-parallel
+        linear each rank has the terms of its own input features: one small sum over tp.
+        """
+        a, b = (factor.float() for factor in self.factors(adapter))
+        weight = unpacked(self.frozen_weight).float()
+        scale = self.scaling[adapter]
+        squares = weight.square().sum(1)
+        squares += 2 * scale * (b * (weight @ a.T)).sum(1) + scale**2 * (b @ (a @ a.T) * b).sum(1)
+        if self.rule.split is Split.ROW:
+            squares = all_reduce_sum(squares, self.tp)
+        return squares.clamp(min=0).sqrt()
+
+    def extra_repr(self) -> str:
+        return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.scaling)}"
+
+
+class ParallelHead(ParallelLinear):
+    """The output head, whose logits are split over the vocabulary.
+
+    Called, it returns whole logits: gathered over tp. While `is_lazy` it returns a `LogitsRecipe` instead, from which
+    the loss computes what it needs, a few tokens at a time.
+    """
+
+    is_lazy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in]` -> logits `[..., vocab]`."""
+        if self.is_lazy:
+            return LogitsRecipe(x, vocab=self.rule.out_features)
+        return self._whole(self.local_logits(x))
+
+    def local_logits(self, x: Tensor) -> Tensor:
+        """x `[..., in]` -> logits `[..., vocab/tp]` of this rank's rows, padding included."""
+        return super().forward(x)
+
+    def _whole(self, y: Tensor) -> Tensor:
+        if self.rule.split is Split.WHOLE:
+            return y
+        parts = gather_each_to_one(y.movedim(-1, 0).contiguous(), self.tp)
+        return parts[: self.rule.out_features].movedim(0, -1)

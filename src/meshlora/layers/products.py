@@ -1,0 +1,245 @@
+"""The products of a linear with LoRA: `y = x W^T + b + s (x A^T) B^T` with W frozen, of one adapter or of several.
+
+Owns: forward and backward in one autograd function, each adapter on rows of its own; in another one where x A^T comes
+with x. Does not own: whose the rows are (`layers.tokens`), the module that holds the matrices (`layers.linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshlora.common.transfer import to_device
+from meshlora.layers.gate_recompute import Product
+from meshlora.layers.quantized import Packed, unpacked
+from meshlora.layers.shared_input import InputGradient
+from meshlora.layers.tokens import Segment, are_alike
+
+# Up to so many tokens a product on CPUs is faster with the tokens as its columns: by a fifth at 32, equal at 64, slower
+# beyond (MKL, float32, 1,024 x 1,408). bfloat16 has other kernels.
+_FEW_TOKENS = 32
+
+
+class LoraLinearFunction(Function):
+    """`y = x W^T + b`, and on the rows of each segment `+ z B^T`, `z = s D(x) A^T`, of its own s, D, A, B.
+
+    Shapes: x `[T, in]`, W `[out, in]`; of a segment x `[t, in]`, A `[r, in]`, B `[out, r]`. One adapter is one segment
+    of all rows. D zeroes elements and scales the others (dropout); it is its own adjoint.
+
+    forward: y[t,o] = sum_i x[t,i] W[o,i] + b[o] + sum_r z[t,r] B[o,r]
+    backward, with g = dL/dy:
+        dz = s g B             `[t, r]`
+        dA = dz^T D(x)         `[r, in]`
+        dB = g^T z             `[out, r]`
+        dx = D(dz A) + g W     `[T, in]`
+    The small product comes first and the large one is added to it, which costs the large one next to nothing; the
+    other way round is one more pass over y and dx.
+    Segments that are alike (`layers.tokens.are_alike`) are one batched product. It is not the product of all rows
+    with all factors, from which what belongs together is taken: an infinity in one adapter's rows would reach the
+    others' gradients. The factors of a segment without rows get zeros: other ranks have its rows.
+    W and b are frozen: no gradient is computed for them, and x is saved for dA alone; of a product of two tensors that
+    are kept anyway (`layers.gate_recompute`) these are saved in its place. A packed W is unpacked in either direction,
+    once for all segments, and what is kept of it is the packed one. The mask of D is computed once more in the
+    backward. Where x is shared with other linears, all of them add to one dx and return none (`layers.shared_input`):
+    they are called with x detached, and the token of what is shared. The factors may be of higher precision than x
+    (fp32 beside bf16): they are rounded on use, their gradients are not kept in the lower precision.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | Packed,
+        bias: Tensor | None,
+        segments: Sequence[Segment],
+        product: Product | None,
+        gradient: InputGradient | None,
+        token: Tensor | None,
+        *factors: Tensor,
+    ) -> Tensor:
+        x2 = x.reshape(-1, x.shape[-1])
+        packed = weight if isinstance(weight, Packed) else None
+        plain = unpacked(weight)
+        groups = _groups(segments, factors)
+        zs = [(group.seen(x2) @ _stacked(a, x.dtype).mT).mul_(group.scale(x)) for group, a, _ in groups]
+        y = _sum_of_products(x, plain, bias, [(group, z, b) for z, (group, _, b) in zip(zs, groups, strict=True)])
+        inputs = (x2,) if product is None else (product.gate, product.up.detach())
+        ctx.save_for_backward(None if packed else plain, *factors, *zs, *inputs)
+        ctx.segments, ctx.packed, ctx.gradient = segments, packed, gradient
+        ctx.activation = product.activation if product is not None else None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        weight = weight if ctx.packed is None else ctx.packed.whole()
+        number = 2 * len(ctx.segments)
+        groups = _groups(ctx.segments, saved[:number])
+        zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
+        g = grads[0].reshape(-1, weight.shape[0])
+        needs = ctx.needs_input_grad[7:]
+        x = _input(ctx, inputs) if any(needs[::2]) else None
+        dzs, found, place = [], [], 0
+        for (group, a, b), z in zip(groups, zs, strict=True):
+            own = group.rows(g)
+            dzs.append((own @ _stacked(b, g.dtype)).mul_(group.scale(g)))
+            stop = place + 2 * len(a)
+            das: Sequence[Tensor | None] = [None] * len(a)
+            dbs = das
+            if x is not None and any(needs[place:stop:2]):
+                das = group.each((dzs[-1].mT @ group.seen(x)).to(a[0].dtype))
+            if any(needs[place + 1 : stop : 2]):  # the transpose: twice as fast as g.T @ z
+                dbs = group.each((z.mT @ own).mT.to(b[0].dtype, memory_format=torch.contiguous_format))
+            found += [one for pair in zip(das, dbs, strict=True) for one in pair]
+            place = stop
+        dx, gradient = None, ctx.gradient
+        if ctx.needs_input_grad[0] or gradient is not None:
+            terms = [(group, dz, _stacked(a, g.dtype)) for dz, (group, a, _) in zip(dzs, groups, strict=True)]
+            dx = _with_terms(gradient.so_far() if gradient is not None else None, terms, g, weight.shape[1])
+            dx.addmm_(g, weight)
+            if gradient is not None:
+                gradient.hold(dx)
+            dx = dx.view(*grads[0].shape[:-1], weight.shape[1]) if gradient is None else None
+        return dx, *[None] * 6, *found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Segments whose products are one: a single one, with tensors `[t, ...]`, or K that are alike, `[K, t, ...]`."""
+
+    segments: Sequence[Segment]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Its rows of x `[T, ...]`, a view."""
+        own = x[self.segments[0].start : self.segments[-1].stop]
+        return own if len(self.segments) == 1 else own.unflatten(0, (len(self.segments), -1))
+
+    def seen(self, x: Tensor) -> Tensor:
+        """Its rows of x as A sees them."""
+        mask = self.segments[0].dropout
+        return self.rows(x) if mask is None else mask.drop(self.rows(x))
+
+    def scale(self, like: Tensor) -> Any:
+        """What z is multiplied by."""
+        if len(self.segments) == 1:
+            return self.segments[0].scale
+        scales = torch.tensor([segment.scale for segment in self.segments], dtype=like.dtype)
+        return to_device(scales, like.device).view(-1, 1, 1)
+
+    def each(self, gradient: Tensor) -> Sequence[Tensor]:
+        """The gradient of each segment's factor."""
+        return [gradient] if len(self.segments) == 1 else gradient.unbind()
+
+
+def _groups(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[tuple[_Group, list[Tensor], list[Tensor]]]:
+    """(group, its A, its B); factors: A and B of each segment in turn."""
+    if len(segments) > 1 and are_alike(segments, factors):
+        return [(_Group(segments), list(factors[::2]), list(factors[1::2]))]
+    pairs = zip(segments, factors[::2], factors[1::2], strict=True)
+    return [(_Group((segment,)), [a], [b]) for segment, a, b in pairs]
+
+
+def _stacked(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """`[..., r, in]` for a product with the rows of a group."""
+    return factors[0].to(dtype) if len(factors) == 1 else torch.stack(list(factors)).to(dtype)
+
+
+def _with_terms(total: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Tensor]], g: Tensor, width: int) -> Tensor:
+    """`total` `[T, width]` with D(dz A) added on the rows of each group, in place; None: zeros."""
+    is_first = total is None
+    if total is None:
+        total = (g.new_empty if _cover(terms, len(g)) else g.new_zeros)(len(g), width)
+    for group, dz, a in terms:
+        rows, mask = group.rows(total), group.segments[0].dropout
+        if mask is not None:
+            term = mask.drop(dz @ a)
+            rows.copy_(term) if is_first else rows.add_(term)
+        elif is_first:
+            torch.matmul(dz, a, out=rows)
+        else:
+            (rows.addmm_ if a.ndim == 2 else rows.baddbmm_)(dz, a)
+    return total
+
+
+def _cover(groups: Sequence[tuple[_Group, Tensor, Any]], num_rows: int) -> bool:
+    """Whether every row is in a group."""
+    return sum(s.stop - s.start for group, *_ in groups for s in group.segments) == num_rows
+
+
+class RiddenLinearFunction(Function):
+    """`LoraLinearFunction` of a z that came with x (`layers.early_a`): `y = x W^T + b + z B^T`.
+
+    backward, with g = dL/dy: dz = g B, dB = g^T z, dx = g W. Nothing of x is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | Packed,
+        bias: Tensor | None,
+        b: Tensor,
+        z: Tensor,
+        gradient: InputGradient | None = None,
+        token: Tensor | None = None,
+    ) -> Tensor:
+        packed = weight if isinstance(weight, Packed) else None
+        plain = unpacked(weight)
+        ctx.save_for_backward(None if packed else plain, b, z)
+        ctx.packed, ctx.gradient = packed, gradient
+        whole = _Group((Segment(0, len(z), 1.0),))
+        return _sum_of_products(x, plain, bias, [(whole, z, [b])])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, b, z = ctx.saved_tensors
+        weight = weight if ctx.packed is None else ctx.packed.whole()
+        g = grads[0].reshape(-1, weight.shape[0])
+        dx = db = None
+        if ctx.needs_input_grad[3]:
+            db = (z.T @ g).T.to(b.dtype, memory_format=torch.contiguous_format)
+        if ctx.gradient is not None:
+            so_far = ctx.gradient.so_far()
+            ctx.gradient.hold(g @ weight if so_far is None else so_far.addmm_(g, weight))
+        elif ctx.needs_input_grad[0]:
+            dx = (g @ weight).view(*grads[0].shape[:-1], weight.shape[1])
+        return dx, None, None, db, g @ b.to(g.dtype), None, None
+
+
+def _sum_of_products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Sequence[Tensor]]]
+) -> Tensor:
+    """`x W^T + bias`, and `z B^T` on the rows of each (group, z `[..., t, r]`, its B); `[..., out]`, x `[..., in]`."""
+    x2 = x.reshape(-1, x.shape[-1])
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view: some models change it in place
+    rows = y.view(-1, weight.shape[0])
+    covered = _cover(terms, len(x2))
+    if not covered:
+        rows.zero_() if bias is None else rows.copy_(bias)
+    is_small = len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64)
+    if is_small and bias is None and covered and len(terms) == 1 and terms[0][1].ndim == 2:
+        (_, z, b) = terms[0]
+        rows.copy_((_stacked(b, x.dtype) @ z.T).addmm_(weight, x2.T).T)
+        return y
+    for group, z, b in terms:
+        own, bt = group.rows(rows), _stacked(b, x.dtype).mT
+        if bias is None:
+            torch.matmul(z, bt, out=own)
+        else:
+            (torch.addmm if z.ndim == 2 else torch.baddbmm)(bias, z, bt, out=own)
+    rows.addmm_(x2, weight.T)
+    return y
+
+
+def _input(ctx: Any, saved: list[Tensor]) -> Tensor:
+    """x `[T, in]` of the forward, from what was saved in its place."""
+    if ctx.activation is None:
+        return saved[0]
+    gate, up = saved
+    # A product's own gradient follows, and needs the activation too.
+    return (ctx.activation.of(gate, keep=True) * up).reshape(-1, up.shape[-1])

@@ -1,0 +1,92 @@
+"""RMS norms with a frozen weight: the same forward, and a backward of their own that passes over the tokens less often.
+
+Owns: finding the norms whose code is Llama's, their gradient, and what they keep. Does not own: norms over a width that
+is split (`layers.split_norm`), which hook in behind this; norms of another kind, which stay the model's own.
+
+transformers writes it as six operations. Their backward is twelve passes over `[T, H]`, and beside a bfloat16 model
+they keep the input in float32. Written out it is five passes, and the input is kept as it came.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshlora.common.float64 import is_lifted
+
+# `_digest` of what the formula below was written for: `LlamaRMSNorm.forward` of transformers 5.23.
+_LLAMAS = "0dcf5f011ba2ed45"
+
+
+class RmsNormFunction(Function):
+    """y = w * n, n = x r, r = (mean(x^2) + eps)^-1/2 over the last dim; x `[..., H]`, w `[H]`.
+
+    forward: operation by operation what `LlamaRMSNorm` computes, in float32 (lifted float64: in float64).
+    backward, with g = dL/dy and h = g w:
+        dx_i = r h_i - x_i r^3 / H sum_j h_j x_j
+    w is frozen: no gradient is computed for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 and is_lifted() else torch.float32
+        x_wide = x.to(wide)
+        r = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, r)
+        n = (x_wide * r).to(x.dtype)
+        return n.mul_(weight) if weight.dtype == n.dtype else weight * n
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, weight, r = ctx.saved_tensors
+        x_wide = x.to(r.dtype)
+        h = grads[0].to(r.dtype) * weight.to(r.dtype)
+        dot = torch.linalg.vecdot(h, x_wide).unsqueeze(-1)
+        h.mul_(r).addcmul_(x_wide, r.pow(3).mul_(dot), value=-1 / x.shape[-1])
+        return h.to(x.dtype), None, None
+
+
+def own_gradients_of_norms(model: nn.Module) -> None:
+    """Give every norm of `model` whose code is the one above the backward above."""
+    for module in model.modules():
+        if is_known(type(module)):
+            module.forward = MethodType(_forward, module)
+
+
+def is_known(kind: type[nn.Module]) -> bool:
+    """Whether a module of `kind` computes, statement by statement, what the formula above was written for.
+
+    transformers copies this code into each of its families, under names of their own, and may change it there or
+    everywhere: what is compared with is kept here, not what is installed.
+    """
+    code = getattr(kind.forward, "__code__", None)
+    return isinstance(code, CodeType) and _digest(code) == _LLAMAS
+
+
+@functools.cache
+def _digest(code: CodeType) -> str:
+    """Of the statements that `code` was made from and the names of its arguments; "" where these cannot be read."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return ""
+    statements = [ast.unparse(statement) for statement in function.body]
+    return hashlib.sha256("\n".join([*code.co_varnames[: code.co_argcount], *statements]).encode()).hexdigest()[:16]
+
+
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and hidden_states.requires_grad and not self.weight.requires_grad:
+        return RmsNormFunction.apply(hidden_states, self.weight, self.variance_epsilon)
+    original: Tensor = type(self).forward(self, hidden_states)
+    return original

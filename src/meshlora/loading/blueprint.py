@@ -1,0 +1,212 @@
+"""The blueprint: everything that is known about a model, its split and its adapter before any weight is read.
+
+Owns: `Blueprint` and `make_blueprint`, which builds the model on the meta device, once; reading a model's
+configuration. What cannot be is refused while it is made. Does not own: weights and processes (`api`), data
+(`train.prepare`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, check_adapter, plan_folder
+from meshlora.adapter.plan import AdapterPlan, plan_adapter
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora.common.files import read_json
+from meshlora.config.run import BaseOptions as BaseOptions
+from meshlora.layers.quantized import check_library
+from meshlora.loading.guards import check_dropouts, handle_dropout
+from meshlora.model.building import build_on_meta
+from meshlora.model.dp_shard import check_units
+from meshlora.model.stored import num_stored
+from meshlora.model.weights import CheckpointSource, check_checkpoint, kept_wide
+from meshlora.plan.derive import plan_model
+from meshlora.plan.numbers import check_numbers
+from meshlora.plan.quantization import with_quantization
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import Topology
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# transformers copies all of it a dozen times.
+_CONFIG_BYTES = 2**19
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """A model on a topology, with or without an adapter, as it will be.
+
+    Attributes:
+        source: folder of the checkpoint; None: a configuration alone, whose weights are random.
+        config: as it was read. model: on the meta device, before any split; nobody changes it.
+        dtype: of the base. plan: what is split how. adapter: what is trained.
+    """
+
+    source: Path | None
+    options: BaseOptions
+    config: PretrainedConfig
+    dtype: torch.dtype
+    model: Any
+    plan: ModelPlan
+    adapter: AdapterPlan | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """What the plan is for."""
+        return self.plan.topology
+
+    @property
+    def trained(self) -> AdapterPlan:
+        """The adapter, of a blueprint that has one."""
+        assert self.adapter is not None
+        return self.adapter
+
+    def on(self, topology: Topology) -> Blueprint:
+        """The same on another topology.
+
+        Raises:
+            UserError: it cannot be split so. UnsupportedError: what is not proved to be split right.
+        """
+        plan, adapter = _split(self.model, topology, self.options.quantization), self.adapter
+        if adapter is not None:
+            is_fresh = adapter.folder is None
+            adapter = plan_adapter(self.model, plan, adapter.config, strict=is_fresh, folder=adapter.folder)
+        return dataclasses.replace(self, plan=plan, adapter=adapter)
+
+    def with_adapter(self, config: LoraConfig) -> Blueprint:
+        """The same base with a fresh adapter.
+
+        Raises:
+            UserError: the configuration does not fit the model. UnsupportedError: what is not proved, by name.
+        """
+        return dataclasses.replace(self, adapter=plan_adapter(self.model, self.plan, config))
+
+    def with_folder(self, folder: Path, *, ignore_dropout: bool = False) -> Blueprint:
+        """The same base with the PEFT adapter in `folder`, whose every tensor is checked.
+
+        Raises:
+            UserError: files are missing or damaged, or of another model. UnsupportedError: what is not proved.
+        """
+        adapter = plan_folder(self.model, self.plan, folder, ignore_dropout=ignore_dropout)
+        check_adapter(adapter, self.plan)
+        return dataclasses.replace(self, adapter=adapter)
+
+    def check_weights(self) -> None:
+        """Every weight of the model is in its checkpoint, and has its shape.
+
+        Raises:
+            UserError: one is missing, of another shape, or has no place in the model.
+        """
+        assert self.source is not None
+        source = CheckpointSource(self.source, self.model)
+        check_checkpoint(self.model, source, allow_unused=self.options.allow_unused_weights)
+
+
+def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, options: BaseOptions) -> Blueprint:
+    """The blueprint of a base: `make_blueprint("folder", Topology(tp=2), BaseOptions(dtype="bfloat16"))`.
+
+    Raises:
+        UserError: a wrong folder, option or topology. UnsupportedError: what is not proved to be exact.
+    """
+    config = read_model_config(model, trust_remote_code=options.trust_remote_code)
+    dtype = resolve_dtype(options.dtype, config)
+    built = _build(copy.deepcopy(config), dtype, options)
+    source = None if isinstance(model, PretrainedConfig) else Path(model)
+    return Blueprint(source, options, config, dtype, built, _split(built, topology, options.quantization))
+
+
+def _split(model: Any, topology: Topology, quantization: str | None) -> ModelPlan:
+    plan = with_quantization(plan_model(model, topology), quantization)
+    check_library(quantization)
+    check_units(model, plan)
+    return plan
+
+
+def _build(config: PretrainedConfig, dtype: torch.dtype, options: BaseOptions) -> Any:
+    """The model of `config`, which becomes its own, on the meta device."""
+    handle_dropout(config, disable=options.disable_dropout)
+    attention, trust = options.attn_implementation, options.trust_remote_code
+    model = build_on_meta(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
+    if dtype == torch.float64:
+        for parameter in model.parameters():  # the routers of some families are float32 whatever is asked for
+            parameter.data = parameter.data.to(dtype)
+    wide = kept_wide(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in wide:
+            tensor.data = tensor.data.float()
+    check_dropouts(model)
+    return model
+
+
+def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a local checkpoint; never asks a hub.
+
+    Raises:
+        UserError: no such folder, no config.json, an adapter beside it, numbers that no model has, or a model type that
+            transformers does not know.
+    """
+    if isinstance(model, PretrainedConfig):
+        return model
+    folder = Path(model)
+    if not folder.is_dir():
+        raise UserError(
+            f"model {str(model)!r}", "there is no such folder", "download it first: hf download NAME --local-dir FOLDER"
+        )
+    if (folder / CONFIG_FILE).exists():
+        raise UserError(
+            f"model {folder}",
+            f"it holds {CONFIG_FILE}, by which transformers would load another base, with that adapter",
+            "give the base model's own folder, and the adapter one of its own",
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model {folder}", "it holds no config.json", "it should be the folder of one checkpoint")
+    file = folder / "config.json"
+    stored = read_json(file, most_bytes=_CONFIG_BYTES)
+    if not isinstance(stored, dict):
+        raise UserError(f"{file}", "it must be a JSON object, as transformers writes it")
+    model_type = stored.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise UserError(f"{file}: model_type {model_type!r}", "it must be text")
+    if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in stored:
+        raise UserError(
+            f"{file}: model_type {model_type!r}",
+            f"transformers {transformers.__version__} has no such family",
+            did_you_mean(model_type, CONFIG_MAPPING),
+        )
+    check_numbers(stored, f"{file}", num_tensors=lambda: num_stored(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each family checks its own fields, with exceptions of every kind
+        raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedError(f"model {folder}", "quantised checkpoints are not supported yet")
+    return config
+
+
+def resolve_dtype(dtype: Any, config: PretrainedConfig) -> torch.dtype:
+    """The dtype of the base: a `torch.dtype` or its name, for None or "auto" that of `config`.
+
+    Raises:
+        UserError: one that is not in `DTYPES`, here or in `config`.
+    """
+    way_out = ""
+    if dtype is None or dtype == "auto":
+        dtype, way_out = config.dtype or torch.float32, "config.json says so: give a dtype"
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}", f"it must be one of auto, {', '.join(DTYPES)}", way_out)
+    return DTYPES[dtype]

@@ -1,0 +1,158 @@
+"""Guards: what would depend on the topology, or work on one rank's part, is refused on the model itself.
+
+Owns: which of the model's own dropouts are refused, rotary embeddings that look at the length of a batch, outputs that
+only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow
+from the plan, wrappers of others (`model.wrappers`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshlora.adapter import attach
+from meshlora.adapter.formats import peft_format
+from meshlora.common import compat
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.layers.experts.same_tokens import given_tokens
+from meshlora.model.wrappers import refuse_wrappers
+from meshlora.plan.dropout import is_exact_dropout, is_exact_module
+from meshlora.plan.topology import Topology
+
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
+_LENGTH_DEPENDENT = ("longrope", "dynamic")
+
+
+def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> None:
+    """Set the model's own dropouts and the noise of its routers to 0 in `config` and inside it, or refuse those that
+    would depend on the topology.
+
+    disable: True: all of them are set to 0. "unsupported": those that would be refused.
+
+    Raises:
+        UnsupportedError: there are some that are not exact, and `disable` is off; or one that drops everything.
+    """
+    for part, name, value in _dropouts(config):
+        is_exact = is_exact_dropout(part.model_type, name)
+        if disable is True or (disable == "unsupported" and not is_exact):
+            setattr(part, name, type(value)(0))  # some families insist on whole numbers
+        elif not is_exact:
+            raise UnsupportedError(
+                f"{name}={value} in the model's configuration",
+                "its random numbers would depend on the topology",
+                "turn what is not exact off: disable_dropout='unsupported' (in a run file, model.disable_dropout: "
+                "unsupported), or all of the model's own dropouts: true",
+            )
+        elif value >= 1:
+            raise UnsupportedError(f"{name}={value} in the model's configuration", "nothing would be left", "below 1")
+
+
+def dropout_fields(config: Any) -> dict[str, float]:
+    """Field -> rate of the dropouts that are left in `config`, of what `handle_dropout` has gone through."""
+    return {name: float(value) for _, name, value in _dropouts(config)}
+
+
+def check_dropouts(model: Any) -> None:
+    """No dropout but exact ones is left in a built model, wherever its rate came from.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    for name, module in model.named_modules():
+        is_dropout = compat.is_dropout(module) and module.p > 0
+        if is_dropout and not is_exact_module(model.config.model_type, name):
+            raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology")
+
+
+def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
+    """(configuration, field, rate) of all that is above 0 in `config` and inside it."""
+    found = []
+    for part in _configs(config):
+        for name, value in vars(part).items():
+            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(
+                ("classifier", "summary_")
+            )
+            if is_dropout and not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
+                found.append((part, name, value))
+    return found
+
+
+def longest_fixed_length(config: Any) -> tuple[int, str] | None:
+    """The length up to which nothing depends on how long the batch is, and what does beyond it; None: nothing ever.
+
+    longrope and dynamic scaling look at the padded length of the whole batch, which differs between topologies. Doge
+    keeps the best tokens by topk, which chooses between equal ones, as repeated tokens are, by how many there are.
+    """
+    limits: list[int] = []
+    if config.model_type == "doge":
+        return config.keep_window_size, "dynamic mask"
+    for part in _configs(config):
+        rope = getattr(part, "rope_parameters", None) or {}
+        for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+            if entry.get("rope_type") in _LENGTH_DEPENDENT:
+                own = entry.get("original_max_position_embeddings")
+                limits += [n for n in (own, getattr(part, "original_max_position_embeddings", None)) if n]
+                limits.append(part.max_position_embeddings)
+    return (min(limits), "rotary embedding") if limits else None
+
+
+def guard_model(model: Any, topology: Topology) -> None:
+    """Put the guards on a parallel model."""
+    _guard_methods(model)
+    refuse_wrappers(model, topology)
+    fixed = longest_fixed_length(model.config)
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _check_outputs(model.config, kwargs, topology)
+        tokens = given_tokens(args, kwargs)[1]
+        if fixed is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > fixed[0]:
+            raise UnsupportedError(
+                f"a batch of {tokens.shape[1]} positions",
+                f"beyond {fixed[0]} the model's {fixed[1]} depends on the batch's length, hence on the topology",
+                f"train with sequences of at most {fixed[0]} tokens",
+            )
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> None:
+    """Hidden states and attentions of a layer exist in parts only."""
+    for name, in_parts in (("output_hidden_states", topology.sp), ("output_attentions", topology.tp > 1)):
+        wanted = kwargs.get(name)
+        if in_parts and (wanted if wanted is not None else getattr(config, name, False)):
+            raise UnsupportedError(f"{name}=True on {topology}", "a rank has a part of them only", "use tp=1 for it")
+
+
+def _guard_methods(model: Any) -> None:
+    """PEFT's and transformers' methods of the same purpose, on this model: ours, or a refusal.
+
+    transformers' own would inject layers that know nothing of the mesh, or save one rank's shard as the model.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError(
+            "save_pretrained on a parallel model", "it would write one rank's shard", "use meshlora.save_adapter"
+        )
+
+    methods: dict[str, Callable[..., Any]] = {
+        "add_adapter": attach.add_adapter,
+        "set_adapter": attach.set_adapter,
+        "disable_adapter": attach.disable_adapter,
+        "load_adapter": peft_format.load_adapter,
+        "save_adapter": peft_format.save_adapter,
+    }
+    for name, function in methods.items():
+        object.__setattr__(model, name, functools.partial(function, model))
+    object.__setattr__(model, "save_pretrained", refuse)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and all inside it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from _configs(value)

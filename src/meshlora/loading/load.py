@@ -1,0 +1,119 @@
+"""Loading a model onto a mesh: leaves, weights, adapter.
+
+Owns: `load`. Does not own: what can be known before any weight is read (`blueprint`).
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from meshlora.adapter import attach
+from meshlora.adapter.formats.peft_format import begin_adapter
+from meshlora.comm.groups import join, num_processes, open_mesh
+from meshlora.common.errors import UserError
+from meshlora.layers.dropout import replace_dropouts
+from meshlora.layers.experts.same_tokens import compare_first_tokens
+from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.guards import guard_model
+from meshlora.model.dp_shard import finish_sharding
+from meshlora.model.inject import parallelize
+from meshlora.model.weights import CheckpointSource, StateDictSource, checkpoint_files, fill
+from meshlora.plan.families.proved import check_proved_here
+from meshlora.plan.topology import Topology
+
+
+def load(
+    model: str | Path | PretrainedConfig,
+    *,
+    lora: LoraConfig | None = None,
+    adapter: str | Path | None = None,
+    topology: str | Topology = "",
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    disable_dropout: bool | Literal["unsupported"] = False,
+    ignore_lora_dropout: bool = False,
+    allow_unused_weights: bool = False,
+    quantization: str | None = None,
+) -> Any:
+    """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
+
+    Call it on every rank of the job; outside a launcher it makes a model for one process.
+
+    Args:
+        model: folder of a checkpoint in safetensors, or a configuration (weights are then random, from `seed`).
+        lora: a fresh adapter, named "default". `adapter`: folder of a PEFT adapter to go on from instead.
+        topology: as in `"dp=2,tp=2,sp"`; a missing dp is what the number of processes leaves.
+        dtype: of the base; default: what the checkpoint says. Adapters are fp32 (fp64 beside fp64).
+        device: "auto", "cpu" or "cuda". seed: of the adapter, and of random weights.
+        attn_implementation, trust_remote_code: as in transformers.
+        disable_dropout: set the model's own dropouts to 0; "unsupported": those of them that are not exact on every
+            topology. Without it a model that has such is refused.
+        ignore_lora_dropout: take `adapter` as one without lora_dropout.
+        allow_unused_weights: accept a checkpoint that holds weights the model has no place for.
+        quantization: "nf4" or "int8": hold the matrices of all linears but the head in so few bits.
+
+    Raises:
+        UserError: a wrong argument, checkpoint or adapter. UnsupportedError: what is not proved to be exact.
+    """
+    if lora is not None and adapter is not None:
+        raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
+    shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
+    options = BaseOptions(
+        dtype="auto" if dtype is None else dtype,  # type: ignore[arg-type] # a wrong one is refused by its name
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        disable_dropout=disable_dropout,
+        allow_unused_weights=allow_unused_weights,
+        quantization=quantization,  # type: ignore[arg-type] # the same
+    )
+    blueprint = make_blueprint(model, shape, options)
+    check_proved_here(blueprint.plan.model_type, shape, has_experts=bool(blueprint.plan.experts))
+    if adapter is not None:
+        blueprint = blueprint.with_folder(Path(adapter), ignore_dropout=ignore_lora_dropout)
+    elif lora is not None:
+        blueprint = blueprint.with_adapter(lora)
+    return load_blueprint(blueprint, device=device, seed=seed)
+
+
+def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0) -> Any:
+    """The model of `blueprint` on the mesh of this job, its adapter active. Every rank calls this; that the family is
+    proved is the caller's part.
+    """
+    plan, model = blueprint.plan, copy.deepcopy(blueprint.model)
+    if blueprint.source is not None:
+        checkpoint_files(blueprint.source)
+    mesh = open_mesh(plan.topology, device=join(device), copies=plan.copies, has_experts=bool(plan.experts))
+    source: Any = (
+        StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
+        if blueprint.source is None
+        else CheckpointSource(blueprint.source, model)
+    )
+    targets = blueprint.adapter.targets if blueprint.adapter is not None else {}
+    parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype)
+    fill(model, plan, source, mesh, allow_unused=blueprint.options.allow_unused_weights)
+    model.tie_weights()
+    finish_sharding(model, plan, mesh)
+    model.meshlora = attach.Runtime(plan, mesh, None if blueprint.source is None else str(blueprint.source))
+    replace_dropouts(model, plan.model_type, model.meshlora.dropout)
+    guard_model(model, plan.topology)
+    compare_first_tokens(model, mesh.same_rows)
+    if blueprint.adapter is not None:
+        begin_adapter(model, "default", blueprint.adapter, seed=seed)
+    attach.set_adapter(model, "default" if blueprint.adapter is not None else None)
+    return model
+
+
+def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """The state of a freshly initialised model: the same on every rank and topology."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return dict(AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict())

@@ -1,0 +1,131 @@
+"""The frozen base sharded over dp (`dp_shard`): each dp rank holds 1/dp of every decoder layer's matrices.
+
+Owns: handing decoder layers to torch's `fully_shard` (FSDP2; Zhao et al., 2023), what of them it gets, and the view of
+whole weights outside of a forward. Does not own: which parameters these are (`plan.rules`), reading them
+(`model.weights`).
+
+A decoder layer is one unit: gathered over dp before its forward, freed after it, gathered once more before its
+backward. Nothing is reduced: the base is frozen, and adapters are no part of a unit. What autograd saved of a weight in
+the forward is a view of memory that is freed in between and filled with the same numbers again before the layer's
+backward; a saved *copy* of a weight would defeat the purpose, so layers save the parameter itself.
+
+Embedding, head, norms and biases stay whole on every dp rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from meshlora.comm.collectives import all_gather_into
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.compat import forward_hooks
+from meshlora.common.errors import UnsupportedError
+from meshlora.plan.rules import ModelPlan
+
+
+def check_units(model: nn.Module, plan: ModelPlan) -> None:
+    """Refuse what cannot be sharded layer by layer. `model` may be on the meta device, and is not split yet.
+
+    Raises:
+        UnsupportedError: a layer shares a weight with what is outside of it.
+    """
+    if not plan.units:
+        return
+    owners: dict[int, set[str]] = {}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in plan.units if name.startswith(f"{unit}.")), "")
+        owners.setdefault(id(parameter), set()).add(unit)
+        names[id(parameter)] = name
+    shared = [names[key] for key, units in owners.items() if len(units) > 1]
+    if shared:
+        raise UnsupportedError(
+            f"{plan.topology}: {shared[0]}",
+            "a decoder layer shares it with another part of the model",
+            "leave out dp_shard",
+        )
+
+
+def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
+    """Refuse to train parameter `name` of the base where it is sharded.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    if plan.is_sharded(name, ndim=parameter.ndim):
+        raise UnsupportedError(
+            f"training {name} on {plan.topology}",
+            "what dp_shard shards is frozen, and it shards the matrices of decoder layers",
+            "leave out dp_shard, or give it LoRA; norms, biases, embedding and head can be trained",
+        )
+
+
+def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None:
+    """Let the decoder layer `unit`, whose weights are whole on every dp rank, keep this rank's part of them."""
+    layer = model.get_submodule(unit)
+    kept = {
+        parameter
+        for name, parameter in layer.named_parameters()
+        if not plan.is_sharded(f"{unit}.{name}", ndim=parameter.ndim)
+    }
+    before = list(forward_hooks(layer))
+    fully_shard(layer, mesh=mesh.data.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
+    assert isinstance(layer, FSDPModule)
+    layer.set_custom_all_gather(_Gather(mesh.data))  # type: ignore[arg-type]
+    # Before the hooks of the layer's borders, which may return views: the gather hangs on the tensor that the layer
+    # itself returns.
+    hooks = forward_hooks(layer)
+    for hook in before:
+        hooks[hook] = hooks.pop(hook)
+
+
+def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
+    """Join the units to one schedule: in the backward each is gathered while the one after it computes."""
+    if not plan.units:
+        return
+    stack = model.get_submodule(plan.units[0].rpartition(".")[0].rpartition(".")[0])
+    fully_shard(stack, mesh=mesh.data.as_torch_mesh(mesh.device.type), ignored_params=set(stack.parameters()))
+    layers = [model.get_submodule(unit) for unit in plan.units]
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, FSDPModule)
+        # The first names itself, which is there. Left to torch, it would take the last layer of an evaluation that
+        # came before the step, and gather it for nothing.
+        before = layers[max(0, index - 1)]
+        assert isinstance(before, FSDPModule)
+        layer.set_modules_to_backward_prefetch([before])
+
+
+@contextlib.contextmanager
+def whole_weights(model: nn.Module, name: str | None = None) -> Iterator[None]:
+    """Inside the block the weights of the unit that module `name` is in, or of all units, are whole. Collective."""
+    units = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, FSDPModule) and (name is None or name.startswith(f"{path}."))
+    ]
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+class _Gather:
+    """torch's all-gather of a unit, as one of ours: counted, and named where a rank does not arrive."""
+
+    def __init__(self, data: Axis) -> None:
+        self.data = data
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        all_gather_into(output_tensor, input_tensor, self.data)

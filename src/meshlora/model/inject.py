@@ -1,0 +1,131 @@
+"""Injection: replace the leaves of a Hugging Face model by parallel ones, by name, from a plan.
+
+Owns: which leaves are replaced, and freezing the base. Does not own: weights (`model.weights`), adapters (`adapter`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.errors import UserError
+from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
+from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
+from meshlora.layers.experts.router import RouterAdapter, adapt_router, router_of
+from meshlora.layers.gate_recompute import watch_activations
+from meshlora.layers.linear import ParallelHead, ParallelLinear
+from meshlora.layers.rms_norm import own_gradients_of_norms
+from meshlora.layers.split_norm import widen_norm
+from meshlora.model.regions import install_borders
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import LinearRule, ModelPlan
+
+
+def parallelize(
+    model: nn.Module,
+    plan: ModelPlan,
+    mesh: Mesh,
+    *,
+    targets: set[str],
+    dtype: torch.dtype,
+) -> None:
+    """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
+
+    The base is frozen. What is not replaced stays the model's own.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    tied = _tied(model, plan)
+    for name, rule in plan.linears.items():
+        if rule.split is Split.WHOLE and name not in targets and name != plan.head:
+            continue
+        # The routers of some families are wider than the rest.
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        _replace(model, _leaf(plan, rule, mesh.tp, dtype=weight.dtype))
+    for name, split in plan.parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        if owner != plan.embedding:
+            shape = list(model.get_parameter(name).shape)
+            shape[split.dim] = split.layout.local_size(mesh.tp.size)
+            empty = torch.empty(shape, dtype=model.get_parameter(name).dtype, device="meta")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
+    if plan.embedding and (plan.topology.tp > 1 or plan.embedding in targets):
+        embedding = model.get_submodule(plan.embedding)
+        parallelize_embedding(embedding, plan.parameters.get(f"{plan.embedding}.weight"), mesh.tp, name=plan.embedding)
+    if tied:
+        head, embedding = model.get_submodule(plan.head), model.get_submodule(plan.embedding)
+        head.weight = embedding.weight
+    for name, experts in plan.experts.items():
+        parallelize_experts(model.get_submodule(name), experts, mesh, dtype=dtype, sp=plan.topology.sp)
+        if experts.weights_first:
+            parallelize_block(model.get_submodule(experts.block))
+    for name, layout in plan.wide_norms.items():
+        widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
+    watch_activations(model, plan.owners)
+    own_gradients_of_norms(model)
+    install_borders(model, plan, mesh)
+
+
+ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter
+
+
+def parallel_leaves(model: nn.Module) -> dict[str, ParallelLeaf]:
+    """Name -> leaf that can carry adapters, in module order."""
+    return {router_of(name): module for name, module in model.named_modules() if isinstance(module, ParallelLeaf)}
+
+
+def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLeaf:
+    """The parallel leaf `name`; one that is still the model's own is wrapped, weights shared.
+
+    Raises:
+        UserError: it is the model's own, and sharded over dp.
+    """
+    module = model.get_submodule(name)
+    if isinstance(module, ParallelLeaf):
+        return module
+    if name in plan.matrices:
+        return adapt_router(module, plan.matrices[name])
+    if name == plan.embedding:
+        parallelize_embedding(module, None, tp, name=name)
+        assert isinstance(module, ParallelEmbedding)
+        return module
+    if plan.is_sharded(f"{name}.weight", ndim=2):
+        raise UserError(
+            f"an adapter on {name}",
+            "its weight is sharded over dp already, and no adapter was on it when the model was loaded",
+            "load the model with the adapter that has the most targets first",
+        )
+    rule = plan.linears[name]
+    assert isinstance(module, nn.Linear | Conv1D), type(module)
+    assert isinstance(module.weight, nn.Parameter)
+    assert rule.split is Split.WHOLE, rule
+    leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
+    leaf.weight = nn.Parameter(module.weight.T, requires_grad=False) if rule.is_transposed else module.weight
+    leaf.register_parameter("bias", module.bias)
+    leaf.has_neighbours = name in plan.neighbours
+    leaf.train(module.training)
+    _replace(model, leaf)
+    return leaf
+
+
+def _leaf(plan: ModelPlan, rule: LinearRule, tp: Axis, *, dtype: torch.dtype) -> ParallelLinear:
+    cls = ParallelHead if rule.name == plan.head else ParallelLinear
+    scatters = plan.topology.sp and rule.split is Split.ROW
+    leaf = cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
+    leaf.has_neighbours = rule.name in plan.neighbours
+    return leaf
+
+
+def _replace(model: nn.Module, leaf: ParallelLinear) -> None:
+    parent, _, child = leaf.rule.name.rpartition(".")
+    setattr(model.get_submodule(parent), child, leaf)
+
+
+def _tied(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether head and embedding are one parameter."""
+    if not plan.head or not plan.embedding:
+        return False
+    return model.get_submodule(plan.head).weight is model.get_submodule(plan.embedding).weight

@@ -1,0 +1,195 @@
+"""Region borders: what happens to activations where they enter and leave a block.
+
+Owns: the hooks on the model's own modules that cut the residual stream over the tokens (sp) and that make the input of
+a region whole, and what rides with it. Does not own: the output side of a split region, which is its row-parallel
+linear.
+
+Under sp the residual stream between regions is `[1, B*S/tp, H]`: a contiguous slice of the flattened tokens. Slicing
+the flattened tokens needs no transposes, and only B*S must divide by tp. A region sees `[B, S, H]` again, as the
+attention of transformers reads batch and sequence from the shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.layers.early_a import pack, unpack
+from meshlora.layers.linear import ParallelLinear
+from meshlora.plan.rules import ModelPlan, Region
+
+
+class TokenCut:
+    """How the tokens of the running forward are cut over tp: remembers `[B, S]` between cut and join."""
+
+    def __init__(self, tp: Axis) -> None:
+        self.tp = tp
+        self.batch_size = self.seq_len = 0
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`[B, S, H]`, alike on all ranks -> `[1, B*S/tp, H]`."""
+        self.batch_size, self.seq_len = x.shape[0], x.shape[1]
+        tokens = self.batch_size * self.seq_len
+        if tokens % self.tp.size:
+            raise UserError(
+                f"batch_size * seq_len = {self.batch_size} * {self.seq_len}",
+                f"under sp the number of tokens must divide by tp={self.tp.size}",
+                "pad the sequences (meshlora.data.collate does, with token_multiple=tp)",
+            )
+        return slice_one_to_each(x.reshape(tokens, -1), self.tp).unsqueeze(0)
+
+    def whole(self, x: Tensor, *, terms: bool) -> Tensor:
+        """`[1, B*S/tp, H]` -> `[B, S, H]`, or flat `[B*S/tp, H]` -> `[B*S, H]`.
+
+        terms: the gradient on each rank will be one term of a sum.
+        """
+        gather = gather_each_to_each if terms else gather_each_to_one
+        whole = gather(x.reshape(-1, x.shape[-1]), self.tp)
+        return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
+
+
+def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
+    """Put the borders of `plan` on `model`; where each rank runs whole layers there are none."""
+    if plan.topology.is_whole:
+        return
+    tp, cut = mesh.tp, TokenCut(mesh.tp)
+    for region in plan.regions:
+        module = model.get_submodule(region.name)
+        _install_region(module, region, cut, sp=plan.topology.sp, riders=_riders(model, plan, region))
+        _tell_local_sizes(model, region)
+        _cut_arguments(module, region, tp)
+    layers = model.get_submodule(plan.layers)
+    assert isinstance(layers, nn.ModuleList)
+    # What comes after the last layer is a region that the head leaves: there is no sum at its end, as logits stay
+    # split, but the gradient on each rank is that of its own part of the vocabulary.
+    if plan.topology.sp:
+        map_input(layers[0], "the first decoder layer", cut.cut)
+        map_output(layers[-1], lambda x: cut.whole(x, terms=True))
+    else:
+        map_output(layers[-1], lambda x: copy_one_to_each(x, tp))
+
+
+def _riders(model: nn.Module, plan: ModelPlan, region: Region) -> list[ParallelLinear]:
+    found = [model.get_submodule(name) for name in plan.riders(region)]
+    assert all(isinstance(leaf, ParallelLinear) for leaf in found), region
+    return found  # type: ignore[return-value]
+
+
+def _install_region(
+    module: nn.Module, region: Region, cut: TokenCut, *, sp: bool, riders: Sequence[ParallelLinear]
+) -> None:
+    if region.is_split and sp:
+        map_input(module, region.name, lambda x: _entered(x, cut, riders), passes=region.passes)
+    elif region.is_split:
+        map_input(module, region.name, lambda x: copy_one_to_each(x, cut.tp), passes=region.passes)
+    elif sp:
+        map_input(module, region.name, lambda x: cut.whole(x, terms=False))
+        map_output(module, cut.cut)
+
+
+def _entered(x: Tensor, cut: TokenCut, riders: Sequence[ParallelLinear]) -> Tensor:
+    """x `[1, B*S/tp, H]` -> `[B, S, H]`, and with it what rides along.
+
+    Where no gradient goes back to x nothing does: to send a gradient of z alone would be another kind of message.
+    """
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    riding = [rider for leaf in riders if (rider := leaf.rider(x))] if needs_gradient else []
+    if not riding:
+        return cut.whole(x, terms=True)
+    return unpack(cut.whole(pack(x, riding), terms=True), x.shape[-1], riding)
+
+
+def _tell_local_sizes(model: nn.Module, region: Region) -> None:
+    """Give the modules of a region the counts of heads, and widths, of this rank."""
+    for path, values in region.local.items():
+        module = model.get_submodule(path)
+        for name, value in values.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner:
+                # A copy, as the configuration belongs to the whole model.
+                setattr(module, owner, copy.copy(getattr(module, owner)))
+            setattr(getattr(module, owner) if owner else module, attribute, value)
+
+
+def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
+    """Give a region the heads of this rank of arguments that have all of them."""
+    if not region.sliced:
+        return
+    names = list(inspect.signature(module.forward).parameters)
+
+    def cut(name: str, value: Any) -> Any:
+        if name not in region.sliced or not isinstance(value, Tensor):
+            return value
+        dim, heads = region.sliced[name]
+        if isinstance(dim, str):  # batch and heads in one dim
+            return value.unflatten(0, (-1, heads)).tensor_split(tp.size, 1)[tp.rank].flatten(0, 1)
+        # Of a mask that is the same for all heads there is one.
+        return value.tensor_split(tp.size, dim)[tp.rank] if value.shape[dim] == heads else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = tuple(cut(name, value) for name, value in zip(names, args, strict=False))
+        return own, {name: cut(name, value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, ...] = ()) -> None:
+    """Apply `change` to the hidden states that `module` is called with.
+
+    passes: arguments that may carry a gradient besides, as they are only added to what the module returns.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        first = names[0] if args and isinstance(args[0], Tensor) else "hidden_states"
+        if not isinstance(given.get(first), Tensor):
+            raise UnsupportedError(name, "a region is called with hidden_states, first or by name")
+        hidden = given[first]
+        rest = [value for key, value in given.items() if key not in passes and value is not hidden]
+        _refuse_second_input(name, rest)
+        changed = change(hidden)
+        # Some attentions are called with the same tensor as query, key and value.
+        return (
+            tuple(changed if value is hidden else value for value in args),
+            {key: changed if value is hidden else value for key, value in kwargs.items()},
+        )
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def map_output(module: nn.Module, change: Any) -> None:
+    """Apply `change` to the hidden states that `module` returns, alone or first in a tuple."""
+
+    def hook(_: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple | list):
+            return type(output)((change(output[0]), *output[1:]))
+        return change(output)
+
+    module.register_forward_hook(hook)
+
+
+def _refuse_second_input(name: str, rest: Any) -> None:
+    """A second input with a gradient would need its own border; without one its gradient is silently a fraction."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(rest)):
+        raise UnsupportedError(name, "only the hidden states of a region may carry a gradient", "use tp=1")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)

@@ -1,0 +1,296 @@
+"""What a checkpoint stores for each parameter of a model: one tensor, or many that are put together.
+
+Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, experts one by
+one) and where each lies in its parameter. Does not own: reading them (`model.weights`).
+
+What transformers does on load is the truth: its renamings, and of its conversions those that concatenate tensors or
+stack the matrices of experts. Others are refused by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.files import open_safetensors, read_json
+
+# The largest checkpoints have some 100,000 tensors.
+_INDEX_BYTES = 32 * 2**20
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of one dim: `start:stop`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file. dtype: as safetensors writes it: F32, BF16, I8."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Block(NamedTuple):
+    """A slice of one stored tensor and where it goes in what is read; in a stack that starts with one index."""
+
+    tensor: StoredTensor
+    parts: tuple[Part, ...]
+    place: tuple[slice | int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is stored for one parameter.
+
+    Attributes:
+        experts: the numbers of those whose matrices it stacks, ascending; empty: it is no stack.
+        rows: for each expert, or for the one parameter, the tensors that lie one after another along its first dim.
+        names: for messages, the key of each place in a row, with `*` for the number of the expert.
+    """
+
+    rows: tuple[tuple[StoredTensor, ...], ...]
+    experts: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """All of them."""
+        return tuple(itertools.chain.from_iterable(self.rows))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter."""
+        first = self.rows[0]
+        shape = (sum(t.shape[0] for t in first), *first[0].shape[1:]) if len(first) > 1 else first[0].shape
+        return (len(self.experts), *shape) if self.experts else shape
+
+    def shape_of(self, parts: Sequence[Part]) -> list[int]:
+        """Of the slices of the parameter along some dims."""
+        return [_along(dim, size, parts)[-1][1].stop for dim, size in enumerate(self.shape)]
+
+    def blocks(self, parts: Sequence[Part]) -> Iterator[Block]:
+        """The slices of the parameter along some dims, as slices of what is stored, tensor by tensor.
+
+        Several parts along one dim are put one after another.
+        """
+        chosen = [_along(dim, size, parts) for dim, size in enumerate(self.shape)]
+        stacked = 1 if self.experts else 0
+        for number, row in enumerate(self.rows):
+            start = 0
+            for tensor in row:
+                first = [(number, number + 1)] if stacked else []
+                bounds = [*first, *((0, size) for size in tensor.shape)]
+                if len(row) > 1:
+                    bounds[stacked] = (start, start + tensor.shape[0])
+                    start += tensor.shape[0]
+                cuts = [list(_overlaps(own, bound)) for own, bound in zip(chosen, bounds, strict=True)]
+                for cut in itertools.product(*cuts):
+                    place = [place for _, place in cut]
+                    own = tuple(
+                        Part(dim, *inside)
+                        for dim, (inside, _) in enumerate(cut[stacked:])
+                        if inside != (0, tensor.shape[dim])
+                    )
+                    yield Block(tensor, own, (*(p.start for p in place[:stacked]), *place[stacked:]))
+
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        """(What is wrong, the rule) where this is no parameter `name` of shape `needed`."""
+        if not self.experts or len(needed) != len(self.shape):
+            return None if self.shape == needed else (name, shape_mistake(self.shape, needed))
+        number, width, *others = needed
+        matrix = (width // len(self.names), *others)
+        for tensor, expert in zip(self.tensors, (e for e in self.experts for _ in self.names), strict=True):
+            if expert >= number:
+                return tensor.key, f"config.json says {number} experts, 0 to {number - 1}"
+            if tensor.shape != matrix:
+                return tensor.key, shape_mistake(tensor.shape, matrix)
+        if missing := sorted(set(range(number)) - set(self.experts)):
+            return self.names[0].replace("*", str(missing[0])), f"it is missing; config.json says {number} experts"
+        return None
+
+
+def _along(dim: int, size: int, parts: Sequence[Part]) -> list[tuple[tuple[int, int], slice]]:
+    """(What is wanted along a dim, where it goes)."""
+    found, offset = [], 0
+    for part in [p for p in parts if p.dim == dim] or [Part(dim, 0, size)]:
+        found.append(((part.start, part.stop), slice(offset, offset + part.stop - part.start)))
+        offset += part.stop - part.start
+    return found
+
+
+def _overlaps(
+    chosen: list[tuple[tuple[int, int], slice]], bound: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], slice]]:
+    """What of the chosen lies within `bound`: (counted from its start, where it goes)."""
+    for (start, stop), place in chosen:
+        low, high = max(start, bound[0]), min(stop, bound[1])
+        if low < high or (start == stop and bound[0] <= start <= bound[1]):
+            yield (
+                (low - bound[0], high - bound[0]),
+                slice(place.start + low - start, place.start + high - start),
+            )
+
+
+def shape_mistake(given: tuple[int, ...], needed: tuple[int, ...]) -> str:
+    """For messages."""
+    return f"its shape is {list(given)}, config.json says {list(needed)}"
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        UserError: none there, an index that names a missing file, or pickled weights only.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = read_json(index, most_bytes=_INDEX_BYTES)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index}", "it has no weight_map from names to files", "download it again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        there = set(os.listdir(folder))
+        for name, file in zip(sorted(set(weight_map.values())), files, strict=True):
+            if name not in there or not file.is_file():
+                raise UserError(
+                    f"{index}", f"it names {name[-_LONGEST_NAME:]!r}, which is not in the folder", "download it again"
+                )
+        return files
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise UserError(
+            f"{folder}",
+            "it holds pickled weights only, and meshlora unpickles nothing",
+            "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
+        )
+    raise UserError(f"{folder}", "it holds no model.safetensors and no model.safetensors.index.json")
+
+
+def num_stored(folder: Path) -> int:
+    """How many tensors a checkpoint holds; 0 where there is none that can be read."""
+    try:
+        return sum(1 for _ in _stored_tensors(folder))
+    except UserError:
+        return 0
+
+
+def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    for path in checkpoint_files(folder):
+        with open_safetensors(path) as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                view = file.get_slice(key)
+                yield StoredTensor(path, key, tuple(view.get_shape()), view.get_dtype())
+
+
+class _Found(NamedTuple):
+    """A tensor as transformers would take it.
+
+    Attributes:
+        pattern: of the conversion, its place among those that are put together. number: for a `*` in it.
+        is_stacked: whether the number is that of an expert.
+    """
+
+    tensor: StoredTensor
+    pattern: int = 0
+    number: int | None = None
+    is_stacked: bool = False
+
+
+def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
+    """Name in `model` (not split, meta device) -> what is stored for it; and other tensors, for which it has no place.
+
+    Raises:
+        UserError: two tensors for one place, an expert without one of its matrices.
+        UnsupportedError: a conversion that is not known.
+    """
+    from transformers import conversion_mapping, core_model_loading
+
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    rename, prefix = core_model_loading.rename_source_key, model.base_model_prefix
+    names = model.state_dict()
+    found: dict[str, list[_Found]] = {}
+    for tensor in _stored_tensors(folder):
+        name, pattern = rename(tensor.key, renamings, converters, prefix, names)
+        if name not in names and tensor.key in names:
+            # It has today's name already.
+            name, pattern = rename(tensor.key, [], [], prefix, names)
+        place = _Found(tensor)
+        if pattern is not None:
+            converter = next(c for c in converters if pattern in c.source_patterns)
+            is_stacked = _check_operations(tensor.key, converter.operations)
+            number = _number(rename(tensor.key, renamings, [])[0], pattern)
+            place = _Found(tensor, converter.source_patterns.index(pattern), number, is_stacked)
+        found.setdefault(name, []).append(place)
+    stored: dict[str, Stored] = {}
+    for name, places in found.items():
+        if name in names:
+            stored[name] = _together(places)
+        else:  # nobody puts these together
+            stored |= {p.tensor.key if len(places) > 1 else name: Stored(((p.tensor,),)) for p in places}
+    return stored
+
+
+def _check_operations(key: str, operations: Sequence[Any]) -> bool:
+    """Whether a conversion stacks experts; one that does something else than that and concatenating is refused."""
+    kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
+    if kinds == [("Concatenate", 0)]:
+        return False
+    if kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        return True
+    raise UnsupportedError(key, f"its conversion on load ({[name for name, _ in kinds]}) is not supported yet")
+
+
+def _number(key: str, pattern: str) -> int | None:
+    """What stands for the `*` in a pattern of transformers."""
+    match = re.search(pattern.replace("*.", r"(\d+)\."), key) if "*." in pattern else None
+    return int(match[1]) if match else None
+
+
+def _together(places: list[_Found]) -> Stored:
+    places = sorted(places, key=lambda p: (p.pattern, -1 if p.number is None else p.number))
+    for one, two in itertools.pairwise(places):
+        if one.is_stacked != two.is_stacked or one[1:] == two[1:]:
+            raise UserError(
+                f"{one.tensor.file.parent}: {one.tensor.key} and {two.tensor.key}",
+                "both are stored for the same parameter",
+                "keep one of the two",
+            )
+    if not any(place.is_stacked for place in places):
+        return Stored((tuple(place.tensor for place in places),))
+    by_place = {(place.number or 0, place.pattern): place for place in places}
+    experts, patterns = (sorted({key[side] for key in by_place}) for side in (0, 1))
+    names = _names(places, patterns)
+    for expert, (pattern, name) in itertools.product(experts, zip(patterns, names, strict=True)):
+        if (expert, pattern) not in by_place:
+            folder = places[0].tensor.file.parent
+            raise UserError(
+                f"checkpoint {folder}: {name.replace('*', str(expert))}",
+                f"it is missing, and other weights of expert {expert} are there",
+                "download it again",
+            )
+    rows = tuple(tuple(by_place[e, p].tensor for p in patterns) for e in experts)
+    return Stored(rows, tuple(experts), names)
+
+
+def _names(places: list[_Found], patterns: Collection[int]) -> tuple[str, ...]:
+    """The key of each pattern, with `*` for the number of the expert."""
+    firsts = {place.pattern: place for place in reversed(places)}
+    parts = [firsts[pattern].tensor.key.rpartition(f".{firsts[pattern].number}.") for pattern in patterns]
+    return tuple(f"{before}.*.{after}" if dot else after for before, dot, after in parts)

@@ -1,0 +1,387 @@
+"""Base weights: each rank reads only its own slices of a checkpoint.
+
+Owns: reading slices of a Hugging Face checkpoint, checking that it is one of the model, and filling a parallel model.
+Does not own: finding its tensors (`model.stored`), how a weight is split (`plan`), adapters (`adapter`).
+
+Peak host memory of a rank: its shard, packed where it is quantised, plus one tensor; under dp_shard plus one decoder
+layer. A safetensors file is a memory map whose touched pages count as ours while it is open, so each tensor is read
+through a map of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.comm.groups import Mesh
+from meshlora.common import compat
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.common.files import open_safetensors
+from meshlora.layers.experts.module import ParallelExpertLinear
+from meshlora.layers.linear import ParallelLinear
+from meshlora.model.dp_shard import shard_unit
+from meshlora.model.stored import Part, StoredTensor, find_stored, shape_mistake
+from meshlora.model.stored import checkpoint_files as checkpoint_files
+from meshlora.plan.experts import ExpertRule
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.topology import EP, ETP
+
+_ROWS_AT_ONCE = 4096
+
+
+class Source(Protocol):
+    """Where full tensors come from, a slice at a time."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of the whole tensor; None where it is absent."""
+
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        """(What is wrong, the rule) where a tensor that is there is none of shape `needed`."""
+
+    def integers(self, name: str) -> str | None:
+        """What of it holds the integers of a quantised weight, rather than floating-point numbers; None: nothing."""
+
+    def read(self, name: str, *parts: Part) -> Tensor:
+        """The tensor, of some dims only these parts, one after another; in memory of its own or to be copied."""
+
+    def unused(self, wanted: set[str]) -> list[str]:
+        """Names that the source has and nobody wants."""
+
+    def describe(self) -> str:
+        """For error messages."""
+
+
+class StateDictSource:
+    """Tensors that are in memory already: a model with random weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.tensors[name].shape) if name in self.tensors else None
+
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        shape = tuple(self.tensors[name].shape)
+        return None if shape == needed else (name, shape_mistake(shape, needed))
+
+    def integers(self, name: str) -> str | None:
+        return None if self.tensors[name].is_floating_point() else name
+
+    def read(self, name: str, *parts: Part) -> Tensor:
+        tensor = self.tensors[name]
+        for dim in sorted({part.dim for part in parts}):
+            runs = [tensor.narrow(dim, p.start, p.stop - p.start) for p in parts if p.dim == dim]
+            tensor = runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+        return tensor
+
+    def unused(self, wanted: set[str]) -> list[str]:
+        return []
+
+    def describe(self) -> str:
+        return "the random weights"
+
+
+class CheckpointSource:
+    """A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+
+    Keys are renamed as transformers would for this model (not split, meta device); tensors that it concatenates are
+    concatenated, experts that are stored one by one are stacked.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.folder = folder
+        self.stored = find_stored(folder, model)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.stored[name].shape if name in self.stored else None
+
+    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        return self.stored[name].mistake(name, needed)
+
+    def integers(self, name: str) -> str | None:
+        stored = self.stored[name]
+        found = next((t for t in stored.tensors if not t.dtype.startswith(("F", "BF"))), None)
+        return None if found is None else found.key if stored.experts else name
+
+    def read(self, name: str, *parts: Part) -> Tensor:
+        stored = self.stored[name]
+        blocks = list(stored.blocks(parts))
+        if len(blocks) == 1 and not stored.experts:
+            return _read_slice(blocks[0].tensor, blocks[0].parts)
+        whole: Tensor | None = None
+        for tensor, own, place in blocks:
+            value = _read_slice(tensor, own)
+            if whole is None:
+                whole = value.new_empty(stored.shape_of(parts))
+            if whole.dtype != value.dtype:
+                whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
+            whole[place] = value
+        assert whole is not None, name
+        return whole
+
+    def unused(self, wanted: set[str]) -> list[str]:
+        return sorted(self.stored.keys() - wanted)
+
+    def describe(self) -> str:
+        return f"checkpoint {self.folder}"
+
+
+def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
+    with open_safetensors(stored.file) as file:
+        view = file.get_slice(stored.key)
+        index: list[slice] = [slice(None)] * len(stored.shape)
+        for part in parts:
+            index[part.dim] = slice(part.start, part.stop)
+        tensor: Tensor = view[tuple(index)] if index else file.get_tensor(stored.key)
+        # A copy, or the memory map would live as long as the tensor.
+        return tensor.clone()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a rank's tensor lies in the stored one.
+
+    Attributes:
+        shape: of the stored one. is_transposed: whether the stored one is, and we hold it the other way round.
+        dim: that is split over tp (None: none), as we hold it. layout: of that dim.
+        num_experts: of a stack of matrices of experts: dim 0 is split over ep, and `dim` over etp, not tp.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    layout: Layout | None = None
+    is_transposed: bool = False
+    num_experts: int = 0
+
+
+def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
+    """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
+
+    Raises:
+        UserError: what `check_checkpoint` refuses; on the ranks that read it, a value that is not finite.
+    """
+    aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused)
+    # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
+    _fill_buffers(model, source, mesh)
+    made: dict[int, nn.Parameter] = {}
+    unit: str | None = None
+    for path, module in [*model.named_modules(), ("", None)]:
+        if unit is not None and not path.startswith(f"{unit}."):
+            made.clear()  # nothing of a unit is anywhere else, and what it was cut from is to be freed
+            shard_unit(model, unit, plan, mesh)
+            unit = None
+        if module is None:
+            break
+        unit = path if path in plan.units else unit
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:
+                name = _base_name(path, module, leaf)
+                where = _placement(name, module, old, plan)
+                stored = _stored_name(name, source, aliases)
+                tensor = _read_local(stored, where, source, mesh)
+                value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
+                _check_finite(value, stored, source)
+                _check_tied(aliases[name], source)
+                if path in plan.quantized and leaf == "weight":
+                    assert isinstance(module, ParallelLinear)
+                    assert plan.quantization is not None
+                    module.pack_weight(value, plan.quantization)
+                    continue
+                made[id(old)] = nn.Parameter(value, requires_grad=False)
+            setattr(module, leaf, made[id(old)])
+
+
+def _check_finite(value: Tensor, name: str, source: Source) -> None:
+    # A fifth of what the copy into memory takes; isfinite takes five times that copy.
+    if value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
+        raise UserError(
+            f"{source.describe()}: {name}",
+            f"it holds values that are not finite as {str(value.dtype).removeprefix('torch.')}",
+            "copy or download it again, or use a dtype of a wider range",
+        )
+
+
+def _base_name(path: str, module: nn.Module, leaf: str) -> str:
+    """The name of a parameter in the model before it was split: in it, projections of experts are no modules."""
+    if isinstance(module, ParallelExpertLinear):
+        return path if leaf == "weight" else f"{path}_{leaf}"
+    return f"{path}.{leaf}" if path else leaf
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Name -> all names under which the same tensor may be stored (tied weights)."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        by_id.setdefault(id(parameter), []).append(_base_name(path, model.get_submodule(path), leaf))
+    return {name: names for names in by_id.values() for name in names}
+
+
+def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
+    """Names of what transformers keeps in float32 in a half-precision model (its `dtype_plan`): biases of routers."""
+    globs = compat.kept_in_float32(model, dtype)
+    if not globs:
+        return set()
+    pattern = re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs)))
+    return {name for name in model.state_dict() if pattern.search(name)}
+
+
+def check_checkpoint(
+    model: nn.Module, source: Source, *, plan: ModelPlan | None = None, allow_unused: bool = False
+) -> dict[str, list[str]]:
+    """Every weight of `model` is in `source` and every one of `source` has a place; returns the names of tied weights.
+
+    plan: of a model that is split already.
+
+    Raises:
+        UserError: weights are missing, of another shape or not used by the model. UnsupportedError: they are integers.
+    """
+    aliases = _aliases(model)
+    missing = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
+    if missing:
+        there = source.unused(set())
+        near = f"; {did_you_mean(missing[0], there)}" if len(there) <= 10_000 and there else ""
+        raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}")
+    ignored = [re.compile(p) for p in compat.unexpected_keys(model)]
+    ignored.append(re.compile(r"rotary_emb\.inv_freq|\.attn\.bias$|\.attn\.masked_bias$|position_ids$"))
+    wanted = set(aliases) | {name for name, _ in model.named_buffers()}
+    unused = [n for n in source.unused(wanted) if not any(p.search(n) for p in ignored)]
+    if unused and not allow_unused:
+        raise UserError(
+            source.describe(),
+            f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
+            "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true",
+        )
+    _check_shapes(model, source, aliases, plan)
+    return aliases
+
+
+def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]], plan: ModelPlan | None) -> None:
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            own = _base_name(path, module, leaf)
+            name = _stored_name(own, source, aliases)
+            if mistake := source.mistake(name, _placement(own, module, parameter, plan).shape):
+                key, rule = mistake
+                raise UserError(f"{source.describe()}: {key}", rule, "are the weights and config.json of one model?")
+            if integers := source.integers(name):
+                raise UnsupportedError(
+                    f"{source.describe()}: {integers}",
+                    "it holds integers, and quantised weights are not supported yet",
+                    "use the checkpoint that was quantised",
+                )
+
+
+def _stored_name(name: str, source: Source, aliases: dict[str, list[str]]) -> str:
+    return next(alias for alias in aliases[name] if source.shape(alias) is not None)
+
+
+def _check_tied(names: list[str], source: Source) -> None:
+    """Where a checkpoint stores a tied weight twice, both are the same; transformers would not tie them otherwise."""
+    first, *others = [name for name in names if source.shape(name) is not None]
+    for name in others:
+        shape = source.shape(first)
+        assert shape is not None
+        same = shape == source.shape(name)
+        for start in range(0, shape[0] if same else 0, _ROWS_AT_ONCE):
+            rows = Part(0, start, min(start + _ROWS_AT_ONCE, shape[0]))
+            same = same and torch.equal(source.read(first, rows), source.read(name, rows))
+        if not same:
+            raise UserError(
+                f"{source.describe()}: {first} and {name}",
+                "config.json ties them, but they differ",
+                "set tie_word_embeddings: false in config.json",
+            )
+
+
+def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
+    """Where the base parameter `name` lies in what is stored."""
+    if isinstance(module, ParallelExpertLinear):
+        return _placement_of_experts(module.rule, is_bias=parameter.ndim == 2)
+    if isinstance(module, ParallelLinear):
+        rule = module.rule
+        if parameter.ndim == 1:
+            return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
+        dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
+        shape = (rule.out_features, rule.in_features)
+        return Placement(shape[::-1] if rule.is_transposed else shape, dim, rule.layout, rule.is_transposed)
+    if plan is not None and (own := plan.parameters.get(name)) is not None:
+        whole = list(parameter.shape)
+        whole[own.dim] = own.layout.size
+        return Placement(tuple(whole), own.dim, own.layout)
+    return Placement(tuple(parameter.shape))
+
+
+def _placement_of_experts(rule: ExpertRule, *, is_bias: bool) -> Placement:
+    if is_bias:
+        layout = rule.layout if rule.split is Split.COLUMN else None
+        return Placement(
+            (rule.num_experts, rule.out_features), None if layout is None else 1, layout, num_experts=rule.num_experts
+        )
+    dim = 1 if (rule.split is Split.COLUMN) != rule.is_transposed else 2
+    shape = (rule.out_features, rule.in_features)
+    # Held as it is stored: no transposition.
+    return Placement(
+        (rule.num_experts, *(shape[::-1] if rule.is_transposed else shape)),
+        dim,
+        rule.layout,
+        num_experts=rule.num_experts,
+    )
+
+
+def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
+    """This rank's part of the stored tensor `name`, as we hold it: its runs one after another, then padding."""
+    parts: list[Part] = []
+    axis = mesh.tp
+    if where.num_experts:
+        axis, ep = mesh.over({ETP}), mesh.over({EP})
+        parts += _parts(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
+    if where.dim is None or where.layout is None:
+        tensor = source.read(name, *parts)
+        return tensor.T if where.is_transposed else tensor
+    stored_dim = 1 - where.dim if where.is_transposed else where.dim
+    tensor = source.read(name, *parts, *_parts(stored_dim, where.layout, rank=axis.rank, size=axis.size))
+    if missing := where.layout.local_size(axis.size) - tensor.shape[stored_dim]:
+        shape = list(tensor.shape)
+        shape[stored_dim] = missing
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], stored_dim)
+    return tensor.T if where.is_transposed else tensor
+
+
+def _parts(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
+    """What a rank holds along `dim`; pieces that lie side by side, as interleaved gate and up do, are one part."""
+    parts: list[Part] = []
+    for run in layout.runs(rank=rank, size=size):
+        if parts and parts[-1].stop == run.start:
+            parts[-1] = Part(dim, parts[-1].start, run.stop)
+        else:
+            parts.append(Part(dim, run.start, run.stop))
+    return parts
+
+
+def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
+    """Stored buffers are read; the others (rotary frequencies, scales) are computed by the model's own rule."""
+    for path, module in model.named_modules():
+        computed = False
+        for leaf, old in list(module.named_buffers(recurse=False)):
+            name = f"{path}.{leaf}" if path else leaf
+            if compat.is_persistent(module, leaf) and source.shape(name) is not None:
+                setattr(module, leaf, source.read(name).to(device=mesh.device, dtype=old.dtype))
+            elif old.is_meta:
+                # Not finite until the model's own rule has written it: a buffer that it forgets is found below.
+                poison = float("nan") if old.is_floating_point() else 0
+                setattr(module, leaf, torch.full_like(old, poison, device=mesh.device))
+                computed = True
+        if computed:
+            compat.initialize(model, module)
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.isnan().any():
+                    raise UnsupportedError(
+                        f"{path}.{leaf}", "it is not stored, and the model's own initialisation does not compute it"
+                    )

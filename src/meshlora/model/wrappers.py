@@ -1,0 +1,74 @@
+"""Wrappers that would split, copy or average a model which the ranks have divided among themselves already.
+
+Owns: which wrappers of other libraries are refused, and noticing one before it communicates. Does not own: what else is
+refused on a model (`guards`).
+
+`DistributedDataParallel(model)` broadcasts rank 0's part of every weight over the parts of the others, and ends without
+an error. No wrapper asks a model for permission. But each walks through its modules before anything else, and a walk
+asks every module for those below it. So the model and its layers answer that question themselves, and look at who asks.
+That also finds a model inside another module, and a layer that is wrapped alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from meshlora.common.compat import COMPOSED
+from meshlora.common.errors import UserError
+from meshlora.plan.topology import Topology
+
+# (module, function) of the code that wraps -> what the user called.
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): "torch.nn.parallel.DistributedDataParallel",
+    ("torch.nn.parallel.data_parallel", "DataParallel.forward"): "torch.nn.DataParallel",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
+        "torch.distributed.fsdp.FullyShardedDataParallel"
+    ),
+    ("accelerate.accelerator", "Accelerator.prepare"): "accelerate.Accelerator.prepare",
+    ("accelerate.accelerator", "Accelerator.prepare_model"): "accelerate.Accelerator.prepare_model",
+    ("transformers.trainer", "Trainer.__init__"): "transformers.Trainer",
+    ("deepspeed", "initialize"): "deepspeed.initialize",
+}
+# Of torch's that run in `COMPOSED`: there they are seen before they open a mesh.
+_COMPOSABLE = {"fully_shard", "replicate"}
+
+
+def refuse_wrappers(model: Any, topology: Topology) -> None:
+    """Let `model` and its layers refuse to be wrapped. On one rank nothing is divided, and every wrapper is welcome."""
+    if topology.world == 1:
+        return
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    for module in (model, *layers):
+        object.__setattr__(module, "named_modules", functools.partial(_named_modules, module, topology))
+    model.register_forward_pre_hook(lambda *_: _check_caller(topology))  # DataParallel walks through nothing on CPUs
+
+
+def _named_modules(module: nn.Module, topology: Topology, *args: Any, **kwargs: Any) -> Any:
+    """`nn.Module.named_modules`: `modules`, `parameters`, `buffers` rest on it, and those of every module around."""
+    _check_caller(topology)
+    return type(module).named_modules(module, *args, **kwargs)
+
+
+def _check_caller(topology: Topology) -> None:
+    """Raises UserError where a wrapper is among the callers; the outermost is the one that the user called."""
+    found = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        where = (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
+        if where == COMPOSED and (name := getattr(frame.f_locals.get("func"), "__name__", "")) in _COMPOSABLE:
+            found = f"torch's {name}"
+        found = _WRAPPERS.get(where, found)
+        frame = frame.f_back
+    if found:
+        raise UserError(
+            f"{found} around a model on {topology}",
+            "meshlora has divided the model among the ranks and sums its gradients itself; a wrapper would overwrite "
+            "the parts of other ranks, or average what differs between them",
+            "leave the wrapper out: `meshlora train`, or a loop of your own with meshlora.finish_gradients, as "
+            "docs/python-api.md has it",
+        )

@@ -1,0 +1,360 @@
+"""Causes: from what a failing tensor's numbers show to the likely cause in words, one rule for each phase.
+
+Owns: the rules. A rule only says what the numbers show: that the copies of the ranks add up to the reference, that the
+gap is the same for every token, and so on. Does not own: which tensor is looked at (`oracle.diagnosis.diagnose`), how
+numbers are compared (`oracle.diagnosis.symptoms`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshlora.oracle.capture import MicroBatchCapture
+from meshlora.oracle.diagnosis import of_dropout, of_experts
+from meshlora.oracle.diagnosis.failure import Failure
+from meshlora.oracle.diagnosis.symptoms import (
+    are_close,
+    are_columns_moved,
+    assembled,
+    centred,
+    is_held_by_several,
+    is_in_rank_order,
+    is_permuted,
+    is_scaled_by_column,
+    is_scaled_by_row,
+    rank_errors,
+    ratio_of,
+    squares_of_copies,
+)
+from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
+from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
+
+
+def _sequences(case: Failure) -> str:
+    if case.result.name == "packed rows":
+        return "packing is asked for, and each sequence has a row of its own"
+    if case.result.name.startswith("sequence"):
+        known = set(Tokens(case.evidence.reference).sequences)
+        taken = {s for trace in case.evidence.ranks for m in trace.micro_batches for s in sequences_of(m)}
+        if any(len(set(sequence)) > 1 for sequence in taken - known):  # a dummy's tokens are all alike
+            return "the step takes other sequences, or other tokens of them: the order of the epoch, or the padding"
+        return "the dp ranks' shares of a global batch are not disjoint, or do not cover it: a wrong accumulation index"
+    ours, expected = case.evidence.ranks[0].num_tokens[0], case.evidence.reference.num_tokens[0]
+    if ours > expected:
+        return "tokens are counted that train nothing: of a dummy micro-batch, of padding, or of a rank twice"
+    return "trained tokens are lost: labels shifted after the tokens were split, or a rank's tokens not counted"
+
+
+def _loaded_adapter(case: Failure) -> str:
+    wrong = [p for p in case.result.pieces if not torch.equal(p.values.double(), p.of(_whole(case)).double())]
+    if wrong and not any(bool(p.values.any()) for p in wrong):
+        return "these ranks hold zeros: the adapter was loaded on the other ranks only"
+    if words := of_experts.of_loaded_adapter(case):
+        return words
+    if is_in_rank_order(case.result, case.evidence.topology):
+        return "the adapter is cut in the order of the ranks, and the base weight that it goes with is held otherwise"
+    if is_permuted(case.result):
+        return "each rank holds another rank's slice of the adapter, or rows of it that the base's rows do not go with"
+    return "the adapter that training starts from is not the one in the file"
+
+
+def _forward(case: Failure) -> str:
+    name, whole = case.result.name, _whole(case)
+    if words := of_experts.of_forward(case):
+        return words
+    if words := of_dropout.of_forward(case, lambda target: _canonical_base(case, target)):
+        return words
+    fact, block = case.fact(name), case.block(name)
+    gaps = torch.cat([p.values.double() - p.of(whole).double() for p in case.result.pieces if p.dim is None] or [whole])
+    is_offset = gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm())
+    if case.tp > 1 and case.is_embedding(name):
+        if case.adds_up_over("tp"):
+            return "the embedding is not summed over tp: each rank has the tokens of its own part of the vocabulary"
+        return "a rank looks up rows of the embedding that are another's, or for tokens that are another's"
+    has_magnitude = f"{name}.lora_magnitude_vector" in case.evidence.reference.initial
+    if has_magnitude and case.ratio is None and is_scaled_by_column(case.result.pieces, whole, case.tolerance):
+        return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
+    if fact == "row":
+        if is_offset:
+            return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
+        if case.ratio == 1 / case.tp:
+            return "row-parallel output averaged over tp instead of summed"
+        if case.ratio == case.tp:
+            return "row-parallel output reduced over tp twice"
+        if case.adds_up_over("tp"):
+            return "row-parallel output not reduced over tp: the ranks' outputs add up to the reference"
+        also = "row-parallel output not reduced over tp, or " if case.evidence.topology.sp else ""
+        return (
+            f"{also}what a rank brings to this row-parallel linear does not go together: its heads of q, k and v, its "
+            "pieces, its part of an argument, or another rank's slice of the weight"
+        )
+    if fact in ("column", "whole") and (words := _lora_part(case)):
+        return words
+    if is_permuted(case.result):
+        if case.tp == 1:
+            return "the numbers are there, for other tokens: their order, or which tokens see each other"
+        return "the tokens are in the wrong order: the cut or the gather over tp does not follow the ranks"
+    if case.tp > 1 and "norm" in name and is_scaled_by_row(case.result.pieces, whole, case.tolerance):
+        return "each token is scaled by a number of its own: the norm is that of a rank's part of the width"
+    if case.evidence.topology.sp and case.fact(block) == "whole region":
+        return "a block that is not split saw only its rank's slice of the tokens"
+    gathered = ", or how they are gathered over dp" if case.evidence.topology.dp_shard else ""
+    return f"this module is the first that differs: its own weights, or how it is split{gathered}"
+
+
+def _lora_part(case: Failure) -> str:
+    """What is wrong with the adapter's term alone, where the reference keeps the base output apart."""
+    name, reference, whole = case.result.name, case.evidence.reference, _whole(case)
+    if any(name not in micro.base for micro in reference.micro_batches):
+        return ""
+    base = _canonical_base(case, name)
+    pieces = [
+        Piece(p.rank, p.copy, p.values.double() - p.of(base).double(), p.rows, p.dim, p.index)
+        for p in case.result.pieces
+    ]
+    if not any(bool(p.values.abs().max() > 1e-12) for p in pieces if p.values.numel()):
+        return "the adapter's term is missing"
+    term = (whole - base).double()
+    ratio = ratio_of(pieces, term, case.tolerance)
+    if ratio is None:
+        is_moved = are_columns_moved(assembled(pieces, term), term)
+        return "the adapter's term is added to other features: another piece of a fused matrix" if is_moved else ""
+    if abs(ratio - 1) < case.tolerance:
+        return "the gap is the same for every token: the bias is missing, or is another rank's slice"
+    if case.tp > 1 and abs(ratio * case.tp - 1) < case.tolerance:
+        return "the LoRA scale is divided by tp, or follows another rule (rsLoRA, alpha_pattern)"
+    return f"the LoRA scale is {ratio:.4g} times what it should be: applied twice, or with another rule"
+
+
+def _canonical_base(case: Failure, name: str) -> Tensor:
+    tokens = Tokens(case.evidence.reference)
+    reference = case.evidence.reference
+    stripped = [MicroBatchCapture(m.input_ids, m.attention_mask, {name: m.base[name]}) for m in reference.micro_batches]
+    found = canonical(type(reference)(micro_batches=stripped), tokens, "forward", name)
+    assert found is not None, name
+    return found[0]
+
+
+def _router(case: Failure) -> str:
+    return "what each module computes is right and what the experts are given is not: the routers' own arithmetic"
+
+
+def _logits(case: Failure) -> str:
+    if all(are_columns_moved(piece.values, piece.of(_whole(case))) for piece in case.result.pieces):
+        return "the logits are those of other tokens: the parts of the vocabulary are not joined in the ranks' order"
+    return "every layer agrees and the logits do not: the output head, or how the last layer's tokens are joined"
+
+
+def _loss(case: Failure) -> str:
+    if case.result.name.startswith("loss of evaluation"):
+        return "the training losses are right and the evaluated one is not: what is evaluated, or how it is averaged"
+    if case.result.name.startswith("load-balancing loss"):
+        return "the load-balancing loss does not count the tokens of all micro-batches and all ranks"
+    if case.result.note:
+        return f"{case.result.note}: optimizer steps are left out, or not reported"
+    if len({trace.losses[0] for trace in case.evidence.ranks}) > 1:
+        return "the ranks have different losses: a rank looks at its own part of the vocabulary alone"
+    split = ", or the labels, padding or smoothing of a vocabulary that is split" if case.tp > 1 else ", or smoothing"
+    return (
+        "the logits are right, and the loss is not the sum over trained tokens divided by their global number: a mean "
+        f"of micro-batch means, other labels, what the objective makes of them{split}"
+    )
+
+
+def _backward(case: Failure) -> str:
+    name, order = case.result.name, case.evidence.reference.order
+    if words := of_experts.of_backward(case):
+        return words
+    if name == "logits":
+        return "the gradient of the loss itself: tokens are weighed differently"
+    following = order[order.index(name) + 1 :]
+    fed = next((case.block(n) for n in following if case.block(n) not in ("", case.block(name))), "")
+    where = f"of {fed} " if fed else ""
+    if case.ratio == 1 / case.tp:
+        return f"the input gradient {where}is averaged over tp instead of summed"
+    if case.ratio == case.tp:
+        return f"the input gradient {where}is reduced over tp twice"
+    if following and "norm" in following[0] and case.block(following[0]) == case.block(name) != "":
+        return f"the backward of {following[0]}: over a width that is split its sums need those of all tp ranks"
+    if not fed and case.tp > 1:
+        return "the gradient that comes from the output head is not reduced over tp"
+    if case.fact(fed) == "split region" and not case.fact(name):
+        return f"the input gradient of the column-parallel linears {where}is not reduced over tp"
+    gathered = ", or the weights that are gathered for it over dp" if case.evidence.topology.dp_shard else ""
+    return (
+        "the first gradient, from the loss on, that differs: the backward of what this module's output goes into"
+        f"{gathered}"
+    )
+
+
+def _gradients(case: Failure) -> str:
+    failed = [r for r in case.phase.results if not r.passed]
+    if words := of_experts.of_gradients(case):
+        return words
+    kinds = sorted({_kind(case, r.name) for r in failed})
+    is_all = len(failed) == len(case.phase.results)
+    which = "every factor" if is_all else " and ".join(kinds)
+    for axis, size in reversed(case.evidence.topology.sizes.items()):
+        # Only what is whole on a rank is summed over tp, and everything is summed over the others.
+        is_summed = all(is_held_by_several(r, case.evidence.topology) for r in failed) if axis == "tp" else is_all
+        if size == 1 or not is_summed:
+            continue
+        if case.ratio == 1 / size:
+            return f"the gradient of {which} is averaged over {axis} instead of summed"
+        if case.ratio == size:
+            return f"the gradient of {which} is summed over {axis} twice, or though each rank has all of it"
+        if all(case.adds_up_over(axis, result) for result in failed):
+            over = axis if all(p.dim is None for r in failed for p in r.pieces) else f"the {axis} ranks that hold it"
+            return f"the gradient of {which} is not summed over {over}: the ranks' gradients add up to the reference"
+    by_rank = {
+        rank: ratio_of([p for p in case.result.pieces if p.rank == rank], _whole(case), case.tolerance)
+        for rank in {p.rank for p in case.result.pieces}
+    }
+    ratios = {round(r, 6) for r in by_rank.values() if r}
+    if all(by_rank.values()) and len(ratios) > 1:
+        return (
+            f"each rank scales {which} by a number of its own: divided by its own token count, or clipped by its norm"
+        )
+    if is_all and case.dp > 1:
+        return "the dp ranks' gradients are weighed unequally: a mean of means, or clipped before the sum"
+    if is_all:
+        return "every gradient is off though every activation's gradient is right: clipped or scaled before the sum"
+    if all(by_rank.values()) and ratios:
+        return (
+            f"the gradient of {which} is {min(ratios):.4g} times what it should be: a factor, such as the LoRA scale, "
+            "is left out or applied twice"
+        )
+    return f"the gradient of {which} is wrong though the gradients of all activations are right"
+
+
+def _kind(case: Failure, name: str) -> str:
+    """`A of column-parallel linears`, for the trained parameter `name`."""
+    module, _, part = name.rpartition(".lora_")
+    split = case.fact(name)
+    if not module:
+        return "what is trained of the base"
+    side = "the magnitude" if part.startswith("magnitude") else part.removeprefix("embedding_").partition(".")[0]
+    return f"{side} of " + (
+        f"{split}-parallel linears"
+        if split in ("column", "row")
+        else f"{split or 'the'} " + ("linears" if split else "embedding")
+    )
+
+
+def _grad_norm(case: Failure) -> str:
+    if ", step " in case.result.name:
+        return "the loss of a later step is right and a gradient of it is not, as it was in the first step"
+    if case.result.name.startswith("clipped "):
+        return "gradients and norm are right and the clipped gradients are not: by how much they are scaled down"
+    if case.result.name.startswith("learning rate"):
+        return "the learning rate is not what the schedule says, or not the one that is reported"
+    if case.result.note:
+        return f"{case.result.note}: optimizer steps are left out, or not reported"
+    whole, shared = squares_of_copies(case.evidence)
+    total = sum(float(g.double().square().sum()) for g in case.evidence.reference.gradients.values())
+    ours = case.evidence.ranks[0].grad_norms[0]
+    for extra, what in (
+        (whole, "a whole factor"),
+        (shared, "rows that several of them hold"),
+        (whole + shared, "a factor"),
+    ):
+        if extra and abs(ours / math.sqrt(total + extra) - 1) < case.tolerance:
+            return f"the copies that tp ranks hold of {what} are counted as often as there are ranks"
+    return "the gradients are right and their norm is not"
+
+
+def _deltas(case: Failure) -> str:
+    trace, one = case.evidence.ranks[0], case.evidence.reference
+    if len(trace.losses) != len(one.losses):
+        return f"{len(trace.losses)} optimizer steps were taken, not {len(one.losses)}"
+    if trace.num_tokens != one.num_tokens:
+        return "the first step is right, and later ones take other sequences: the order of an epoch, or where it ends"
+    ours, reference = trace.rates, one.rates
+    wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if abs(a - b) > 1e-9 * b]
+    if wrong:
+        return f"the learning rate of step {wrong[0] + 1} is {ours[wrong[0]]:.3g}, not {reference[wrong[0]]:.3g}"
+    return (
+        "gradients, clipping and the reported learning rate are right: what the optimizer makes of them (its betas, "
+        "epsilon, weight decay, the rates of its groups, or the factors that it steps)"
+        + of_dropout.of_later_steps(case)
+    )
+
+
+def _saved_file(case: Failure) -> str:
+    result, evidence = case.result, case.evidence
+    if result.name == CONFIG:
+        return f"the stored configuration is not the one that was trained: {result.note}"
+    if result.name.endswith(f"/{WEIGHTS}"):
+        return f"{result.note}: rounded, stored before the last step, or entries that no factor has"
+    if "outside its pieces" in result.name:
+        return "B is stored, or trained, at rows that are not those of its pieces"
+    if result.note:
+        times = any(f" {word}" in result.note for word in ("mismatch", "size"))
+        also = f": {evidence.saved.config_note}" if evidence.saved.config_note else ""
+        return "whole entries are stored more than once, or in parts" if times else f"PEFT expects another file{also}"
+    if result.name not in evidence.saved.read:
+        return "PEFT computes something else with the saved adapter" + (
+            f": {evidence.saved.config_note}" if evidence.saved.config_note else ""
+        )
+    stored, final = evidence.saved.read[result.name], evidence.reference.final[result.name]
+    for dim in range(stored.ndim):
+        parts = stored.tensor_split(case.tp, dim)
+        expected = final.tensor_split(case.tp, dim)
+        missing = [i for i, shard in enumerate(parts) if not bool(shard.any())]
+        if missing:
+            shards = f"shard of tp rank {missing[0]} is" if len(missing) == 1 else f"shards of tp ranks {missing} are"
+            return f"the {shards} missing in the file"
+        if case.tp > 1 and all(are_close(a, b) for a, b in zip(parts, expected[::-1], strict=True)):
+            return "the shards are stored in reversed order"
+    if are_close(stored, final):
+        return "what is stored is rounded: the file has a lower precision than the ranks"
+    return "what is stored is not what the ranks hold"
+
+
+def _fresh_adapter(case: Failure) -> str:
+    if case.result.name.startswith(f"{FRESH}/"):
+        return f"a fresh adapter is saved with other values or another configuration than it has: {case.result.note}"
+    if not case.result.pieces:
+        return f"a fresh adapter has other tensors than PEFT's, or of other shapes: {case.result.note}"
+    ratio = ratio_of(case.result.pieces, _whole(case), case.tolerance)
+    if case.tp > 1 and ratio is not None and abs(ratio / math.sqrt(case.tp) - 1) < case.tolerance:
+        return "A's bound comes from the local fan-in: it is sqrt(tp) too large"
+    if any(error <= 1e-12 for error in rank_errors(case.result).values()):
+        return "ranks drew different values: the generator's seed depends on the rank"
+    return "the values are not those that seed and name determine"
+
+
+def _collectives(case: Failure) -> str:
+    phase = case.result.name.partition(" ")[0]
+    return f"{case.result.note}: the {phase} communicates once per linear instead of once per region"
+
+
+def _adapters(case: Failure) -> str:
+    return "what one adapter alone has is another's: its tokens, their number, its scale, its limit or its rate"
+
+
+CAUSES: dict[str, Callable[[Failure], str]] = {
+    "sequences": _sequences,
+    "loaded_adapter": _loaded_adapter,
+    "forward": _forward,
+    "router_scores": _router,
+    "router_choices": _router,
+    "logits": _logits,
+    "loss": _loss,
+    "backward": _backward,
+    "gradients": _gradients,
+    "grad_norm": _grad_norm,
+    "deltas": _deltas,
+    "saved_file": _saved_file,
+    "fresh_adapter": _fresh_adapter,
+    "collectives": _collectives,
+    "adapters": _adapters,
+}
+
+
+def _whole(case: Failure) -> Tensor:
+    return case.result.whole if case.result.whole is not None else torch.zeros(1)

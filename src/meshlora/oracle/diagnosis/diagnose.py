@@ -1,0 +1,90 @@
+"""Diagnosis: where ours first leaves the reference, on which ranks, by which factor, and the likely cause in words.
+
+Owns: the order in which phases are looked at. Does not own: the rules from symptom to cause
+(`oracle.diagnosis.causes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+
+from meshlora.oracle.diagnosis.causes import CAUSES
+from meshlora.oracle.diagnosis.failure import Failure
+from meshlora.oracle.diagnosis.symptoms import rank_errors, simple_ratio, tolerance_of
+from meshlora.oracle.judge import Evidence
+from meshlora.oracle.results import Phase, TensorResult
+
+_ROUNDED_TO = 1e-6
+_LOW_PRECISION = "right to the digits of float32: something is computed, or kept, in a lower precision than float64"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where ours is not the reference.
+
+    Attributes:
+        phase, name: which tensor, in execution order. relative: how far; infinite where it cannot be compared.
+        ranks: those that hold a wrong part. ratio: of ours to the reference, where it is a small number or its inverse.
+        cause: the likely one, in words. num_failed: tensors of the phase that fail.
+    """
+
+    phase: str
+    name: str
+    relative: float
+    ranks: list[int]
+    ratio: float | None
+    cause: str
+    num_failed: int
+
+
+def until_found(phases: Iterable[Phase]) -> Iterator[Phase]:
+    """`phases` up to that of the first divergence, as those after it change nothing about it."""
+    failing: set[str] = set()
+    for phase in phases:
+        yield phase
+        failed = [result for result in phase.results if not result.passed]
+        failing |= {result.name for result in failed}
+        if not all(_is_later_step(result, failing) for result in failed):
+            return
+
+
+def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | None:
+    """The first failing tensor in the order in which a step runs; None where nothing fails."""
+    failing = [(phase, result) for phase in phases for result in phase.results if not result.passed]
+    if not failing:
+        return None
+    # The second step is computed from what the first one did, so it says nothing that the first does not say better;
+    # but for gradients of a step whose loss is right.
+    names = {result.name for _, result in failing}
+    phase, result = next(((p, r) for p, r in failing if not _is_later_step(r, names)), failing[0])
+    errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file is nobody's
+    case = Failure(phase, result, evidence)
+    return Divergence(
+        phase.name,
+        result.name,
+        result.error,
+        sorted(rank for rank, error in errors.items() if error > max(result.limit, 1e-12)),
+        simple_ratio(result.pieces, result.whole, tolerance_of(evidence)),
+        _LOW_PRECISION if _is_rounding(case) else CAUSES[phase.name](case),
+        sum(not r.passed for r in phase.results),
+    )
+
+
+def _is_rounding(case: Failure) -> bool:
+    """Whether everything in a float64 run is right to as many digits as float32 has."""
+    return (
+        case.phase.name in ("forward", "logits", "backward", "gradients")
+        and case.evidence.dtype == "float64"
+        and all(result.error < _ROUNDED_TO for result in case.phase.results)
+    )
+
+
+def _is_later_step(result: TensorResult, failing: Set[str]) -> bool:
+    """Whether a result follows from those of an earlier step, as far as the names of what fails show."""
+    if result.name.startswith("loss of evaluation"):  # after a later one
+        return True
+    number = result.name.rpartition(" step ")[2]
+    if result.name.startswith("clipped "):
+        return f"loss of step {number}" in failing
+    return number.isdecimal() and number != "1"

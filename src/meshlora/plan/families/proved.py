@@ -1,0 +1,114 @@
+"""Families: which `model_type`s are proved to train right when they are split.
+
+Owns: the list of proofs and the refusals that follow from the configuration alone.
+Each in `PROVED` has a float64 proof against one-process transformers + peft behind it, on tp=2 and tp=2,sp, those in
+`PROVED_EXPERTS` on tp=2,sp,ep=2 and tp=2,sp,etp=2 besides, with adapters on experts (`tests/parity` repeats them):
+unproven means refused. On data-parallel ranks the model's own code runs unchanged and any dense family is accepted.
+`meshlora train` proves each run's own combination besides (`verify.preflight`). With libraries of another minor version
+than those proofs were run with, a family counts as proved where it was proved with them (`meshlora verify --family`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.proof_records import CACHE, proved_on
+from meshlora.common.versions import digest, other_minors, own_sources, versions
+from meshlora.plan.topology import Topology
+
+# Written by `scripts/prove_families.py --record`: family -> topology -> worst relative error of its proof.
+_FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
+_RECORD: dict[str, dict[str, float]] = _FILE["families"]
+PROVED = frozenset(_RECORD)
+PROVED_EXPERTS = frozenset(name for name, found in _RECORD.items() if any("ep=" in t for t in found))
+
+# What one process would do with these is not what their files say.
+_REFUSED = {
+    "emu3_text_model": "transformers stores it under a name that it does not load",
+    "laguna": "PEFT does not load the adapters that it saves of it: it renames those of its shared experts",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        "its indexer runs once for each block of a batch, which a proof does not follow",
+    ),
+    "youtu": "transformers zeroes the padding token's embedding whenever it loads this family, and meshlora reads the "
+    "stored one",
+    "xglm": "transformers itself overflows on it in float64, so that it cannot be proved",
+}
+
+
+def check_family(model: Any) -> None:
+    """Refuse what cannot be right whatever the proofs say. `model` may be on the meta device.
+
+    Raises:
+        UnsupportedError: an encoder-decoder, a family of `_REFUSED`.
+    """
+    config = model.config
+    what = f"model_type {config.model_type!r}"
+    if config.model_type in _REFUSED:
+        raise UnsupportedError(what, _REFUSED[config.model_type])
+    if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
+        raise UnsupportedError(
+            "slow_but_exact", "it slices a weight past its adapter", "set it to false in config.json"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(what, "only decoder-only language models are supported")
+
+
+def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> None:
+    """Refuse a split that nobody has proved.
+
+    Raises:
+        UnsupportedError: a family without a proof where tp > 1, or with experts where anything but dp is above 1.
+    """
+    proved = PROVED_EXPERTS if has_experts else PROVED
+    if _is_split(topology) and model_type not in proved:
+        raise UnsupportedError(
+            f"model_type {model_type!r}",
+            f"its split over {topology} is not proved against one process",
+            "use dp alone, as much as you like; the proved families"
+            + (" with experts" if has_experts else "")
+            + " are "
+            + ", ".join(sorted(proved)),
+        )
+
+
+def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool, cache_dir: Path = CACHE) -> None:
+    """Refuse a split that nobody has proved with the libraries that are installed.
+
+    Raises:
+        UnsupportedError: as `check_proved`; or torch, transformers or peft has another minor version than in the
+            proofs, and `cache_dir` does not know that the family was proved with it.
+    """
+    check_proved(model_type, topology, has_experts=has_experts)
+    here, there = versions(), _FILE["versions"]
+    others = other_minors(there, here)
+    if not _is_split(topology) or not others or proved_on(cache_dir, proof_of_family(model_type, topology)):
+        return
+    raise UnsupportedError(
+        f"model_type {model_type!r} on {topology} with " + ", ".join(f"{name} {here[name]}" for name in others),
+        "its split is proved with " + ", ".join(f"{name} {there[name]}" for name in others),
+        f"prove it with yours, once: meshlora verify --family {model_type} --topology {_smallest(topology)}",
+    )
+
+
+def proof_of_family(model_type: str, topology: Topology) -> dict[str, Any]:
+    """What a record says of a family that was proved on `topology` with the libraries and the code that are here."""
+    asked = {"family": model_type, "topology": str(_smallest(topology)), "libraries": versions()}
+    return {"key": f"family-{digest([json.dumps(asked, sort_keys=True), *own_sources()])}", **asked}
+
+
+def _is_split(topology: Topology) -> bool:
+    return not topology.is_whole or topology.ep * topology.etp > 1
+
+
+def _smallest(topology: Topology) -> Topology:
+    """`topology` with as few dp ranks as do the same: from two on a proof of less stands for more."""
+    experts = topology.ep * topology.etp
+    sizes = (dp for dp in range(min(2, topology.dp), topology.dp) if dp * topology.tp % experts == 0)
+    least = (dataclasses.replace(topology, dp=dp) for dp in sizes)
+    same = (one for one in least if (one.edp > 1) == (topology.edp > 1))
+    return next(same, topology)

@@ -1,0 +1,370 @@
+"""Twins: the same `model_type` with tiny sizes, made from a configuration alone.
+
+Owns: which fields of a configuration are sizes and what they shrink to, which layers stay, and what single families
+need besides. What is not a size (activations, biases, norms, kinds of rope, how heads are shared) stays as it is.
+Random numbers in training (dropout, jitter) are off: a twin is there to be compared.
+Does not own: weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.plan.families.twin_sizes import shared_heads, sizes_like, sizes_of
+
+# What the fields of configurations measure. Families spell the same size differently.
+_FIELDS = {
+    "hidden": "hidden_size d_model embedding_dim emb_dim embed_dim word_embed_proj_dim embedding_size lru_width "
+    "input_embedding_size output_embedding_size backbone_hidden_size shape_embed_dim pronunciation_embed_dim "
+    "out_hidden_size hidden_size_global vision_output_dim projector_input_dim projector_output_dim output_proj_dims "
+    "ple_embed_dim ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels output_channels "
+    "adapter_in_dim adapter_out_dim adapter_input_size",
+    "inner": "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size dff dim_ff "
+    "n_inner mlp_dim encoder_ffn_dim decoder_ffn_dim feed_forward_size d_inner",
+    "expert_inner": "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+    "shared_experts_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size",
+    "heads": "num_attention_heads attention_heads encoder_attention_heads decoder_attention_heads num_heads n_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_attention_heads_per_layer "
+    "linear_num_value_heads linear_num_heads index_n_heads indexer_n_heads num_query_groups conf_num_attention_heads",
+    "head_dim": "head_dim attention_head_size d_head dim_head kv_channels d_kv swa_head_dim qk_nope_head_dim "
+    "qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim query_pre_attn_scalar "
+    "mamba_d_head mamba_headdim mamba_head_dim",
+    "two_head_dims": "qk_head_dim index_head_dim indexer_head_dim attention_head_dim",
+    "rank": "q_lora_rank kv_lora_rank o_lora_rank adapter_rank laurel_rank gated_norm_rank hc_lowrank mamba_dt_rank "
+    "time_step_rank d_rel router_hidden_size hidden_size_per_layer_input state_size mamba_d_state ssm_state_size",
+    "layers": "num_hidden_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
+    "num_layers_per_stack num_blocks depth conf_num_hidden_layers",
+    "vocabulary": "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size shape_vocab_size "
+    "pronunciation_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base",
+    "positions": "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
+    "context_length model_max_length",
+    "window": "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size "
+    "local_attention local_attention_window_len chunk_size mamba_chunk_size block_size index_topk "
+    "indexer_budget index_block_size rel_extent patch_size",
+    "image": "image_size",
+    # These may be smaller already, and 1 says something: one expert a token, one group.
+    "at most 8": "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num compress_rates",
+    "at most 4": "rotary_dim n_groups mamba_n_groups mamba_ngroups o_groups",
+    "at most 2": "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts n_group "
+    "num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts",
+    "at most 1": "topk_group index_topk_blocks",
+}
+_KIND_OF = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_RANDOM = re.compile(r"drop|jitter")
+
+# With which a twin is still quick.
+_MOST_LAYERS = 12
+
+# Heads that may be shared: as many as the second field says, one, or something between. That character stays.
+_SHARED_HEADS = {
+    "num_key_value_heads": "num_attention_heads",
+    "num_kv_heads": "num_attention_heads",
+    "kv_n_heads": "n_heads",
+    "swa_num_key_value_heads": "swa_num_attention_heads",
+    "linear_num_key_heads": "linear_num_value_heads",
+}
+
+# How fields say of what kind a layer is: one entry a layer; a list of layers; the number of first or of last layers
+# that are of the kind; or a period and, as the value here, which layer of the period it is.
+_PER_LAYER = re.compile(r"^(?!mtp_).*(layer|type|pattern|intermediate_size)")
+_INDEX_LISTS = {"mlp_only_layers", "moe_layers", "full_attn_idxs", "hybrid_layer_ids", "attn_layer_indices"}
+_INDEX_LISTS |= {"local_layer_ids", "cross_attention_layers"}
+_FIRST_LAYERS = {"first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers"}
+_LAST_LAYERS = {"num_kv_shared_layers"}
+_PERIODS: dict[str, str | int] = {
+    "decoder_sparse_step": -1,
+    "moe_layer_interval": -1,
+    "attn_layer_period": "attn_layer_offset",
+    "expert_layer_period": "expert_layer_offset",
+    "n_layers_per_attn_res_block": 0,
+}
+
+# Defaults of a family that are replaced before shrinking: kinds of layers that only its released models have, and
+# fields without which its default configuration cannot be built.
+_THREE_LAYERS = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_QWEN4 = dict(zip(("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim"), (4, 1, 256), strict=True))
+_QWEN4 |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
+_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": _THREE_LAYERS
+    | {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE | {"rope_theta": 1e3}}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "cohere2_moe": {"num_shared_experts": 2},
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
+    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
+    "flex_olmo": {"num_experts": 8},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "laguna": _THREE_LAYERS,
+    "llama4_text": {"num_experts_per_tok": 2},
+    "lfm2": {"full_attn_idxs": [1]},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "mellum": _THREE_LAYERS,
+    "minimax_m3_vl_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+    | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "qwen3_next": {"mlp_only_layers": [0]},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def causal_lm_types() -> list[str]:
+    """The `model_type`s that the installed transformers has a causal language model for, sorted."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: Any) -> PretrainedConfig:
+    """The twin of a family: its default configuration shrunk, with grouped key/value heads, then `overrides`.
+
+    block: what divides each rank's widths, heads put together included.
+    `num_hidden_layers` chooses among the layers of the default; other overrides are taken as they are.
+
+    Raises:
+        UserError: transformers has no such model type.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"model_type {model_type!r}", "transformers has no such family", did_you_mean(model_type, CONFIG_MAPPING)
+        )
+    cls = CONFIG_MAPPING[model_type]
+    # Flags decide of what kinds the layers are, so they come before the choice of layers; sizes come after it.
+    flags = {k: v for k, v in overrides.items() if v is None or isinstance(v, bool | str)}
+    config = cls(**{**_BY_FAMILY.get(model_type, {}), **flags})
+    sizes = sizes_of(tp, block)
+    data = _shrunk(config, sizes, num_layers=overrides.get("num_hidden_layers"), differ=None)
+    chosen: dict[str, Any] = {**_TOKENS, "is_decoder": True}
+    if not data.get("qk_rope_head_dim"):  # multi-head latent attention has no key/value heads to share
+        chosen |= {"num_key_value_heads": sizes["kv_heads"], "head_dim": sizes["head_dim"]}
+    data.update({k: v for k, v in chosen.items() if k in data})
+    data.update({cls.attribute_map.get(k, k): v for k, v in overrides.items() if k != "num_hidden_layers"})
+    return cls(**data)
+
+
+def shrink_config(
+    config: PretrainedConfig, *, tp: int = 1, block: int = 1, layers: Mapping[int, Hashable] | None = None
+) -> PretrainedConfig:
+    """A tiny copy of `config` whose heads and vocabulary lie on `tp` ranks as those of `config` do, whose widths divide
+    by `tp`, and a rank's widths by `block`. The argument is not changed.
+
+    layers: what else tells its layers apart, by number.
+    """
+    return type(config)(**_shrunk(config, _sizes_like(config, tp, block), num_layers=None, differ=layers or {}))
+
+
+def layers_of_twin(config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None) -> list[int]:
+    """Which layers of `config` those of its twin stand for."""
+    text = config.get_text_config()
+    return _kept_layers({_common_name(k, text): v for k, v in text.to_dict().items()}, None, layers or {})
+
+
+def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]:
+    """Kind of field -> tiny size that tp ranks share as they share the configuration's own."""
+    text = config.get_text_config()
+    whole = {_common_name(k, text): v for k, v in text.to_dict().items()}
+    pairs = [(whole.get(by), whole.get(shared)) for shared, by in _SHARED_HEADS.items()]
+    pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no word of sharing: each its own
+    for heads, kv_heads in pairs:
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            return sizes_like(tp, block, heads=heads, kv_heads=kv_heads, vocabulary=whole.get("vocab_size") or 0)
+    return sizes_of(tp, block)
+
+
+def _shrunk(
+    config: PretrainedConfig, sizes: dict[str, int], *, num_layers: int | None, differ: Mapping[int, Hashable] | None
+) -> dict[str, Any]:
+    """The fields of the tiny copy, under the names of its class. `num_layers`, `differ`: as in `_kept_layers`."""
+    data: dict[str, Any] = config.to_dict()
+    data.pop("quantization_config", None)  # the twin's weights are random, not quantized
+    whole = {_common_name(k, config): v for k, v in data.items()}  # as it was
+    layers = _kept_layers(whole, num_layers, differ)
+    next_token = sizes["vocabulary"]
+    for field, value in data.items():
+        name = _common_name(field, config)
+        part = config.__dict__.get(field)
+        if isinstance(part, PretrainedConfig):
+            data[field] = _shrunk(part, sizes, num_layers=None, differ=differ)
+        elif value is None or isinstance(value, bool):
+            continue
+        elif _RANDOM.search(name) and isinstance(value, int | float):
+            data[field] = type(value)(0)
+        elif name in _TOKENS:
+            data[field] = _TOKENS[name]
+        elif name.endswith(("_token_id", "_token_index")):
+            next_token -= 1
+            data[field] = next_token
+        elif name == "num_hidden_layers":
+            # A stack that runs several times counts as often.
+            data[field] = value // whole["num_layers_per_stack"] * 2 if "num_layers_per_stack" in whole else len(layers)
+        elif name == "rope_parameters":
+            data[field] = _rope(value, whole, sizes)
+        elif name == "original_max_position_embeddings":
+            data[field] = _original_positions(value, whole, sizes)
+        elif name == "per_layer_config":
+            own = {int(k): v for k, v in value.items()}
+            data[field] = {str(new): _own(own[old], whole, sizes) for new, old in enumerate(layers) if old in own}
+        else:
+            data[field] = _tiny(name, _of_layers(name, value, whole, layers), whole, sizes)
+    return data
+
+
+def _common_name(field: str, config: PretrainedConfig) -> str:
+    """`n_embd` -> `hidden_size`. Some maps go the other way round (`vocab_size` -> `n_words`): what we know wins."""
+    name = {real: name for name, real in config.attribute_map.items()}.get(field, field)
+    return field if field in _KIND_OF and name not in _KIND_OF else name
+
+
+def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -> Any:
+    """One field shrunk; `whole` has all fields as they were. 0, None, flags and words (`auto`) mean something: kept."""
+    if isinstance(value, list) and name in _KIND_OF:
+        return [_tiny(name, v, whole, sizes) for v in value]
+    if isinstance(value, dict) and name in _KIND_OF:
+        return {k: _tiny(name, v, whole, sizes) for k, v in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return value
+    if name in _SHARED_HEADS:
+        return shared_heads(int(value), whole.get(_SHARED_HEADS[name]), sizes)
+    # State-space mixers: heads * head_dim = expand * hidden.
+    expand = whole.get("mamba_expand", whole.get("expand", 2))
+    is_mamba2 = (name, True) in (("num_heads", "state_size" in whole), ("n_mamba_heads", "mamba_headdim" in whole))
+    if is_mamba2 or name in ("mamba_n_heads", "mamba_num_heads"):
+        return int(expand * sizes["heads"])
+    if name == "mamba_d_ssm":
+        return int(expand * sizes["hidden"])
+    if name == "attention_hidden_size":
+        return value // whole["hidden_size"] * sizes["hidden"]
+    kind = _KIND_OF.get(name, "")
+    if name == "head_dim" and value > (whole.get("qk_rope_head_dim") or value):  # it counts both parts of the head
+        kind = "two_head_dims"
+    if kind.startswith("at most"):
+        return min(value, int(kind.rsplit(" ", 1)[-1]))
+    return sizes.get(kind, value)
+
+
+def _own(own: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """What one layer has for itself. A larger head (gemma4) stays larger, or the layer would be like the others."""
+    tiny = {k: _tiny(k, v, whole | own, sizes) for k, v in own.items()}
+    if own.get("head_dim", 0) > (whole.get("head_dim") or math.inf):
+        tiny["head_dim"] *= 2
+    return tiny
+
+
+def _kept_layers(whole: dict[str, Any], num_layers: int | None, differ: Mapping[int, Hashable] | None) -> list[int]:
+    """The first layer of each kind, at least two; or `num_layers`, of all kinds in turn.
+
+    differ: what else tells layers apart. Where it is given, each kind is kept beside each of its neighbours; both as
+    long as that does not take too many.
+    """
+    total = whole.get("num_hidden_layers") or 0
+    kinds: list[Any] = [_kind(layer, whole, total) for layer in range(total)]
+    layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
+    if differ is not None:
+        marked = [(kind, differ.get(layer)) for layer, kind in enumerate(kinds)]
+        beside = (_beside_neighbours(kinds) for kinds in (marked, kinds))
+        layers = next((kept for kept in beside if len(kept) <= _MOST_LAYERS), layers)
+    if any(_is_period(field, value, whole) for field, value in whole.items()):
+        layers = list(range(max(layers) + 1))  # a period counts layers: without gaps it keeps its sense
+    return sorted(layers[i % len(layers)] for i in range(num_layers or max(2, len(layers)))) if layers else []
+
+
+def _beside_neighbours(kinds: list[Any]) -> list[int]:
+    """Layers such that every two kinds which follow each other somewhere do so among them."""
+    layers = [0][: len(kinds)]
+    for layer in range(1, len(kinds)):
+        pairs = list(itertools.pairwise(kinds[kept] for kept in layers))
+        if (kinds[layer - 1], kinds[layer]) not in pairs:
+            layers += [layer] if kinds[layers[-1]] == kinds[layer - 1] else [layer - 1, layer]
+    return layers
+
+
+def _kind(layer: int, whole: dict[str, Any], total: int) -> list[Any]:
+    """All that the configuration says about one layer."""
+    kind: list[Any] = []
+    for name, value in whole.items():
+        if value is None:
+            continue
+        if name in _INDEX_LISTS:
+            kind.append(layer in value)
+        elif _is_per_layer(name, value, total):
+            kind.append(value[layer])
+            if value[layer] == "hybrid" and whole["model_type"].startswith("zamba"):
+                # Later ones share the weights of the first.
+                kind.append(min(value[:layer].count("hybrid"), whole.get("num_mem_blocks", 1)))
+        elif name == "block_types":
+            kind.append(value[layer % len(value)])
+        elif name in _FIRST_LAYERS:
+            kind.append(layer < value)
+        elif name in _LAST_LAYERS:
+            kind.append(layer >= total - value)
+        elif _is_period(name, value, whole):
+            offset = _PERIODS[name]
+            kind.append(layer % value == (whole[offset] if isinstance(offset, str) else offset % value))
+        elif name == "per_layer_config":
+            kind.append({int(k): v for k, v in value.items()}.get(layer))
+    return kind
+
+
+def _is_per_layer(name: str, value: Any, total: int) -> bool:
+    return isinstance(value, list) and len(value) == total and bool(_PER_LAYER.search(name))
+
+
+def _is_period(name: str, value: Any, whole: dict[str, Any]) -> bool:
+    if name == "attn_layer_period" and "layer_types" in whole:  # zamba lists its layers besides
+        return False
+    return name == "block_types" or (name in _PERIODS and (value or 0) > 1)
+
+
+def _of_layers(name: str, value: Any, whole: dict[str, Any], layers: list[int]) -> Any:
+    """A field that speaks of layers, about the kept ones."""
+    total = whole.get("num_hidden_layers") or 0
+    if name in _INDEX_LISTS:
+        return [new for new, old in enumerate(layers) if old in value]
+    if _is_per_layer(name, value, total):
+        return [value[old] for old in layers]
+    if name in _FIRST_LAYERS:
+        return sum(old < value for old in layers)
+    if name in _LAST_LAYERS:
+        return sum(old >= total - value for old in layers)
+    return value
+
+
+def _original_positions(value: int, whole: dict[str, Any], sizes: dict[str, int]) -> int:
+    """The same share of `max_position_embeddings`, but not below the sequences that twins are run on."""
+    return max(32, sizes["positions"] * value // (whole.get("max_position_embeddings") or value))
+
+
+def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """Rope parameters for the tiny head; some families nest them by kind of layer."""
+    tiny = {k: _rope(v, whole, sizes) if isinstance(v, dict) else v for k, v in rope.items()}
+    head_dim = _tiny("head_dim", whole.get("head_dim") or 1, whole, sizes)
+    rotated = sizes["head_dim"]
+    factor = rope.get("partial_rotary_factor", whole.get("partial_rotary_factor"))
+    if factor and head_dim == rotated:
+        rotated = max(2, 2 * round(factor * head_dim / 2))  # pairs
+    if rope.get("partial_rotary_factor"):
+        tiny["partial_rotary_factor"] = rotated / head_dim
+    half = rotated // 2
+    for name in ("long_factor", "short_factor"):
+        if rope.get(name):
+            tiny[name] = [rope[name][i * len(rope[name]) // half] for i in range(half)]
+    if rope.get("mrope_section"):
+        sections = [s * half // sum(rope["mrope_section"]) for s in rope["mrope_section"]]
+        tiny["mrope_section"] = [sections[0] + half - sum(sections), *sections[1:]]
+    if rope.get("original_max_position_embeddings"):
+        tiny["original_max_position_embeddings"] = _original_positions(
+            rope["original_max_position_embeddings"], whole, sizes
+        )
+    return tiny

@@ -1,0 +1,71 @@
+"""The tokenizer of a model's folder.
+
+Owns: loading it, and what padding is made of. Does not own: what is tokenised (`data`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from meshlora.common.errors import UserError, reason
+from meshlora.data.files import is_folder
+
+# `tokenizers` walks every number up to a vocabulary's largest: a second for each hundred million.
+_MOST_TOKENS = 10**8
+_MAY_BE_FAR = re.compile(rb":\s*\d{9}")
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside the model.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    if Path(path).is_dir():
+        is_folder(Path(path))  # a named pipe among the files would be waited for
+        for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+            _check_numbers(Path(path, name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(
+            f"tokenizer in {path}", f"it cannot be loaded ({reason(error)})", "is tokenizer.json there and whole?"
+        ) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _check_numbers(file: Path) -> None:
+    """Refuse tokens whose numbers no model has embeddings for, before the library walks up to them."""
+    content = file.read_bytes() if file.is_file() else b""
+    if not _MAY_BE_FAR.search(content):
+        return
+    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is the library's to name
+        for token, number in _numbers(json.loads(content)):
+            if isinstance(number, int) and number >= _MOST_TOKENS:
+                raise UserError(f"{file}: token {token!r}", f"its number {number} is beyond {_MOST_TOKENS:,}")
+
+
+def _numbers(vocabulary: Any) -> list[tuple[Any, Any]]:
+    """Tokens with their numbers, of a vocabulary's or a tokenizer's file; none where it is neither."""
+    if not isinstance(vocabulary, dict):
+        return []
+    added = vocabulary.get("added_tokens")
+    if not isinstance(added, list):
+        return list(vocabulary.items())
+    named = [(token.get("content"), token.get("id")) for token in added if isinstance(token, dict)]
+    return named + (_numbers(model.get("vocab")) if isinstance(model := vocabulary.get("model"), dict) else [])
+
+
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What padding is made of; masked out, so any id will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0

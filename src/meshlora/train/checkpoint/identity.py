@@ -1,0 +1,128 @@
+"""What the steps of a run depend on besides the topology, by name; and what else was installed when they were done.
+
+Owns: which options change no step, the hashes of all files that a run reads, and the comparison of two runs.
+Does not own: the file that they are stored in (`train.checkpoint.manifest`), reading files (`common.file_hash`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.file_hash import FileHashes
+
+# Files of names -> files, by the name that they have in an identity.
+Contents = Mapping[str, tuple[Path, ...]]
+
+# What may differ between a run and the one that goes on with it: it changes no step.
+_CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
+_FREE = {*_CHOICES, "keep_last", "keep_best", "routing_replay"} | {
+    *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
+    *("on_save_error", "on_nonfinite", "timeout_s"),
+}
+_TOKENIZER = (
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
+_LONGEST_SHOWN = 200
+
+
+def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None) -> dict[str, str]:
+    """Name -> what of a run its steps depend on, but for the content of files.
+
+    config: the `RunConfig`. tokens: the arrays of the training data. attention: what of it the model runs.
+    """
+    found = {
+        f"train.{name}": json.dumps(value, sort_keys=True)
+        for name, value in dataclasses.asdict(config.train).items()
+        if name not in _FREE
+    }
+    data = hashlib.sha256()
+    for name in sorted(tokens):
+        data.update(name.encode() + tokens[name].tobytes())
+    if config.adapter is None:
+        found["lora"] = json.dumps(config.lora, sort_keys=True)
+    return found | {
+        "steps": str(steps),
+        "model.dtype": config.model.dtype,
+        "model.attn_implementation": str(attention),
+        "model.quantization": json.dumps(config.model.quantization),
+        "model.disable_dropout": json.dumps(config.model.disable_dropout),
+        "model.trust_remote_code": json.dumps(config.model.trust_remote_code),
+        "data": f"sha256:{data.hexdigest()}",
+    }
+
+
+def contents(config: Any, *, weights: Collection[Path], adapter: Collection[str], replay: Collection[Path]) -> Contents:
+    """Name -> the files that a run reads, of which each is part of its identity.
+
+    weights: files of the base. adapter: names of an adapter's files. replay: of the routing that is replayed.
+    """
+    model = Path(config.model.path)
+    code = model.rglob("*.py") if config.model.trust_remote_code else ()
+    own = (model / "config.json", model / "model.safetensors.index.json")
+    found = {"model": [*weights, *(file for file in own if file.is_file()), *code]}
+    found["tokenizer"] = [file for pattern in _TOKENIZER for file in model.glob(pattern) if file.is_file()]
+    if config.adapter is not None:
+        start = (Path(config.adapter) / name for name in adapter)
+        found["adapter"] = [file for file in start if file.is_file()]
+    if replay:
+        found["train.routing_replay"] = list(replay)
+    return {name: tuple(sorted(set(files))) for name, files in found.items()}
+
+
+def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
+    """Name -> one hash of its files: of their names, without their folder, and their bytes.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    return {
+        name: "sha256:"
+        + hashlib.sha256(json.dumps(sorted([file.name, hashes[file]] for file in each)).encode()).hexdigest()
+        for name, each in files.items()
+    }
+
+
+def check_same(
+    what: str, there: Mapping[str, str], here: Mapping[str, str], *, despite: Collection[str], way_out: str
+) -> None:
+    """What was saved `there` is of the run that is asked for `here`, `despite` the differences that are named.
+
+    what: a name of what was saved, for the message. way_out: what to do besides naming the difference.
+
+    Raises:
+        UserError: something else differs, by name; or a name in `despite` is none.
+    """
+    names = there.keys() | here.keys()
+    for name in despite:
+        if name not in names:
+            raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
+    for name in sorted(names):
+        one, other = (side.get(name, "none") for side in (there, here))
+        if one == other or name in despite:
+            continue
+        is_hash = one.startswith("sha256:") or other.startswith("sha256:")
+        differs = "" if is_hash else f": {shown(one)} there, {shown(other)} here"
+        raise UserError(
+            f"--resume: {what}",
+            f"it is of a run with other {shown(name)}{differs}",
+            f"go on all the same with --resume-despite {shown(name)}, or {way_out}",
+        )
+
+
+def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Which versions differ, in words; nothing where none does."""
+    names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    return ", ".join(f"{shown(name)} {shown(there.get(name, '?'))} there, {here.get(name, '?')} here" for name in names)
+
+
+def shown(text: str) -> str:
+    """A text out of a file, for a message: printable and short."""
+    cut = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+    return "".join(each if each.isprintable() else "?" for each in cut)

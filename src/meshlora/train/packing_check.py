@@ -1,0 +1,103 @@
+"""Whether a model keeps packed sequences apart: not by a list of families, but shown on a tiny twin of the model.
+
+Owns: the comparison, and the refusal. Does not own: rows (`data.packing`), twins (`plan.families.twin`).
+
+Attention of transformers reads borders from position ids that begin again, where it is given no mask. A convolution or
+a state that runs along the row, an alibi bias or a mask made elsewhere does not: such a model gives packed tokens other
+logits than the same sequences one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from meshlora.common.errors import UnsupportedError, reason
+from meshlora.common.float64 import lift
+from meshlora.plan.families.twin import shrink_config
+
+# Longer and shorter than the windows of a twin (8), odd, and the second row ends in padding.
+_ROWS = ((13, 5, 3), (3, 11))
+_LIMIT = 1e-9
+_ATTENTIONS = (None, "eager", "sdpa")
+
+
+def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, trust_remote_code: bool) -> None:
+    """Refuse packing for a model whose twin shows that sequences of a row see each other. No process, a tiny model.
+
+    Raises:
+        UnsupportedError: they do; the twin cannot show it; an attention that was not looked at.
+    """
+    what = f"data.packing with model_type {config.model_type!r}"
+    way_out = "set data.packing: false"
+    if attn_implementation not in _ATTENTIONS:
+        raise UnsupportedError(
+            f"data.packing with model.attn_implementation={attn_implementation}",
+            "that sequences of a row are kept apart is shown for eager and sdpa",
+            "use one of these",
+        )
+    try:
+        model = _twin(config, attn_implementation, trust_remote_code)
+        packed, mixed = _differences(model)
+    except Exception as error:  # families raise all kinds of things at arguments that they do not know
+        raise UnsupportedError(what, f"its twin does not run on packed rows ({reason(error)})", way_out) from error
+    if not packed <= _LIMIT:
+        raise UnsupportedError(what, f"its layers mix sequences of one row (logits differ by {packed:.1e})", way_out)
+    if not mixed > _LIMIT:
+        raise UnsupportedError(what, "its twin could not show that sequences of one row are kept apart", way_out)
+
+
+def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remote_code: bool) -> Any:
+    """A float64 model of tiny sizes with random weights."""
+    small = shrink_config(config)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # families warn of their own defaults
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            small,
+            dtype=torch.float64,
+            attn_implementation=attn_implementation,
+            experts_implementation="eager",  # the others do not compute in float64
+            trust_remote_code=trust_remote_code,
+        )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()  # the routers of some families are float32 whatever is asked for
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.2)  # of the usual 0.02 a tiny model shows little
+    return model.eval()
+
+
+@torch.no_grad()
+def _differences(model: Any) -> tuple[float, float]:
+    """How far logits of packed rows are from those of the sequences alone; and where rows are one long sequence."""
+    vocab = model.config.get_text_config().vocab_size
+    longest = max(map(sum, _ROWS))
+    ids = torch.randint(3, vocab, (len(_ROWS), longest), generator=torch.Generator().manual_seed(0))
+    positions = torch.stack(
+        [torch.cat([torch.arange(n) for n in (*lengths, longest - sum(lengths))]) for lengths in _ROWS]
+    )
+    with lift():
+        packed = model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
+        plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        worst, mixed = 0.0, 0.0
+        for row, lengths in enumerate(_ROWS):
+            start = 0
+            for length in lengths:
+                part = slice(start, start + length)
+                alone = ids[row : row + 1, part]
+                found = model(input_ids=alone, attention_mask=torch.ones_like(alone), use_cache=False).logits[0]
+                worst = max(worst, _distance(packed[row, part], found))
+                mixed = max(mixed, _distance(plain[row, part], found) if start else 0.0)
+                start += length
+    return worst, mixed
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest number; infinite where one is not finite."""
+    found = float((one - other).abs().max() / other.abs().max())
+    return found if math.isfinite(found) else math.inf

@@ -1,0 +1,202 @@
+"""What a run says about itself: `metrics.jsonl`, trackers, and progress bars or lines on the terminal. Rank 0
+only.
+
+Owns: the record of a step and where it is shown. Does not own: how the numbers come about (`train.trainer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshlora.common.console import Console
+from meshlora.common.errors import SaveError
+from meshlora.common.files import write_atomically
+from meshlora.train.watch.tracking import Tracker, tracked
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, over all ranks.
+
+    Attributes:
+        step: from 1. loss: mean over the trained tokens. grad_norm: global, before clipping.
+        tokens: trained tokens of the step. step_time_s: wall time on rank 0.
+        aux_loss: of load balancing, before its coefficient; None where it is off.
+        means: what the objective reports besides, by name.
+        loss_scale: of float16: that of the next step.
+        skipped: the step changed nothing, as its loss or gradient was not finite.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    step_time_s: float
+    aux_loss: float | None = None
+    means: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+class Reporter:
+    """Writes metrics as they come; a context manager that leaves the terminal as it was. Silent off rank 0."""
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        steps: int,
+        log_every: int,
+        is_main: bool,
+        console: Console | None = None,
+        done: int = 0,
+        goes_on_without: bool = False,
+        trackers: Sequence[Tracker] = (),
+        name: str = "",
+    ) -> None:
+        """done: steps that the run goes on from; what `file` says of later ones is forgotten.
+
+        goes_on_without: a line that cannot be written, as on a full disk, is left out with a word.
+        trackers: get every line of `file` too.
+        name: of one of several adapters: it stands before all that is said, and there are lines instead of bars.
+        """
+        self._goes_on_without, self._has_failed = goes_on_without, False
+        self._trackers, self._name = trackers, name
+        self.console = console or Console()
+        self.is_main, self.log_every, self.steps = is_main, log_every, steps
+        self._file: IO[bytes] | None = None
+        self._path, self._done = file, done
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[shown]}", markup=False),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=False,
+            disable=bool(name) or not (is_main and self.console.is_terminal),
+        )
+        self._task = self._progress.add_task("step", total=steps, completed=done, shown="")
+        self._saved = ""
+
+    def __enter__(self) -> Self:
+        if self.is_main:
+            kept, num_damaged = lines_until(self._path, self._done)
+            write_atomically(self._path, lambda path: path.write_bytes(b"".join(kept)))
+            self._file = self._path.open("ab", buffering=0)  # a line is on disk as soon as it is said
+            self._progress.start()
+            if num_damaged:
+                self.say(f"{self._path}: {num_damaged} damaged lines are left out")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if self._file is not None:
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one step."""
+        if self._file is None:
+            return
+        values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
+        self._write({name: value for name, value in {**values, **metrics.means}.items() if _is_value(value)})
+        speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
+        means = "".join(f"  {name} {value:.4g}" for name, value in metrics.means.items())
+        skipped = "  left out" if metrics.skipped else ""
+        shown = f"loss {metrics.loss:.4f}{means}  {speed:,.0f} tokens/s{skipped}{self._saved}"
+        self._progress.update(self._task, completed=metrics.step, shown=shown)
+        is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)
+        if is_due and (self._name or not self.console.is_terminal):
+            self.say(
+                f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}{means}  lr {metrics.lr:.2e}"
+                f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s{skipped}"
+            )
+
+    def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:
+        """Record the loss on the held-out file; JSON has no word for an infinite perplexity, which is left out."""
+        if self._file is None:
+            return
+        values: dict[str, object] = {"step": step, "eval_loss": loss, "eval_tokens": tokens}
+        shown = ""
+        if perplexity is not None and math.isfinite(perplexity):
+            values["eval_perplexity"] = perplexity
+            shown = f"  perplexity {perplexity:.3f}"
+        self._write(values)
+        self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
+
+    @contextlib.contextmanager
+    def doing(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """A bar below that of the steps while the block runs; call what it yields after each of `total` parts."""
+        task = self._progress.add_task(what, total=total, shown="")
+        try:
+            yield lambda: self._progress.advance(task)
+        finally:
+            self._progress.remove_task(task)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is whole: shown from the next step on."""
+        self._saved = f"  saved {step}"
+
+    def say(self, text: str) -> None:
+        """One line on rank 0's terminal."""
+        if self.is_main:
+            self.console.say(f"{self._name}: {text}" if self._name else text)
+
+    def _write(self, values: dict[str, object]) -> None:
+        assert self._file is not None
+        for tracker in self._trackers:
+            tracker.log(*tracked(values))
+        line = (json.dumps(values) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)  # no half line between whole ones
+            text = f"{self._path}: a line could not be written ({error.strerror or error})"
+            if not self._goes_on_without:
+                raise SaveError(text) from error
+            if not self._has_failed:
+                self.say(text)
+            self._has_failed = True
+
+
+def _is_value(value: object) -> bool:
+    """Whether it is written: JSON has no NaN, and what is not there, or did not happen, is left out."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is not None and value is not False
+
+
+def lines_until(file: Path, done: int) -> tuple[list[bytes], int]:
+    """Whole lines of `file` about the first `done` steps, and how many others cannot be read: a crash of the machine
+    may leave such. Nothing where there is no such file."""
+    if not done or not file.is_file():
+        return [], 0
+    kept, num_damaged = [], 0
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            num_damaged += line.endswith(b"\n")  # the last one may have been cut short by how the run ended
+            continue
+        if step <= done and line.endswith(b"\n"):
+            kept.append(line)
+    return kept, num_damaged

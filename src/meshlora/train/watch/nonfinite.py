@@ -1,0 +1,128 @@
+"""Where a loss or a gradient that is not finite comes from: which sequences, and which module first.
+
+Owns: the second look at a step, micro-batch by micro-batch, and its words. Does not own: the decision that a step is
+not finite, and what follows from it (`train.trainer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.comm.collectives import all_gather
+from meshlora.plan.topology import SEQUENCES
+
+_Batch = TypeVar("_Batch")  # whatever `loss_sum` takes
+
+_FINITE, _FORWARD, _LOSS, _GRADIENT = range(4)
+_MOST_SHOWN = 16
+
+
+@dataclass
+class _First:
+    """The first module of a forward whose output is not finite: its number, and how many were done before it."""
+
+    module: int = -1
+    place: int = 0
+    done: int = 0
+
+
+def find_not_finite(
+    model: Any,
+    batches: Sequence[_Batch],
+    loss_sum: Callable[[_Batch], Tensor],
+    *,
+    examples: Callable[[int, int], list[int]],
+) -> str:
+    """In words which sequences of the step are not finite, and what of them first. Leaves no gradients. Collective.
+
+    Every rank runs forward and backward of its micro-batches once more, each by itself, and all learn what all found.
+
+    Args:
+        batches: this rank's micro-batches of the step. loss_sum: the summed loss of one.
+        examples: (dp rank, number of its micro-batch) -> the examples in it, numbers in the training data.
+    """
+    mesh = runtime(model).mesh
+    factors = active_factors(model)
+    found = torch.zeros(len(batches), 3, dtype=torch.int64, device=mesh.device)  # kind, which, place in the forward
+    for row, batch in zip(found, batches, strict=True):
+        _forget_gradients(model)
+        with _watching(model) as first:
+            loss = loss_sum(batch)
+        loss.backward()
+        broken = [n for n, factor in enumerate(factors) if not _is_finite(factor.parameter.grad)]
+        if first.module >= 0:
+            row.copy_(row.new_tensor([_FORWARD, first.module, first.place]))
+        elif not torch.isfinite(loss):
+            row[0] = _LOSS
+        elif broken:
+            row.copy_(row.new_tensor([_GRADIENT, broken[-1], 0]))  # the backward comes to the last one first
+    _forget_gradients(model)
+    everyone = all_gather(found.unsqueeze(0), mesh.world).tolist()  # [world, micro-batches, 3]
+    bad = [(number, rank) for rank, rows in enumerate(everyone) for number, row in enumerate(rows) if row[0]]
+    if not bad:
+        return "no micro-batch by itself shows it"
+    dp_ranks = {rank: place for group in mesh.topology.groups_over(SEQUENCES) for place, rank in enumerate(group)}
+    sequences = sorted({example for number, rank in bad for example in examples(dp_ranks[rank], number)})
+    # A rank's NaN is on all ranks once it has gone through a sum; the earliest module is where it was made.
+    kind, which, _ = min((everyone[rank][number] for number, rank in bad), key=lambda row: (row[0], row[2]))
+    names = [name for name, _ in model.named_modules()]
+    what = {
+        _FORWARD: lambda: f"the output of {names[which]}",
+        _LOSS: lambda: "the loss itself, of finite outputs",
+        _GRADIENT: lambda: f"the gradient of {factors[which].name}, of a finite loss",
+    }[kind]()
+    return f"in {_words(sequences)} of the training data (from 0), first {what}"
+
+
+@contextlib.contextmanager
+def _watching(model: nn.Module) -> Iterator[_First]:
+    first = _First()
+
+    def hook(number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            first.done += 1
+            if first.module < 0 and not all(map(_is_finite, _tensors(output))):
+                first.module, first.place = number, first.done
+
+        return look
+
+    hooks = [module.register_forward_hook(hook(number)) for number, (_, module) in enumerate(model.named_modules())]
+    try:
+        yield first
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        # Logits of a split head are a stand-in that only the loss may compute with.
+        yield from [output] if type(output) is Tensor else []
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _forget_gradients(model: Any) -> None:
+    for factor in active_factors(model):
+        factor.parameter.grad = None
+
+
+def _words(sequences: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sequences[:_MOST_SHOWN]))
+    more = f" and {len(sequences) - _MOST_SHOWN} more" if len(sequences) > _MOST_SHOWN else ""
+    return f"sequence{'s' if len(sequences) != 1 else ''} {shown}{more}"

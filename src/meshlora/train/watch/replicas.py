@@ -1,0 +1,163 @@
+"""The replica check: parameters that several ranks hold alike are equal to the bit, or the run stops.
+
+Owns: which copies must agree, their fingerprints, the one collective that compares them, and the error that names a
+drift. Does not own: when it is called (`train.trainer`), how a factor lies on the mesh (`plan.grads`).
+
+Copies of a factor lie along dp always, and along tp where the factor is whole; those of experts along edp. They start
+alike and get the same updates, so one bit of difference is a fault, and it grows in silence: a file holds the copy of
+one rank only.
+
+Checked are the factors of the active adapter. The state of AdamW is not: where it drifts, the parameters drift with
+the next step. Nor is the frozen base, which nothing writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.comm.collectives import all_gather
+from meshlora.common.errors import MeshloraError
+from meshlora.plan.grads import Segment, segment_of
+from meshlora.plan.topology import Topology, size_of_copies
+
+# Lanes that are hashed at once. Bounds the memory: 16 bytes a lane for the weights, and as much for their products.
+_CHUNK = 2**18
+# 5 modulo 8: the difference of two powers has few factors of 2, so that two chunks are never exchanged unseen.
+_CHUNK_FACTOR = 6364136223846793005
+_MOST_RANKS_SHOWN = 16
+# Gradients come out of one sum, the same on every copy, so kernels that are not deterministic are not among them.
+_LIKELY_CAUSE = (
+    "a GPU with memory errors, unlike hardware or library versions on the ranks, or code that changes parameters on "
+    "some ranks only"
+)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A parameter whose copies are not equal: its place in the list, and the axes over which they differ."""
+
+    index: int
+    axes: frozenset[str]
+
+
+@torch.no_grad()
+def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> None:
+    """Compare all copies of every active factor, to the bit. Collective: all ranks must call it, and all raise.
+
+    One all-gather of 16 bytes a factor: every rank sees all fingerprints, so it can name the odd ranks, and each comes
+    to the same verdict. With 448 factors (7 linears, 32 layers) a rank receives 57 kB on 8 ranks and 29 MB on 4096.
+    Sums over the axes would stay small there, but take a collective for each axis, and say that, not who, differs.
+
+    Args:
+        step: steps done, for the message. last_saved: the folder of the last save, for the message.
+
+    Raises:
+        MeshloraError: a factor has drifted; names it, the axes, the ranks, a likely cause and the way out.
+    """
+    mesh = runtime(model).mesh
+    if mesh.topology.world == 1:
+        return
+    parts = [
+        (factor.name, segment, segment_of(factor.parameter, segment))
+        for factor in active_factors(model)
+        for segment in factor.rule.segments(rank=mesh.tp.rank, size=mesh.tp.size)
+    ]
+    weights = position_weights(mesh.device)
+    ours = torch.stack([fingerprint(part, weights) for _, _, part in parts])  # [num_parts, 2]
+    everyone = all_gather(ours.unsqueeze(0), mesh.world).cpu()  # [world, num_parts, 2]
+    replicas = [replicated_over(segment, mesh.topology) for _, segment, _ in parts]
+    drifts = find_drifts(everyone, replicas, mesh.topology)
+    if not drifts:
+        return
+    first = drifts[0]
+    saved = "nothing has been saved yet" if last_saved is None else f"the last save, of equal copies, is {last_saved}"
+    way_out = "start again" if last_saved is None else f"go on from there in a new run (adapter: {last_saved})"
+    raise MeshloraError(
+        f"step {step}: {parts[first.index][0]} must be the same to the bit over "
+        f"{_words(replicas[first.index])}, and differs over {_words(first.axes)}: "
+        f"{_who(everyone[:, first.index], replicas[first.index], mesh.topology)}; drifted are {len(drifts)} of "
+        f"{len(parts)} parameters. Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
+        f"Mend it, then {way_out}"
+    )
+
+
+def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
+    """The axes, of more than one rank, along which all ranks hold the same rows of a parameter."""
+    return frozenset(axis for axis in segment.replicas if topology.size_over({axis}) > 1)
+
+
+def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> list[Drift]:
+    """The parameters with unequal copies, in order. everyone: fingerprints of all ranks `[world, num_parts, 2]`;
+    replicas: of each the axes along which it has copies.
+    """
+    differs = {axis: _differs_over(axis, everyone, topology) for axis in frozenset().union(*replicas)}
+    drifts = []
+    for index, over in enumerate(replicas):
+        # Copies that agree along each axis agree altogether.
+        axes = frozenset(axis for axis in over if differs[axis][index])
+        if axes:
+            drifts.append(Drift(index, axes))
+    return drifts
+
+
+def position_weights(device: torch.device) -> Tensor:
+    """Two fixed rows of odd pseudo-random numbers `[2, chunk]`, int64: one for each place in a chunk."""
+    # A raw PCG64 stream is the same in every version of numpy; torch's generators promise that for one version only.
+    raw = np.random.PCG64(0).random_raw(2 * _CHUNK).view(np.int64)
+    return torch.from_numpy(raw | 1).view(2, _CHUNK).to(device)
+
+
+def fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
+    """Two int64 `[2]` of the bits of `tensor` and their order: sum of lane times weight, modulo 2^64.
+
+    Computed where the tensor is, by three kernels for a chunk. Whole numbers: in every order the same sum.
+
+    A change within one lane is always seen, as odd weights have an inverse. Any other escapes one sum with probability
+    2^-32 at most, and both with 2^-64. For that a lane has 32 bits at most, float64 being two lanes: times an odd
+    weight the signs of two float64 would cancel, 2^63 (w1 + w2) = 0 modulo 2^64.
+    """
+    lanes = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    total = weights.new_zeros(2)
+    for chunk in lanes.split(weights.shape[1]):
+        total = (chunk * weights[:, : len(chunk)]).sum(dim=1).add_(total, alpha=_CHUNK_FACTOR)
+    return total
+
+
+def _differs_over(axis: str, everyone: Tensor, topology: Topology) -> list[bool]:
+    """For each factor whether two ranks that differ in their place on `axis` alone hold different values."""
+    lines = everyone[torch.tensor(topology.groups_over(frozenset({axis})))]  # [num_lines, size, num_factors, 2]
+    return (lines != lines[:, :1]).any(dim=3).any(dim=1).any(dim=0).tolist()
+
+
+def _who(values: Tensor, axes: frozenset[str], topology: Topology) -> str:
+    """Which ranks hold odd copies of one factor, `values` `[world, 2]`. What most of a group hold is the good one."""
+    found = []
+    for ranks in topology.groups_over(axes):
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            holders.setdefault(tuple(values[rank].tolist()), []).append(rank)
+        most, *others = sorted(holders.values(), key=len, reverse=True)
+        if others and len(most) > len(others[0]):
+            odd = sorted(rank for group in others for rank in group)
+            found.append(f"{_ranks(odd)} against the {len(most)} of the majority")
+        elif others:
+            found.append(" against ".join(map(_ranks, holders.values())) + ", without a majority")
+    return ", and ".join(found)
+
+
+def _words(axes: frozenset[str]) -> str:
+    return " and ".join(sorted("tp (key/value heads)" if size_of_copies(axis) else axis for axis in axes))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _MOST_RANKS_SHOWN} more" if len(ranks) > _MOST_RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,0 +1,95 @@
+"""Samples: what the adapter says after a few prompts, at intervals of a run.
+
+Owns: which prompts, their continuations on every rank, `samples.jsonl`. Does not own: decoding (`text.decoding`), when
+it is time (`train.trainer`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from meshlora.adapter.attach import runtime
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.files import write_atomically
+from meshlora.common.float64 import lift
+from meshlora.config.run import GenerateConfig, RunConfig
+from meshlora.data import read_records
+from meshlora.plan.topology import Topology
+from meshlora.text.decoding import continuations, encode_prompts
+from meshlora.train.watch.metrics import lines_until
+
+FILE = "samples.jsonl"
+NUM_PROMPTS = 4  # of the held-out data, where the run file names none
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Prompts of a run, encoded. Greedy, whatever the run's decoding is: what changes is the adapter alone."""
+
+    prompts: tuple[str, ...]
+    encoded: tuple[tuple[int, ...], ...]
+    tokenizer: PreTrainedTokenizerBase
+    options: GenerateConfig
+
+    def write(self, model: Any, file: Path, *, step: int, say: Callable[[str], None]) -> None:
+        """Continue every prompt; rank 0 adds them to `file` and says them. Collective: every rank computes the same."""
+        is_training = model.training
+        model.eval()
+        # The trainer's random numbers are none of the samples' business.
+        with lift(model.dtype == torch.float64), torch.random.fork_rng():
+            texts = list(continuations(model, self.tokenizer, self.encoded, self.options))
+        model.train(is_training)
+        if runtime(model).mesh.rank:
+            return
+        with file.open("a", encoding="utf-8") as opened:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                opened.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        for prompt, text in zip(self.prompts, texts, strict=True):
+            say(f"  {' '.join(prompt.split())[-60:]!r} -> {' '.join(text.split())!r}")
+
+
+def prepare_samples(
+    config: RunConfig, topology: Topology, tokenizer: PreTrainedTokenizerBase, model_config: Any
+) -> Samples | None:
+    """The prompts of a run that asks for samples.
+
+    Raises:
+        UserError: there are none, or they are too long. UnsupportedError: sequence parallelism.
+    """
+    if not config.train.sample_every:
+        return None
+    if topology.sp:
+        raise UnsupportedError(
+            f"train.sample_every={config.train.sample_every} on {topology}",
+            "generation goes one token at a time, which sp cannot cut",
+            "leave out sp, or use meshlora evaluate --generate",
+        )
+    prompts = config.data.sample_prompts
+    if prompts is None:
+        assert config.data.eval is not None
+        found = (record.prompt for record in read_records(config.data.eval, columns=config.data.columns))
+        prompts = list(dict.fromkeys(prompt for prompt in found if prompt))[:NUM_PROMPTS]
+        if not prompts:
+            raise UserError(
+                f"train.sample_every={config.train.sample_every}",
+                "no record of data.eval has a prompt to continue",
+                "give data.sample_prompts",
+            )
+    options = GenerateConfig(max_new_tokens=config.generate.max_new_tokens)
+    encoded = encode_prompts(prompts, tokenizer, model_config, options)
+    return Samples(tuple(prompts), tuple(map(tuple, encoded)), tokenizer, options)
+
+
+def forget_after(file: Path, done: int) -> None:
+    """Keep the samples of the first `done` steps: the run goes on from there."""
+    if not file.is_file():
+        return
+    kept, _ = lines_until(file, done)
+    write_atomically(file, lambda path: path.write_bytes(b"".join(kept)))

@@ -1,0 +1,311 @@
+"""Faults that nobody thought of: small changes of the product's own functions, made from their syntax trees.
+
+Owns: which changes there are of a file, their names, and how one is put in: functions get the changed code while a
+block runs. A name is `train/gradsync.py:92:15-40:operator`: file, line, columns, what is changed; `--mutation` takes
+it.
+Does not own: which of them are drawn, and what is made of the verdicts (`scripts/generate_faults.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import functools
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from meshlora.common.errors import UserError
+from meshlora.verify.faults.fault import Mutation
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_PAIRS_OF_COMPARISONS = (
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.In, ast.NotIn),
+    (ast.Is, ast.IsNot),
+)
+_COMPARED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_COMPARISONS for one, other in ((a, b), (b, a))}
+_PAIRS_OF_OPERATORS = ((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr))
+_COMPUTED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_OPERATORS for one, other in ((a, b), (b, a))}
+_COMPUTED |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+_NAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_AXES = {"tp": "dp", "dp": "tp", "ep": "etp", "etp": "ep", "edp": "dp", "rank": "size"}
+# Changes that keep what has which shape and type, mostly, so that nothing crashes: the silent ones are among them.
+KEEPING = ("compare", "operator", "lost", "bool", "unary", "condition", "constant", "axis", "name", "dropped")
+# What these are called with is words, or how long something takes.
+_SAYING = {"say", "doing", "debug", "info", "warning", "warn", "print", "register_for_cleanup"}
+
+Change = Callable[[Any], ast.AST | None]
+
+
+class NotPutInError(UserError):
+    """A change that cannot be made in a running process: no verdict."""
+
+
+@dataclass(frozen=True)
+class Generated(Mutation):
+    """A fault made from the syntax tree of `file`.
+
+    statement: the first line of the statement that it is in. before, after: the changed piece of it.
+    """
+
+    file: str = ""
+    line: int = 0
+    statement: str = ""
+    before: str = ""
+    after: str = ""
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether it mostly keeps shapes and types."""
+        return self.name.rpartition(":")[2] in KEEPING
+
+    def source(self) -> str:
+        """The whole file with the fault in it."""
+        return ast.unparse(_changed(self))
+
+    @contextlib.contextmanager
+    def apply(self) -> Iterator[None]:
+        """The fault is in while the block runs.
+
+        Raises:
+            NotPutInError: no function has this line, or the changed one needs other variables around it.
+        """
+        functions = [(f, f.__code__) for f in _functions(self.file) if _holds(f.__code__, self.line)]
+        codes = {_place(c): c for c in _codes(compile(_changed(self), str(ROOT / self.file), "exec"))}
+        if not functions:
+            raise NotPutInError(f"--mutation {self.name}", "no function has this line")
+        if any(code.co_freevars != codes.get(_place(code), code).co_freevars for _, code in functions):
+            raise NotPutInError(f"--mutation {self.name}", "its function would need other variables around it")
+        try:
+            for function, code in functions:
+                function.__code__ = codes.get(_place(code), code)
+            _forget()
+            yield
+        finally:
+            for function, code in functions:
+                function.__code__ = code
+            _forget()
+
+
+def generated(name: str) -> Generated:
+    """The fault of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    file = name.partition(":")[0]
+    of_file = faults_of(file) if file in files() else ()
+    found = next((fault for fault in of_file if fault.name == name), None)
+    if found is None:
+        raise UserError(f"--mutation {name}", "no such change can be made", "see scripts/generate_faults.py --list")
+    return found
+
+
+def files() -> list[str]:
+    """The package's, as names have them."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+
+
+@functools.cache
+def faults_of(file: str) -> tuple[Generated, ...]:
+    """All changes of a file, whose path is from the package's folder, in the order of its lines."""
+    found = []
+    for node, statement, operator, change in _changes(_tree(file)):
+        after = change(copy.deepcopy(node))
+        name, before = _name(file, node, operator), ast.unparse(node)
+        words = ast.unparse(after) if after is not None else "(left out)"
+        line = ast.unparse(statement).partition("\n")[0]
+        fault = Generated(name, f"{before} stays as it is", frozenset(), (), file, node.lineno, line, before, words)
+        if fault.before != fault.after:
+            found.append(fault)
+    return tuple(found)
+
+
+def _name(file: str, node: Any, operator: str) -> str:
+    return f"{file}:{node.lineno}:{node.col_offset}-{node.end_col_offset}:{operator}"
+
+
+def reached_lines(run: Callable[[], None]) -> set[tuple[str, int]]:
+    """Call `run`; the (file, line) of the product that it came by in this thread."""
+    seen: set[tuple[str, int]] = set()
+    prefix = f"{ROOT}/"
+
+    def of_frame(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(prefix):
+            return None
+        seen.add((frame.f_code.co_filename.removeprefix(prefix), frame.f_lineno))
+        return of_frame
+
+    sys.settrace(of_frame)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+    return seen
+
+
+# --- which changes there are
+
+
+def _tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def _changed(fault: Generated) -> ast.Module:
+    """The tree of the file with the fault in it."""
+    tree = _tree(fault.file)
+    for node, _, operator, change in _changes(tree):
+        if _name(fault.file, node, operator) == fault.name:
+            new: ast.Module = _Replace(node, change(copy.deepcopy(node))).visit(tree)
+            return ast.fix_missing_locations(new)
+    raise AssertionError(fault.name)
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, node: ast.AST, after: ast.AST | None) -> None:
+        self.node, self.after = node, after
+
+    def visit(self, node: ast.AST) -> Any:
+        if node is not self.node:
+            return self.generic_visit(node)
+        after = self.after if self.after is not None else ast.Pass()
+        return ast.copy_location(after, node)
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[Any, ast.AST, str, Change]]:
+    """(node, its statement, operator, what makes the changed node of a copy) for all that is computed in functions."""
+    for node, statement in _computed(tree, tree, is_inside=False):
+        for operator, change in _of_node(node):
+            yield node, statement, operator, change
+
+
+def _computed(node: ast.AST, statement: ast.AST, *, is_inside: bool) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """What is computed in the bodies of functions: no types, defaults, decorators, messages, assertions."""
+    if isinstance(node, ast.stmt):
+        statement = node
+    if isinstance(node, ast.FunctionDef | ast.Lambda):
+        body = node.body if isinstance(node, ast.FunctionDef) else [node.body]
+        for child in body:
+            yield from _computed(child, statement, is_inside=True)
+        return
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom) or _is_said(node):
+        return
+    if is_inside and isinstance(node, ast.expr | ast.stmt):
+        yield node, statement
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "ctx", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _computed(child, statement, is_inside=is_inside)
+
+
+def _is_said(node: ast.AST) -> bool:
+    """A docstring, a log line, a message."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return True
+    called = node.func if isinstance(node, ast.Call) else None
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in _SAYING or name.endswith("Error")
+
+
+def _of_node(node: ast.AST) -> Iterator[tuple[str, Change]]:
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in _COMPARED:
+            yield "compare", lambda n: _set(n, ops=[_COMPARED[type(op)]()])
+        case ast.BinOp(op=op) if type(op) in _COMPUTED:
+            yield "operator", lambda n: _set(n, op=_COMPUTED[type(op)]())
+        case ast.AugAssign(op=op):
+            if type(op) in _COMPUTED:
+                yield "operator", lambda n: _set(n, op=_COMPUTED[type(op)]())
+            yield "lost", lambda n: None
+        case ast.BoolOp(op=op):
+            yield "bool", lambda n: _set(n, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield "unary", lambda n: n.operand
+        case ast.If() | ast.IfExp():
+            yield "condition", lambda n: _set(n, test=ast.UnaryOp(ast.Not(), n.test))
+        case ast.Constant(value=value) if isinstance(value, bool):
+            yield "constant", lambda n: _set(n, value=not n.value)
+        case ast.Constant(value=value) if isinstance(value, int | float):
+            yield "constant", lambda n: _set(n, value=n.value + 1 if isinstance(n.value, int) else 2 * n.value + 0.01)
+        case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper, step=None)) if (lower is None) != (upper is None):
+            yield "slice", lambda n: _set(n, slice=ast.Slice(n.slice.upper, n.slice.lower))
+        case ast.Tuple(elts=[_, _, *_], ctx=ast.Load()) | ast.List(elts=[_, _, *_], ctx=ast.Load()):
+            yield "order", lambda n: _set(n, elts=[n.elts[1], n.elts[0], *n.elts[2:]])
+        case ast.Attribute(attr=attr, ctx=ast.Load()) if attr in _AXES:
+            yield "axis", lambda n: _set(n, attr=_AXES[n.attr])
+        case ast.Name(id=name, ctx=ast.Load()) if name in _NAMED:
+            yield "name", lambda n: _set(n, id=_NAMED[n.id])
+        case ast.Expr(value=ast.Call()) if not _is_said(node.value):
+            yield "dropped", lambda n: None
+        case ast.Call():
+            yield from _of_call(node)
+
+
+def _of_call(node: ast.Call) -> Iterator[tuple[str, Change]]:
+    if len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
+        yield "arguments", lambda n: _set(n, args=[n.args[1], n.args[0], *n.args[2:]])
+    for place, keyword in enumerate(node.keywords):
+        if keyword.arg is not None:
+            yield f"without-{keyword.arg}", functools.partial(_without_keyword, place)
+    if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
+        yield "method", lambda n: n.func.value
+    if len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred):
+        yield "call", lambda n: n.args[0]
+
+
+def _without_keyword(place: int, node: Any) -> Any:
+    return _set(node, keywords=node.keywords[:place] + node.keywords[place + 1 :])
+
+
+def _set(node: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(node, name, value)
+    return node
+
+
+# --- how one is put in
+
+
+def _functions(file: str) -> list[FunctionType]:
+    """Those that there are of a file now: methods too, and what decorators and registries have put away."""
+    importlib.import_module(".".join(("meshlora", *Path(file).with_suffix("").parts)).removesuffix(".__init__"))
+    name = str(ROOT / file)
+    return [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == name]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _holds(code: CodeType, line: int) -> bool:
+    """Whether a line of its file is in a function, or in one inside it."""
+    lines = [number for inner in _codes(code) for _, _, number in inner.co_lines() if number]
+    return min(lines) <= line <= max(lines)
+
+
+def _forget() -> None:
+    """What functions of the product remember was computed with the fault, or without it."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] == "meshlora" and not name.startswith(("meshlora.verify", "meshlora.oracle")):
+            for value in vars(module).values():
+                if callable(getattr(value, "cache_clear", None)):
+                    value.cache_clear()

@@ -1,0 +1,234 @@
+"""The report: one HTML file of a proof, to look at rather than to read.
+
+Owns: what the page shows, as plain values, and writing it. Does not own: how it looks (`report.html.j2`, `report.css`,
+`report.js`), the map of modules (`verify.report.heatmap`), the geometry of its figures (`verify.report.figures`), what
+the numbers mean (`verify.report.document`).
+
+The file needs nothing from anywhere: its policy (CSP) allows no request and no script but its own. Every text is
+escaped by the template; there is no other way in. Without JavaScript everything is shown, unfolded.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import time
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from meshlora.common.files import write_atomically
+from meshlora.oracle.judge import PHASES
+from meshlora.verify.report import figures
+from meshlora.verify.report.heatmap import COLUMNS, HeatMap, excess, scale
+
+Document = dict[str, Any]
+
+_NOT_TENSORS = ("sequences", "collectives")  # compared as well, but they are counts
+_MAX_LISTED = 12
+
+
+def write_report(document: Document, path: Path) -> None:
+    """Write the report of `document(..., details=True)` to `path`, whole or not at all."""
+    # A command line may hold bytes that are not UTF-8 (surrogates): shown, never an error.
+    page = render(document).encode("utf-8", "backslashreplace")
+    write_atomically(path, lambda temporary: _write_bytes(temporary, page))
+
+
+def render(document: Document) -> str:
+    """The page."""
+    script = _part("report.js")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "times": times, "several": several, "limit": limit_text}
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.from_string(_part("report.html.j2")).render(
+        style=Markup(_part("report.css")),
+        script=Markup(script),
+        script_hash=digest,
+        date=time.strftime("%Y-%m-%d %H:%M %Z"),
+        document=document,
+        **_page(document),
+    )
+
+
+def _page(document: Document) -> dict[str, Any]:
+    """Everything that the template shows beside the document itself."""
+    runs = document["runs"]
+    plain = [run for run in runs if run["mutation"] is None]
+    mutated = [run for run in runs if run["mutation"] is not None]
+    differing = [run for run in plain if not run["passed"]]
+    survived = [run for run in mutated if run["passed"]]
+    decades = 6.0 if document["dtype"] == "float64" else 2.0
+    return {
+        "verdict": "proved" if document["passed"] else "differs" if differing or not plain else "not proved",
+        "model": _model(document),
+        "plain": plain,
+        "differing": [_differing(run) for run in differing],
+        "num_mutated": len(mutated),
+        "survived": survived,
+        "compared": [run["topology"] for run in plain if run["phases"]],
+        "num_tensors": sum(
+            phase["num_tensors"] for run in plain for name, phase in run["phases"].items() if name not in _NOT_TENSORS
+        ),
+        "worst": _worst(plain),
+        "spread": figures.spread([t for run in plain for t in _measured(run)]),
+        "columns": [title for _, _, title in COLUMNS],
+        "maps": [HeatMap(run, decades=decades) for run in plain],
+        "shown_map": next((i for i, run in enumerate(plain) if not run["passed"]), 0),
+        "scale": scale(plain, decades=decades),
+        "phases": _phases(plain),
+        "curves": [(run, figures.curve(run["losses"]), figures.gaps(run)) for run in plain],
+        "collectives": [(run, [_calls(c) for c in run.get("collectives", [])]) for run in plain],
+        "axes": _axes(document.get("gradient_axes", [])),
+        "kills": _kills(mutated),
+        "lora": {key: _short(value) for key, value in document["lora"].items()},
+    }
+
+
+def _model(document: Document) -> str:
+    name = document["model"]
+    if name == "twin":
+        return f"twin of {document['model_type']}"
+    return Path(name).name if name.startswith((".", "/", "~")) else name
+
+
+def _worst(plain: list[Document]) -> Document | None:
+    """The tensor that is furthest beyond, or nearest to, its limit."""
+    found = [
+        {"run": run, "phase": name, "name": p["worst_name"], "relative": p["worst_relative"], "limit": p["limit"]}
+        for run in plain
+        for name, p in run["phases"].items()
+        if p["limit"] or not p["passed"]
+    ]
+    return max(found, key=lambda w: excess(w["relative"], w["limit"]), default=None)
+
+
+def _measured(run: Document) -> list[Document]:
+    """Tensors with an error to measure: what must be exact has none, unless it is wrong."""
+    return [t for tensors in run.get("tensors", {}).values() for t in tensors if t["limit"] or not t["passed"]]
+
+
+def _phases(plain: list[Document]) -> list[Document]:
+    """A row a phase, with the worst of each topology."""
+    names = list(dict.fromkeys(name for run in plain for name in run["phases"]))
+    result = []
+    for name in names:
+        found = [run["phases"].get(name) for run in plain]
+        there = [phase for phase in found if phase]
+        limits = [phase["limit"] for phase in there if phase["limit"] is not None]
+        result.append(
+            {
+                "name": name,
+                "title": PHASES.get(name, name),
+                "num_tensors": max(phase["num_tensors"] for phase in there),
+                "limit": max(limits, default=None),
+                "cells": [
+                    phase | {"at": figures.on_scale(phase["worst_relative"]), "bar": figures.on_scale(phase["limit"])}
+                    if phase and phase["num_tensors"]
+                    else None
+                    for phase in found
+                ],
+            }
+        )
+    return result
+
+
+def _differing(run: Document) -> Document:
+    """Of a run that fails: what failed by phase, and the first tensors of it."""
+    failed = [
+        tensor | {"phase": phase, "title": PHASES.get(phase, phase)}
+        for phase, tensors in run.get("tensors", {}).items()
+        for tensor in tensors
+        if not tensor["passed"]
+    ]
+    counts = Counter(tensor["phase"] for tensor in failed)
+    return {"run": run, "failed": failed[:_MAX_LISTED], "num_failed": len(failed), "counts": list(counts.items())}
+
+
+def _calls(entry: Document) -> Document:
+    calls, budget = entry["calls"], entry["budget"]
+    return entry | {"share": 100 * calls / max(calls, budget, 1), "mark": 100 * budget / max(calls, budget, 1)}
+
+
+def _axes(entries: list[Document]) -> list[tuple[str, list[Document]]]:
+    """(base, its factors)."""
+    bases = list(dict.fromkeys(entry["base"] for entry in entries))
+    return [(base, [entry for entry in entries if entry["base"] == base]) for base in bases]
+
+
+def _kills(mutated: list[Document]) -> Document:
+    """Mutations down, topologies across; None where a mutation cannot show."""
+    topologies = list(dict.fromkeys(run["topology"] for run in mutated))
+    by_place = {(run["mutation"], run["topology"]): run for run in mutated}
+    invariants = {run["mutation"]: run["invariant"] for run in mutated}
+    own = [[run for run in mutated if run["topology"] == topology] for topology in topologies]
+    return {
+        "topologies": [
+            {"name": name, "num": len(runs), "killed": sum(not run["passed"] for run in runs)}
+            for name, runs in zip(topologies, own, strict=True)
+        ],
+        "rows": [
+            {"name": name, "invariant": invariant, "runs": [by_place.get((name, t)) for t in topologies]}
+            for name, invariant in invariants.items()
+        ],
+        "num": len(mutated),
+        "killed": sum(not run["passed"] for run in mutated),
+    }
+
+
+# Text.
+
+
+def number(value: float | None) -> str:
+    """`3.0e-15`, `0`, `0.70`, or `∞` for what is not finite."""
+    if value is None or not math.isfinite(value):
+        return "∞"
+    if not value:
+        return "0"
+    if 0.1 <= value < 99.5:
+        return f"{value:#.2g}".removesuffix(".")
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def limit_text(value: float | None) -> str:
+    """A limit; zero means that not a bit may differ."""
+    return "–" if value is None else number(value).replace(".0e", "e") if value else "exact"
+
+
+def times(relative: float | None, limit: float | None) -> str:
+    """`2,600 times below the limit`."""
+    ratio = excess(relative, limit)
+    if not ratio:
+        return "equal to the last bit"
+    if math.isinf(ratio):
+        return "cannot be compared" if relative is None else "must be exact"
+    factor = ratio if ratio > 1 else 1 / ratio
+    shown = f"{factor:.1f}" if factor < 10 else f"{float(f'{factor:.2g}'):,.0f}" if factor < 1e6 else number(factor)
+    return f"{shown} times {'above' if ratio > 1 else 'below'} the limit"
+
+
+def several(count: int, noun: str) -> str:
+    """`1 fault`, `2 faults`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and len(value) > _MAX_LISTED:
+        return f"{', '.join(map(str, value[:3]))} … ({len(value)})"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _part(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
