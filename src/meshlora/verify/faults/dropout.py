@@ -1,4 +1,4 @@
-"""Mutations of dropout: masks that know the topology, or that are no masks of dropout."""
+"""Dropout: masks of other tokens, features, steps, modules, rates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from meshlora.layers import linear, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
-from meshlora.train import trainer
-from meshlora.verify.faults.fault import in_call, instead, mutation, then
+from meshlora.train import trained, trainer
+from meshlora.verify.faults.fault import by_name, in_call, instead, mutation, then
 
 
 def _local_tokens(mask: Mask, *_: Any) -> Mask:
@@ -39,49 +39,74 @@ def _unscaled(original: Any) -> Any:
     return lambda self, x: original(self, x) * (1 - self.p)
 
 
-OF_DROPOUT = dict(
-    [
-        mutation(
-            "dropout_by_local_token",
-            "a mask goes by the place in the global batch and the position, not by the row on the rank",
-            "dropout other_tokens",
-            (ForwardTokens, "mask", then(_local_tokens)),
-        ),
-        mutation(
-            "dropout_by_local_feature",
-            "the mask of an input that is split goes by the features of the whole matrix",
-            "lora_dropout tp row_target",
-            (linear, "input_features", then(_local_features)),
-        ),
-        mutation(
-            "dropout_same_in_every_step",
-            "each optimizer step has masks of its own",
-            "dropout steps",
-            (tokens, "mask_key", _always_first_step),
-        ),
-        mutation(
-            "dropout_same_in_every_module",
-            "each module has masks of its own",
-            "dropout",
-            (tokens, "mask_key", _one_for_all_modules),
-        ),
-        mutation(
-            "dropout_per_tp_rank",
-            "a mask does not depend on the tp rank",
-            "dropout tp",
-            (ForwardTokens, "mask", then(_of_rank)),
-        ),
-        mutation(
-            "dropout_not_scaled",
-            "what is kept is divided by the share that is kept",
-            "dropout",
-            (Mask, "drop", _unscaled),
-        ),
-        mutation(
-            "base_with_dropout",
-            "what the frozen base says is without dropout",
-            "base model_dropout",
-            (trainer, "base_log_probabilities", in_call(PreTrainedModel, "eval", instead(lambda self: self))),
-        ),
-    ]
+def _left_in_evaluation(found: Any, model: Any, *_: Any) -> Any:
+    model.eval()
+    return found
+
+
+def _rounded_rate(mask: Mask, *_: Any) -> Mask:
+    return dataclasses.replace(mask, p=round(mask.p, 1))
+
+
+OF_DROPOUT = by_name(
+    mutation(
+        "dropout_by_local_token",
+        "a mask goes by the place in the global batch and the position, not by the row on the rank",
+        "dropout other_tokens",
+        (ForwardTokens, "mask", then(_local_tokens)),
+    ),
+    mutation(
+        "dropout_by_local_feature",
+        "the mask of an input that is split goes by the features of the whole matrix",
+        "lora_dropout tp row_target",
+        (linear, "input_features", then(_local_features)),
+    ),
+    mutation(
+        "dropout_same_in_every_step",
+        "each optimizer step has masks of its own",
+        "dropout steps",
+        (tokens, "mask_key", _always_first_step),
+    ),
+    mutation(
+        "dropout_same_in_every_module",
+        "each module has masks of its own",
+        "dropout",
+        (tokens, "mask_key", _one_for_all_modules),
+    ),
+    mutation(
+        "dropout_per_tp_rank",
+        "a mask does not depend on the tp rank",
+        "dropout tp",
+        (ForwardTokens, "mask", then(_of_rank)),
+    ),
+    mutation(
+        "dropout_not_scaled",
+        "what is kept is divided by the share that is kept",
+        "dropout",
+        (Mask, "drop", _unscaled),
+    ),
+    mutation(
+        "base_with_dropout",
+        "what the frozen base says is without dropout",
+        "base model_dropout",
+        (trainer, "base_log_probabilities", in_call(PreTrainedModel, "eval", instead(lambda self: self))),
+    ),
+    mutation(
+        "evaluation_ends_dropout",
+        "after an evaluation training goes on with dropout",
+        "dropout steps",
+        (trained, "mean_loss", then(_left_in_evaluation)),
+    ),
+    mutation(
+        "dropout_seed_ignored",
+        "masks are those of the run's seed",
+        "dropout seed",
+        (tokens, "mask_key", lambda f: lambda seed, step, module: f(0, step, module)),
+    ),
+    mutation(
+        "dropout_rate_in_tenths",
+        "the dropout rate of an adapter is the configured one",
+        "odd_dropout",
+        (ForwardTokens, "mask", then(_rounded_rate)),
+    ),
 )

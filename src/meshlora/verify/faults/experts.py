@@ -1,7 +1,4 @@
-"""Mutations about experts: where their rows go, what they compute, how their gradients are summed, how they are stored.
-
-Owns: that part of the registry, and its wrong code. Does not own: the rest (`verify.faults.registry`).
-"""
+"""Experts: the way of their tokens, the axes that they lie on, their load-balancing loss."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from meshlora.model import inject, weights
 from meshlora.plan.grads import Segment
 from meshlora.plan.topology import ETP
 from meshlora.train import balance, gradsync, trainer
-from meshlora.verify.faults.fault import Mutation, in_call, mutation, then
-
-# --- the wrong code
+from meshlora.train.balance import LoadBalancing
+from meshlora.verify.faults import wrong_code
+from meshlora.verify.faults.fault import by_name, in_call, instead, mutation, then
 
 
 def _segments(change: Callable[[Any, Segment], Segment]) -> Callable[[Any], Any]:
@@ -143,111 +140,125 @@ def _same_for_all(original: Any) -> Any:
     return lambda seed, name: original(seed, name.rpartition(".")[0] if name.rpartition(".")[2].isdecimal() else name)
 
 
-# --- the registry
-
-OF_EXPERTS: dict[str, Mutation] = dict(
-    [
-        mutation(
-            "experts_first_a_not_summed_over_etp",
-            "each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp",
-            "expert_target etp",
-            (gradsync, "_segments", _segments(_without("etp", side="A"))),
-        ),
-        mutation(
-            "experts_second_b_not_summed_over_etp",
-            "x A^T of down is a sum over etp, so the gradient of its B is one too",
-            "expert_target etp",
-            (gradsync, "_segments", _segments(_without("etp", side="B"))),
-        ),
-        mutation(
-            "experts_not_summed_over_edp",
-            "the gradient of an expert's factor is a sum over the ranks that hold the same part of it",
-            "expert_target edp",
-            (gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, grad_axes=s.grad_axes - {"edp"}))),
-        ),
-        mutation(
-            "experts_summed_over_dense_dp",
-            "the data-parallel ranks of experts are not those of attention",
-            "expert_target dense_dp_is_not_edp",
-            (gradsync, "_segments", _segments(_over_dense_dp)),
-        ),
-        mutation(
-            "experts_permuted_over_ep",
-            "ep rank i holds the i-th share of the experts",
-            "experts ep",
-            (weights, "_read_local", _in_experts_read),
-        ),
-        mutation(
-            "experts_reduced_twice",
-            "what an expert gives is summed over etp once, on the way back",
-            "experts etp",
-            (ParallelExperts, "_run", then(_reduced_again)),
-        ),
-        mutation(
-            "routing_weight_applied_twice",
-            "an expert's output is multiplied by its routing weight once",
-            "experts expert_axes routing_last",
-            (Slots, "weighted_sum", lambda f: lambda self, rows, given: f(self, rows, given * given)),
-        ),
-        mutation(
-            "tokens_cut_twice",
-            "under sp each tp rank sends all the tokens that it has",
-            "experts sp",
-            (inject, "parallelize_experts", _cut_again),
-        ),
-        mutation(
-            "rows_combined_in_order_of_arrival",
-            "a row goes back to the token that it came from, whatever the order in which experts take rows",
-            "experts expert_axes",
-            (Journey, "__init__", then(_left_in_order)),
-        ),
-        mutation(
-            "token_dropped",
-            "no token is dropped: there is no capacity",
-            "experts expert_axes routing_last",
-            (Slots, "weighted_sum", _without_last_token),
-        ),
-        mutation(
-            "experts_b_stored_expert_major",
-            "in PEFT's files B of experts is expert-minor",
-            "expert_target",
-            (file_tensors, "to_peft", _expert_major),
-        ),
-        mutation(
-            "experts_gate_and_up_swapped",
-            "the first half of an expert's first projection goes through the activation, the second does not",
-            "gated_experts",
-            (ParallelExperts, "_gated", _gate_and_up_swapped),
-        ),
-        mutation(
-            "aux_loss_of_local_tokens",
-            "the load-balancing loss counts the choices of all tokens of a step, of all ranks",
-            "aux_loss other_tokens",
-            (balance.LoadBalancing, "_add_up", _local_counts),
-        ),
-        mutation(
-            "aux_loss_left_out",
-            "a load-balancing loss that is asked for has a gradient",
-            "aux_loss",
-            (balance.LoadBalancing, "term", then(lambda term, *_: term * 0)),
-        ),
-        mutation(
-            "experts_drawn_alike",
-            "each expert's factors are drawn by themselves, by its number",
-            "expert_target",
-            (initialization, "_generator", _same_for_all),
-        ),
-        mutation(
-            "experts_norm_counted_per_rank",
-            "in the norm of the gradient each element of an expert counts once, however many ranks hold it",
-            "expert_target edp",
-            (
-                trainer,
-                "clip_gradients_on_device",
-                in_call(
-                    gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, replicas=s.replicas - {"edp"}))
-                ),
+OF_EXPERTS = by_name(
+    mutation(
+        "experts_first_a_not_summed_over_etp",
+        "each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp",
+        "expert_target etp",
+        (gradsync, "_segments", _segments(_without("etp", side="A"))),
+    ),
+    mutation(
+        "experts_second_b_not_summed_over_etp",
+        "x A^T of down is a sum over etp, so the gradient of its B is one too",
+        "expert_target etp",
+        (gradsync, "_segments", _segments(_without("etp", side="B"))),
+    ),
+    mutation(
+        "experts_not_summed_over_edp",
+        "the gradient of an expert's factor is a sum over the ranks that hold the same part of it",
+        "expert_target edp",
+        (gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, grad_axes=s.grad_axes - {"edp"}))),
+    ),
+    mutation(
+        "experts_summed_over_dense_dp",
+        "the data-parallel ranks of experts are not those of attention",
+        "expert_target dense_dp_is_not_edp",
+        (gradsync, "_segments", _segments(_over_dense_dp)),
+    ),
+    mutation(
+        "experts_permuted_over_ep",
+        "ep rank i holds the i-th share of the experts",
+        "experts ep",
+        (weights, "_read_local", _in_experts_read),
+    ),
+    mutation(
+        "experts_reduced_twice",
+        "what an expert gives is summed over etp once, on the way back",
+        "experts etp",
+        (ParallelExperts, "_run", then(_reduced_again)),
+    ),
+    mutation(
+        "routing_weight_applied_twice",
+        "an expert's output is multiplied by its routing weight once",
+        "experts expert_axes routing_last",
+        (Slots, "weighted_sum", lambda f: lambda self, rows, given: f(self, rows, given * given)),
+    ),
+    mutation(
+        "tokens_cut_twice",
+        "under sp each tp rank sends all the tokens that it has",
+        "experts sp",
+        (inject, "parallelize_experts", _cut_again),
+    ),
+    mutation(
+        "rows_combined_in_order_of_arrival",
+        "a row goes back to the token that it came from, whatever the order in which experts take rows",
+        "experts expert_axes",
+        (Journey, "__init__", then(_left_in_order)),
+    ),
+    mutation(
+        "token_dropped",
+        "no token is dropped: there is no capacity",
+        "experts expert_axes routing_last",
+        (Slots, "weighted_sum", _without_last_token),
+    ),
+    mutation(
+        "experts_b_stored_expert_major",
+        "in PEFT's files B of experts is expert-minor",
+        "expert_target",
+        (file_tensors, "to_peft", _expert_major),
+    ),
+    mutation(
+        "experts_gate_and_up_swapped",
+        "the first half of an expert's first projection goes through the activation, the second does not",
+        "gated_experts",
+        (ParallelExperts, "_gated", _gate_and_up_swapped),
+    ),
+    mutation(
+        "aux_loss_of_local_tokens",
+        "the load-balancing loss counts the choices of all tokens of a step, of all ranks",
+        "aux_loss other_tokens",
+        (balance.LoadBalancing, "_add_up", _local_counts),
+    ),
+    mutation(
+        "aux_loss_left_out",
+        "a load-balancing loss that is asked for has a gradient",
+        "aux_loss",
+        (balance.LoadBalancing, "term", then(lambda term, *_: term * 0)),
+    ),
+    mutation(
+        "experts_drawn_alike",
+        "each expert's factors are drawn by themselves, by its number",
+        "expert_target",
+        (initialization, "_generator", _same_for_all),
+    ),
+    mutation(
+        "experts_norm_counted_per_rank",
+        "in the norm of the gradient each element of an expert counts once, however many ranks hold it",
+        "expert_target edp",
+        (
+            trainer,
+            "clip_gradients_on_device",
+            in_call(
+                gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, replicas=s.replicas - {"edp"}))
             ),
         ),
-    ]
+    ),
+    mutation(
+        "aux_loss_at_default",
+        "the load-balancing loss weighs as configured",
+        "aux_loss",
+        (trainer, "LoadBalancing", lambda f: lambda model, *, coef: f(model, coef=0.001)),
+    ),
+    mutation(
+        "shared_experts_not_summed_over_ep",
+        "one adapter for all experts has the gradient of the experts of all ranks",
+        "ep shared_experts_adapter",
+        (gradsync, "_segments", wrong_code.segments_with(wrong_code.without_axes(lambda axis: axis == "ep"))),
+    ),
+    mutation(
+        "balance_of_one_micro_batch_counted_locally",
+        "how often each expert is chosen is counted over all ranks, of a single micro-batch too",
+        "aux_loss one_micro_batch other_tokens",
+        (LoadBalancing, "count_here", in_call(balance, "all_reduce_sum", instead(lambda counts, _: counts))),
+    ),
 )

@@ -58,9 +58,14 @@ class Mutation:
             yield
 
 
-def mutation(name: str, invariant: str, needs: str, *changes: Change) -> tuple[str, Mutation]:
-    """An entry of the registry; `needs` in words."""
-    return name, Mutation(name, invariant, frozenset(needs.split()), changes)
+def mutation(name: str, invariant: str, needs: str, *changes: Change) -> Mutation:
+    """A fault; `needs` in words, as in "tp row_target"."""
+    return Mutation(name, invariant, frozenset(needs.split()), changes)
+
+
+def by_name(*faults: Mutation) -> dict[str, Mutation]:
+    """The faults of a theme."""
+    return {fault.name: fault for fault in faults}
 
 
 def then(function: Callable[..., Any]) -> Callable[[Any], Any]:

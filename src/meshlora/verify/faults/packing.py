@@ -1,4 +1,4 @@
-"""Mutations of packing: which faults there are where sequences share a row, and what each breaks."""
+"""Packing: sequences of one row that see or count each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import masking_utils
 
 from meshlora.data import Batch, Sequence
 from meshlora.train import batches, losses, trainer
-from meshlora.verify.faults.fault import instead, mutation, then
+from meshlora.verify.faults.fault import by_name, instead, mutation, then
 
 
 def _running_on(batch: Batch, *_: Any) -> Batch:
@@ -38,37 +38,35 @@ def _alone(original: Any) -> Any:
     )
 
 
-OF_PACKING = dict(
-    [
-        mutation(
-            "packing_left_out",
-            "sequences share rows where that is asked for",
-            "packing",
-            (trainer, "Batching", _alone),
-        ),
-        mutation(
-            "packing_positions_run_on",
-            "position ids begin again with each sequence of a row",
-            "packing",
-            (batches, "with_positions", then(_running_on)),
-        ),
-        mutation(
-            "packing_seen_across",
-            "a token attends to its own sequence alone",
-            "packing",
-            (masking_utils, "find_packed_sequence_indices", instead(lambda position_ids: None)),
-        ),
-        mutation(
-            "packing_with_a_mask",
-            "transformers is given no mask, with which it does not look for borders",
-            "packing",
-            (losses, "model_inputs", then(_with_mask)),
-        ),
-        mutation(
-            "packing_labels_across",
-            "the last token of a sequence predicts nothing of the next one",
-            "packing",
-            (batches, "joined", then(_trained_across)),
-        ),
-    ]
+OF_PACKING = by_name(
+    mutation(
+        "packing_left_out",
+        "sequences share rows where that is asked for",
+        "packing",
+        (trainer, "Batching", _alone),
+    ),
+    mutation(
+        "packing_positions_run_on",
+        "position ids begin again with each sequence of a row",
+        "packing",
+        (batches, "with_positions", then(_running_on)),
+    ),
+    mutation(
+        "packing_seen_across",
+        "a token attends to its own sequence alone",
+        "packing",
+        (masking_utils, "find_packed_sequence_indices", instead(lambda position_ids: None)),
+    ),
+    mutation(
+        "packing_with_a_mask",
+        "transformers is given no mask, with which it does not look for borders",
+        "packing",
+        (losses, "model_inputs", then(_with_mask)),
+    ),
+    mutation(
+        "packing_labels_across",
+        "the last token of a sequence predicts nothing of the next one",
+        "packing",
+        (batches, "joined", then(_trained_across)),
+    ),
 )

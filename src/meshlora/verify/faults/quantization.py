@@ -1,4 +1,4 @@
-"""Mutations of a quantised frozen base: which faults there are, and what each breaks."""
+"""A quantised base: scales and blocks that are not those of the matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshlora.common.compat import running_backward
 from meshlora.layers import linear
 from meshlora.layers.quantized import Packed
 from meshlora.plan.quantization import BLOCK
-from meshlora.verify.faults.fault import mutation
+from meshlora.verify.faults.fault import by_name, mutation
 
 
 def _straddling(original: Any) -> Any:
@@ -41,26 +41,24 @@ def _scale_of_neighbour(original: Any) -> Any:
     return pack
 
 
-OF_QUANTIZATION = dict(
-    [
-        mutation(
-            "quantized_blocks_straddle",
-            "the blocks of a rank are blocks of the whole matrix",
-            "quantized",
-            (linear, "pack", _straddling),
-            (Packed, "whole", _rolled_back),
-        ),
-        mutation(
-            "quantized_scale_of_neighbour",
-            "each block has its own scale",
-            "quantized",
-            (linear, "pack", _scale_of_neighbour),
-        ),
-        mutation(
-            "quantized_otherwise_in_backward",
-            "a backward computes with the numbers of its forward",
-            "quantized digits",
-            (Packed, "whole", _rounded_in_backward),
-        ),
-    ]
+OF_QUANTIZATION = by_name(
+    mutation(
+        "quantized_blocks_straddle",
+        "the blocks of a rank are blocks of the whole matrix",
+        "quantized",
+        (linear, "pack", _straddling),
+        (Packed, "whole", _rolled_back),
+    ),
+    mutation(
+        "quantized_scale_of_neighbour",
+        "each block has its own scale",
+        "quantized",
+        (linear, "pack", _scale_of_neighbour),
+    ),
+    mutation(
+        "quantized_otherwise_in_backward",
+        "a backward computes with the numbers of its forward",
+        "quantized digits",
+        (Packed, "whole", _rounded_in_backward),
+    ),
 )

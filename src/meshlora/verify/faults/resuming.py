@@ -1,11 +1,9 @@
-"""Mutations of going on from a checkpoint: what a run takes up where it was left; and of which steps it takes."""
+"""Going on from a checkpoint: what is forgotten, exchanged or done twice."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,8 +13,7 @@ from meshlora.train import trained
 from meshlora.train.checkpoint import state as checkpoint
 from meshlora.train.checkpoint.resuming import FOLDER
 from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
-from meshlora.verify.faults.fault import Mutation, instead, mutation, then
+from meshlora.verify.faults.fault import by_name, instead, mutation, then
 
 
 def _first_adapter(original: Any) -> Any:
@@ -62,87 +59,63 @@ def _batches_anew(_: None, self: TrainedAdapter) -> None:
     self.batches = Anew()  # type: ignore[assignment]
 
 
-def _without_last_step(original: Any) -> Any:
-    def train(self: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            for one in self.adapters:
-                stack.enter_context(
-                    mock.patch.object(one, "run", dataclasses.replace(one.run, steps=one.run.steps - 1))
-                )
-            original(self)
-
-    return train
-
-
-def _of_step_since_start(share: Any, self: TrainedAdapter, *_: Any) -> Any:
-    return dataclasses.replace(share, step=share.step - self.start)
-
-
-OF_RESUMING: dict[str, Mutation] = dict(
-    [
-        mutation(
-            "resumed_from_the_first_adapter",
-            "a run goes on with the adapter of its checkpoint",
-            "resume",
-            (peft_format, "read_adapter", _first_adapter),
+OF_RESUMING = by_name(
+    mutation(
+        "resumed_from_the_first_adapter",
+        "a run goes on with the adapter of its checkpoint",
+        "resume",
+        (peft_format, "read_adapter", _first_adapter),
+    ),
+    mutation(
+        "moments_not_restored",
+        "AdamW goes on with the moments of the checkpoint",
+        "resume",
+        (trained, "restore_optimizer", instead(lambda *_: None)),
+    ),
+    mutation(
+        "moments_exchanged",
+        "each moment is restored as what it was",
+        "resume",
+        (trained, "restore_optimizer", then(_exchanged)),
+    ),
+    mutation(
+        "moments_of_another_rank",
+        "each rank takes its own part of the moments",
+        "resume tp",
+        (checkpoint, "local_part", _of_next_rank),
+    ),
+    mutation(
+        "bias_correction_begins_again",
+        "AdamW counts its steps on",
+        "resume",
+        (trained, "restore_optimizer", then(_counted_anew)),
+    ),
+    mutation(
+        "resumed_one_step_late",
+        "the first step after a checkpoint is the next one",
+        "resume",
+        (TrainedAdapter, "start", lambda _: property(_one_step_late)),
+    ),
+    mutation(
+        "schedule_begins_again",
+        "the learning rate goes on where it was",
+        "resume",
+        (TrainedAdapter, "update", lambda f: lambda self, step, **rest: f(self, step - self.start, **rest)),
+    ),
+    mutation(
+        "order_begins_again",
+        "the next step takes the next sequences",
+        "resume",
+        (TrainedAdapter, "__post_init__", then(_batches_anew)),
+    ),
+    mutation(
+        "masks_begin_again",
+        "dropout is that of the step, however often a run was stopped",
+        "resume dropout",
+        (
+            TrainedAdapter,
+            "share",
+            then(lambda share, self, *_: dataclasses.replace(share, step=share.step - self.start)),
         ),
-        mutation(
-            "last_step_left_out",
-            "a run takes as many optimizer steps as configured",
-            "steps",
-            (Trainer, "train", _without_last_step),
-        ),
-        mutation(
-            "moments_not_restored",
-            "AdamW goes on with the moments of the checkpoint",
-            "resume",
-            (trained, "restore_optimizer", instead(lambda *_: None)),
-        ),
-        mutation(
-            "moments_exchanged",
-            "each moment is restored as what it was",
-            "resume",
-            (trained, "restore_optimizer", then(_exchanged)),
-        ),
-        mutation(
-            "moments_of_another_rank",
-            "each rank takes its own part of the moments",
-            "resume tp",
-            (checkpoint, "local_part", _of_next_rank),
-        ),
-        mutation(
-            "bias_correction_begins_again",
-            "AdamW counts its steps on",
-            "resume",
-            (trained, "restore_optimizer", then(_counted_anew)),
-        ),
-        mutation(
-            "resumed_one_step_late",
-            "the first step after a checkpoint is the next one",
-            "resume",
-            (TrainedAdapter, "start", lambda _: property(_one_step_late)),
-        ),
-        mutation(
-            "schedule_begins_again",
-            "the learning rate goes on where it was",
-            "resume",
-            (TrainedAdapter, "update", lambda f: lambda self, step, **rest: f(self, step - self.start, **rest)),
-        ),
-        mutation(
-            "order_begins_again",
-            "the next step takes the next sequences",
-            "resume",
-            (TrainedAdapter, "__post_init__", then(_batches_anew)),
-        ),
-        mutation(
-            "masks_begin_again",
-            "dropout is that of the step, however often a run was stopped",
-            "resume dropout",
-            (
-                TrainedAdapter,
-                "share",
-                then(lambda share, self, *_: dataclasses.replace(share, step=share.step - self.start)),
-            ),
-        ),
-    ]
+    ),
 )

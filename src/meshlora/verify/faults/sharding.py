@@ -1,4 +1,4 @@
-"""Mutations of a frozen base that is sharded over dp: which faults there are, and what each breaks."""
+"""A base that is sharded over dp: what is gathered, of which layer, and when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from meshlora.comm.groups import Axis
 from meshlora.common.compat import running_backward
 from meshlora.model import dp_shard, weights
-from meshlora.verify.faults.fault import mutation
+from meshlora.verify.faults.fault import by_name, mutation
 
 
 def _gathered_in_reverse(original: Any) -> Any:
@@ -52,25 +52,23 @@ def _each_rank_another_layer(original: Any) -> Any:
     return shard_unit
 
 
-OF_SHARDING = dict(
-    [
-        mutation(
-            "dp_shards_gathered_in_reverse",
-            "the parts of a layer's weights are put together in the order of the dp ranks",
-            "dp_shard",
-            (dp_shard, "all_gather_into", _gathered_in_reverse),
-        ),
-        mutation(
-            "dp_shard_stale_in_backward",
-            "a layer's backward computes with the weights of its forward",
-            "dp_shard",
-            (dp_shard, "all_gather_into", _stale_in_backward),
-        ),
-        mutation(
-            "dp_shard_of_another_layer",
-            "each dp rank holds its part of the layer that it is sharded as",
-            "dp_shard",
-            (weights, "shard_unit", _each_rank_another_layer),
-        ),
-    ]
+OF_SHARDING = by_name(
+    mutation(
+        "dp_shards_gathered_in_reverse",
+        "the parts of a layer's weights are put together in the order of the dp ranks",
+        "dp_shard",
+        (dp_shard, "all_gather_into", _gathered_in_reverse),
+    ),
+    mutation(
+        "dp_shard_stale_in_backward",
+        "a layer's backward computes with the weights of its forward",
+        "dp_shard",
+        (dp_shard, "all_gather_into", _stale_in_backward),
+    ),
+    mutation(
+        "dp_shard_of_another_layer",
+        "each dp rank holds its part of the layer that it is sharded as",
+        "dp_shard",
+        (weights, "shard_unit", _each_rank_another_layer),
+    ),
 )

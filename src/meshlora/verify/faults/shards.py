@@ -1,8 +1,4 @@
-"""Faults in what lies where: shards, pieces of fused matrices, key/value heads, vocabulary.
-
-Owns: the wrong code, as `verify.faults.wrong_code` does for everything else. Does not own: which faults there are and
-what they break (`verify.faults.registry`).
-"""
+"""What lies where: shards of matrices and biases, pieces of fused matrices, heads of keys and values."""
 
 from __future__ import annotations
 
@@ -10,19 +6,17 @@ import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from meshlora.adapter import attach
 from meshlora.comm.groups import Axis
-from meshlora.layers.embedding import ParallelEmbedding
-from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.linear import ParallelLinear
+from meshlora.model import regions, weights
 from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
-
-# --- the base as it is read
+from meshlora.verify.faults.fault import by_name, mutation
 
 
 def _seen_as(mesh: Any, rank: int) -> Any:
@@ -45,10 +39,6 @@ def read_as(rank: Callable[[Axis], int], *, where: Callable[[str, Placement], bo
 
 def reversed_rank(tp: Axis) -> int:
     return tp.size - 1 - tp.rank
-
-
-def next_rank(tp: Axis) -> int:
-    return (tp.rank + 1) % tp.size
 
 
 def rank_0(tp: Axis) -> int:
@@ -127,9 +117,6 @@ def arguments_of_rank_0(original: Any) -> Any:
     return lambda module, of, tp: original(module, of, dataclasses.replace(tp, rank=0))
 
 
-# --- adapters on pieces
-
-
 def one_piece_further(original: Any) -> Any:
     """The rows of B land where the next piece is."""
 
@@ -140,61 +127,66 @@ def one_piece_further(original: Any) -> Any:
     return piece_rows
 
 
-def rows_one_piece_further(original: Any) -> Any:
-    """The same in a file."""
-
-    def rows_of(target: Any) -> dict[str, Tensor]:
-        return {piece: (rows + len(rows)) % target.out_features for piece, rows in original(target).items()}
-
-    return rows_of
-
-
-# --- vocabulary
-
-
-def rows_of_next_rank(original: Any) -> Any:
-    """Each rank takes the tokens of another for its own."""
-
-    def local(self: ParallelEmbedding, ids: Tensor) -> Any:
-        with mock.patch.object(self, "first_id", next_rank(self.tp) * self.num_embeddings):
-            return original(self, ids)
-
-    return local
-
-
-def nothing_masked(found: tuple[Tensor, Tensor | None], *_: Any) -> tuple[Tensor, Tensor | None]:
-    ids, is_other = found
-    return ids, None if is_other is None else torch.zeros_like(is_other)
-
-
-def labels_of_next_rank(original: Any) -> Any:
-    def loss(self: Any, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        other = dataclasses.replace(self.axis, rank=next_rank(self.axis))
-        return original(dataclasses.replace(self, axis=other), logits, labels, gradient)
-
-    return loss
-
-
-def padding_in_softmax(original: Any) -> Any:
-    def loss(self: Any, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        padded = dataclasses.replace(self, vocab=self.axis.size * logits.shape[1])
-        return original(padded, logits, labels, gradient)
-
-    return loss
-
-
-def smoothed_over_local_vocabulary(original: Any) -> Any:
-    """Each rank takes the mean over its own logits for that over all."""
-
-    def own_total(tensor: Tensor, axis: Axis) -> Tensor:
-        by_rank: Tensor = gather(tensor, axis)
-        by_rank.view(axis.size, *tensor.shape)[:, 3] = tensor[3]
-        return by_rank
-
-    gather = vocabulary.all_gather
-
-    def loss(self: Any, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        with mock.patch.object(vocabulary, "all_gather", own_total):
-            return original(self, logits, labels, gradient)
-
-    return loss
+OF_SHARDS = by_name(
+    mutation(
+        "base_shards_reversed",
+        "tp rank i holds the i-th slice of a row-parallel weight",
+        "tp",
+        (weights, "_read_local", read_as(reversed_rank, where=is_row_weight)),
+    ),
+    mutation(
+        "column_bias_of_rank_0",
+        "tp rank i holds the i-th slice of the bias of a column-parallel linear",
+        "tp column_bias",
+        (weights, "_read_local", read_as(rank_0, where=is_column_bias)),
+    ),
+    mutation(
+        "qkv_pieces_reversed",
+        "a rank holds the rows of a fused matrix in the order q, k, v",
+        "tp fused_qkv",
+        (weights, "_read_local", pieces_reversed("q k v")),
+    ),
+    mutation(
+        "gate_and_up_swapped",
+        "a rank holds its rows of gate before those of up",
+        "tp fused_gate_up",
+        (weights, "_read_local", pieces_reversed("gate up")),
+    ),
+    mutation(
+        "fused_base_cut_as_one_matrix",
+        "of a fused matrix each rank holds a share of every piece",
+        "tp fused_blocks",
+        (weights, "_read_local", read_as_one_matrix),
+        (attach, "local_part", factor_as_one_matrix),
+    ),
+    mutation(
+        "fused_b_cut_as_one_matrix",
+        "the rows of B go with the rows of the base",
+        "tp fused_blocks fused_target",
+        (attach, "local_part", factor_as_one_matrix),
+    ),
+    mutation(
+        "piece_lands_on_the_next",
+        "an adapter on a piece adds to the rows of that piece",
+        "pieces",
+        (ParallelLinear, "_piece_rows", one_piece_further),
+    ),
+    mutation(
+        "kv_head_of_another_rank",
+        "a rank holds the key/value heads that its query heads go with",
+        "kv_replicas",
+        (Piece, "share", units_dealt_round),
+    ),
+    mutation(
+        "heads_of_rank_0_in_arguments",
+        "of an argument with a dim of heads each rank sees its own",
+        "sliced",
+        (regions, "_cut_arguments", arguments_of_rank_0),
+    ),
+    mutation(
+        "wide_norm_weight_of_rank_0",
+        "tp rank i holds the i-th slice of the weight of a norm over a split width",
+        "tp wide_norm",
+        (weights, "_read_local", read_as(rank_0, where=is_wide_norm)),
+    ),
+)
