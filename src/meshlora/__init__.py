@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,33 +32,21 @@ __version__ = "0.1.0"
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 _HOME = {
-    "add_adapter": "adapter.manage",
-    "disable_adapter": "adapter.manage",
-    "set_adapter": "adapter.manage",
-    "load_adapter": "adapter.peft_format",
-    "save_adapter": "adapter.peft_format",
-    "load": "api",
-    "MeshloraError": "errors",
-    "UnsupportedError": "errors",
-    "UserError": "errors",
-    "lift": "lift",
+    "add_adapter": "adapter.attach",
+    "disable_adapter": "adapter.attach",
+    "set_adapter": "adapter.attach",
+    "load_adapter": "adapter.formats.peft_format",
+    "save_adapter": "adapter.formats.peft_format",
+    "load": "loading.load",
+    "MeshloraError": "common.errors",
+    "UnsupportedError": "common.errors",
+    "UserError": "common.errors",
+    "lift": "common.float64",
     "Topology": "plan.topology",
     "clip_gradients": "train.gradsync",
     "finish_gradients": "train.gradsync",
     "language_model_loss": "train.losses",
 }
-
-
-class _Package(ModuleType):
-    """This package, with `lift` the function also after somebody has imported the file of that name."""
-
-    @property
-    def lift(self) -> Any:
-        return __getattr__("lift")
-
-    @lift.setter
-    def lift(self, module: ModuleType) -> None:
-        """Python binds the file to its name here when it is imported."""
 
 
 def __getattr__(name: str) -> Any:
@@ -71,6 +57,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
-
-
-sys.modules[__name__].__class__ = _Package

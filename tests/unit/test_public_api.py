@@ -39,11 +39,3 @@ def test_command_line_and_package_are_there_before_torch_is() -> None:
     after = "assert libraries <= sys.modules.keys() and gc.isenabled() and gc.get_freeze_count() > 100_000"
     code = f"{code}\n{before}\ncli.import_libraries()\n{after}"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(
-    "first", ["import meshlora.lift", "from meshlora.lift import lift", "import meshlora.loading.load"]
-)
-def test_lift_is_the_function_also_after_its_file_was_imported(first: str) -> None:
-    code = f"{first}\nimport meshlora\nfrom meshlora import lift\nassert meshlora.lift is lift\nwith lift(): pass"
-    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)

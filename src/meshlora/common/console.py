@@ -1,7 +1,7 @@
 """The terminal: the one place through which everything that meshlora prints goes, but for the line of an error.
 
 Owns: that a text is shown as it is, whatever it holds: no markup, no highlighting, no emoji by name, control characters
-escaped. Does not own: what is said; the words of errors (`errors`).
+escaped. Does not own: what is said; the words of errors (`common.errors`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Folders and files that are believed only from this user: what caches lie in.
 
 Owns: making them, telling whether somebody else can have written one, and the words where one can. Does not own: what
-is kept there (`data.cache`, `common/proof_records.py`, `verify.proof`), waiting for other processes
-(`common/locks.py`).
+is kept there (`data.cache`, `common.proof_records`, `verify.proof`), waiting for other processes
+(`common.locks`).
 
 Folders are made with mode 0700 and files with 0600. What is read must belong to this user, root included, and nobody
 else may be able to write it. A checksum beside the content says only that it is undamaged: whoever writes the one

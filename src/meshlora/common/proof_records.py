@@ -2,7 +2,7 @@
 
 Owns: whether the folder can be used, what a record says, and when it is believed. Does not own: what stands for a run
 (`verify.preflight`, `verify.many`) or a family (`plan.families.proved`), references (`verify.proof`), whose files are
-believed (`common/private.py`).
+believed (`common.private`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From the host to the device without waiting.
 
-Owns: how small tensors that the host made get to where they are used. Does not own: weights (`state`), what comes back
+Owns: how small tensors that the host made get to where they are used. Does not own: weights (`model`), what comes back
 (nothing else may be read in a step: `train.step_sums`).
 """
 

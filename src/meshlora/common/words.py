@@ -1,7 +1,7 @@
 """Text that others wrote, made fit to be read: without control characters, of bounded length.
 
 Owns: how a character that a terminal would obey is shown, and where a long text is cut. Does not own: which texts are
-shown where (`errors`, `console`).
+shown where (`common.errors`, `common.console`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run file says: a tree of dataclasses.
 
 Owns: names, types, defaults and the rules between fields that need no file and no model; of objectives
-`config.objective`. Does not own: YAML (`run_file`), whether model, data and topology fit together (`train.prepare`).
+`config.objective`. Does not own: YAML (`config.file`), whether model, data and topology fit together (`train.prepare`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token arrays on disk: one safetensors file for each content.
 
 Owns: the key, the file, and that any number of processes may ask for the same one at once. Does not own: how tokens
-are made (`tokenization.py`), whose file is believed (`common/private.py`), how others wait (`common/locks.py`).
+are made (`tokenization.py`), whose file is believed (`common.private`), how others wait (`common.locks`).
 
 A file exists whole or not at all. One that has been damaged since is recognised by its checksum, one that holds another
 dataset by its arrays; both are made again. Neither protects from a stranger, who would write what fits: that nobody

@@ -1,7 +1,7 @@
 """The blueprint: everything that is known about a model, its split and its adapter before any weight is read.
 
 Owns: `Blueprint` and `make_blueprint`, which builds the model on the meta device, once; reading a model's
-configuration. What cannot be is refused while it is made. Does not own: weights and processes (`api`), data
+configuration. What cannot be is refused while it is made. Does not own: weights and processes (`loading.load`), data
 (`train.prepare`).
 """
 

@@ -1,7 +1,7 @@
 """Building the model of a configuration on the meta device, within bounds.
 
 Owns: names and shapes without memory, ended where a configuration asks for more than its checkpoint can hold. Does not
-own: reading the configuration (`api`), what follows from the model (`plan`).
+own: reading the configuration (`loading.load`), what follows from the model (`plan`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Wrappers that would split, copy or average a model which the ranks have divided among themselves already.
 
 Owns: which wrappers of other libraries are refused, and noticing one before it communicates. Does not own: what else is
-refused on a model (`guards`).
+refused on a model (`loading.guards`).
 
 `DistributedDataParallel(model)` broadcasts rank 0's part of every weight over the parts of the others, and ends without
 an error. No wrapper asks a model for permission. But each walks through its modules before anything else, and a walk

@@ -1,6 +1,6 @@
 """Which dropouts of a model are exact on a mesh: facts of families, by configuration field.
 
-Owns: the table. Does not own: what is refused (`guards`), the masks (`meshlora.common.masks`).
+Owns: the table. Does not own: what is refused (`loading.guards`), the masks (`meshlora.common.masks`).
 
 Exact is a dropout that is an `nn.Dropout` of its own, works on the hidden states of single tokens and is called once a
 forward. Not exact are dropouts on attention weights, calls of `F.dropout` inside a model's forward, layers that are

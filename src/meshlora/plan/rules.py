@@ -2,7 +2,7 @@
 
 Owns: the words of a plan: `LinearRule`, `ParameterRule`, `Region`, `ModelPlan`. Does not own: how it is derived from a
 model (`plan.derive`), which rows a rank holds (`plan.layout`), the gradient axes that follow (`plan.grads`), the layers
-that run it (`parallel`), LoRA targets (`adapter`).
+that run it (`layers`), LoRA targets (`adapter`).
 
 A *region* is a block whose input enters the tensor-parallel part once and leaves it once: an attention, an MLP.
 Each block of a decoder layer is one of

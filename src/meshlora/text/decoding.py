@@ -1,7 +1,7 @@
 """Prompts to continuations, by transformers' `generate` on a loaded model.
 
 Owns: encoding prompts as training does, left padding, the options in transformers' words; `generate`, from folders to
-texts on one process. Does not own: evaluation (`train.evaluate`), scores (`scores`).
+texts on one process. Does not own: evaluation (`train.evaluate`), scores (`text.scores`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the loop over the set, the sum over ranks, perplexity, and what `meshlora evaluate` checks before a rank starts.
 Does not own: the loss itself (`train.objectives`), when a run evaluates (`train.trainer`), generated text
-(`text.decoding`) or its scores (`scores`).
+(`text.decoding`) or its scores (`text.scores`).
 """
 
 from __future__ import annotations

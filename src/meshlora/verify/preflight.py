@@ -2,7 +2,7 @@
 
 Owns: its proof's request and key, and the refusal; of several adapters each by itself, and then that all of them
 together train as each would alone. Does not own: the twin that stands for a run (`verify.stand_in`), what is compared
-of several (`verify.at_once`), the memory of passed proofs (`common/proof_records.py`). The proof itself is that of
+of several (`verify.at_once`), the memory of passed proofs (`common.proof_records`). The proof itself is that of
 `meshlora verify`, on CPUs, in float64.
 """
 

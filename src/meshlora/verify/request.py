@@ -142,8 +142,7 @@ class Proof:
         return [name for name in self.request.mutations if find(name).needs <= self.features_on(topology)]
 
     def features_on(self, topology: Topology) -> set[str]:
-        """What a run on `topology` has for a mutation to show; the words are those of `verify.faults.fault.Mutation`.
-        """
+        """What a run on `topology` has for a mutation to show, in the words of `verify.faults.fault.Mutation`."""
         case, config = self.case, LoraConfig(**self.case.lora)
         has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
         micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))

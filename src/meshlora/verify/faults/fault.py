@@ -1,8 +1,7 @@
 """A mutation: one deliberate fault, and how it is put in.
 
 Owns: the word, and replacing functions of the product inside a context manager. The product knows nothing of it.
-Does not own: which faults there are (`verify.faults.registry`), the wrong code (`verify.faults.wrong_code`,
-`verify.faults.misplaced`).
+Does not own: which faults there are, each with its wrong code (the other files of this folder).
 """
 
 from __future__ import annotations

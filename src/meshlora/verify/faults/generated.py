@@ -24,7 +24,7 @@ from typing import Any
 from meshlora.common.errors import UserError
 from meshlora.verify.faults.fault import Mutation
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 _PAIRS_OF_COMPARISONS = (
     (ast.Lt, ast.LtE),
