@@ -223,6 +223,28 @@ def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
     return (recompute == "full",) * number
 
 
+def _compute_s(
+    problem: Problem, traces: tuple[Trace, Trace], rows: int, tokens: int
+) -> tuple[float, dict[int, float], dict[int, float]]:
+    """Seconds of a micro-batch's products; of a forward and of a backward of one layer of each kind."""
+    gpu, order, two = problem.gpu, problem.shrunk.order, traces[1]
+
+    def seconds(part: str) -> float:
+        """Of one run of a part, with `rows` sequences: what is done for each adds up."""
+        times = [gpu.work_s(t.work.get(part, Counter()), is_half=problem.is_half) for t in traces]
+        return times[0] + (rows - 1) * (times[1] - times[0])
+
+    per_kind = Counter(order)
+    compute_s = sum(seconds(part) for part in ("before", "after", "back"))
+    # The larger of the two traced chunks stands for all of them.
+    chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
+    compute_s += chunk_s * rows * tokens
+    forward_s = {k: seconds(f"layer {k}") for k in per_kind}
+    backward_s = {k: seconds(f"layer {k} back") for k in per_kind}
+    compute_s += sum(n * (forward_s[k] + backward_s[k]) for k, n in per_kind.items())
+    return compute_s, forward_s, backward_s
+
+
 def _prediction(
     problem: Problem,
     small: Blueprint,
@@ -244,21 +266,8 @@ def _prediction(
     ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
     once = messages_of(shrunk, plan, one.flow, sizes, states, ranks=ranks, scaled=scaled)
     messages = repeated([*once, *gathers_of(shrunk, states.shards)], shrunk.order, recomputed)
-
-    def seconds(part: str) -> float:
-        """Of one run of a part, with `rows` sequences: what is done for each adds up."""
-        times = [gpu.work_s(t.work.get(part, Counter()), is_half=problem.is_half) for t in traces]
-        return times[0] + (rows - 1) * (times[1] - times[0])
-
-    per_kind = Counter(shrunk.order)
+    compute_s, forward_s, backward_s = _compute_s(problem, traces, rows, tokens)
     twice = Counter(kind for kind, again in zip(shrunk.order, recomputed, strict=True) if again)
-    compute_s = sum(seconds(part) for part in ("before", "after", "back"))
-    # The larger of the two traced chunks stands for all of them.
-    chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
-    compute_s += chunk_s * rows * tokens
-    forward_s = {k: seconds(f"layer {k}") for k in per_kind}
-    backward_s = {k: seconds(f"layer {k} back") for k in per_kind}
-    compute_s += sum(n * (forward_s[k] + backward_s[k]) for k, n in per_kind.items())
     gather_s = gathers_s(
         messages,
         shrunk.order,

@@ -239,19 +239,24 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         stack.enter_context(apart(TrainedAdapter, "reference_point"))
         stack.enter_context(counter)
         yield
-    plan = runtime(model).plan
     trace.micro_batches = capture.micro_batches
     trace.collectives = {" ".join(key): number for key, number in counter.counts.items()}
+    budget = _budget(model, len(capture.micro_batches), objective, recomputes=recomputes)
+    trace.budget = {" ".join(key): number for key, number in budget.items()}
+
+
+def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes: bool) -> Counter[tuple[str, str]]:
+    """(phase, kind) -> how many collectives the plan allows a step."""
+    plan = runtime(model).plan
     scaled = [f for f in active_factors(model) if f.name.endswith(".lora_magnitude_vector")]
     rows = sum(f.rule.split_dim is None for f in scaled)
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
-    budget = Counter({key: n * len(capture.micro_batches) for key, n in per_micro_batch.items()})
-    budget += first_forwards_budget(plan, len(capture.micro_batches))
+    budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
+    budget += first_forwards_budget(plan, micro_batches)
     # Of log-probabilities, unlike of a summed loss, the backward computes the logits once more.
     if plan.topology.tp > 1 and not isinstance(objective, Sft):
-        budget += Counter({("backward", "allgather"): len(capture.micro_batches)})
-    budget += step_budget(plan, [f.rule for f in active_factors(model)])
-    trace.budget = {" ".join(key): number for key, number in budget.items()}
+        budget += Counter({("backward", "allgather"): micro_batches})
+    return budget + step_budget(plan, [f.rule for f in active_factors(model)])
 
 
 def _locals(model: Any, adapter: str) -> dict[str, Tensor]:
