@@ -36,7 +36,7 @@ from meshlora.adapter.attach import adapter_factors, add_adapter, runtime, set_a
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.tokens import Share
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.topology import Topology
 from meshlora.train.losses import Answers
@@ -83,9 +83,13 @@ def make_checkpoint(folder: Path, model: dict[str, Any]) -> None:
         (folder / name).write_bytes((TOKENIZER / name).read_bytes())
 
 
-def ours(folder: Path, dtype: str, quantization: str | None) -> Any:
+def base_of(folder: Path, dtype: str, quantization: str | None) -> Blueprint:
+    """The checkpoint alone, on one process."""
+    return make_blueprint(folder, Topology(), BaseOptions(dtype=dtype, quantization=quantization))
+
+
+def ours(base: Blueprint) -> Any:
     """The checkpoint with all adapters."""
-    base = make_blueprint(folder, Topology(), BaseOptions(dtype=dtype, quantization=quantization))
     model = load_blueprint(base, device="cpu")
     for number, name in enumerate(NAMES):
         add_adapter(model, name, lora_of(number), seed=number)
@@ -119,7 +123,7 @@ def check_parity(folder: Path, vocab: int, quantization: str | None) -> float:
     Raises:
         ParityError: it is above `LIMIT`.
     """
-    model = ours(folder, "float32", quantization)
+    model = ours(base_of(folder, "float32", quantization))
     set_adapters(model, NAMES)
     rows = [torch.from_numpy(data_of(number, vocab)[0].input_ids).long() for number in range(K)]
     ids = torch.stack(rows)
@@ -168,16 +172,17 @@ class Ours:
     """meshlora's trainers of all adapters, at once or each by itself: the same objects."""
 
     def __init__(self, folder: Path, dtype: str, quantization: str | None, vocab: int) -> None:
-        self.model = ours(folder, dtype, quantization)
-        runs = {name: self._run(number, vocab) for number, name in enumerate(NAMES)}
+        base = base_of(folder, dtype, quantization)
+        self.model = ours(base)
+        runs = {name: self._run(number, vocab, base) for number, name in enumerate(NAMES)}
         quiet = {name: Reporter(Path("unused"), steps=1, log_every=1, is_main=False) for name in NAMES}
         self.trainer = Trainer(runs, self.model, quiet)
 
-    def _run(self, number: int, vocab: int) -> Prepared:
+    def _run(self, number: int, vocab: int, base: Blueprint) -> Prepared:
         train = TrainConfig("unused", steps=10_000, batch_size=1, micro_batch_size=K, replica_check_every=0)
         config = RunConfig(ModelConfig("unused"), DataConfig("unused"), replace(train, lr=1e-5, seed=number), lora={})
         data = data_of(number, vocab)
-        return Prepared(config, Topology(), runtime(self.model).plan, lora_of(number), {}, 0, 0, data, None, 10_000)
+        return Prepared(config, base.with_adapter(lora_of(number)), 0, data, None, 10_000)
 
     def at_once(self, steps: int) -> float:
         """Seconds a step of all adapters."""

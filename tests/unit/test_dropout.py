@@ -144,7 +144,7 @@ def test_gradients_of_a_lora_linear_with_dropout_pass_gradcheck() -> None:
     x, a, b = (t.requires_grad_() for t in (x, a, b))
     whole = [Segment(0, 6, 0.5, mask)]
     assert torch.autograd.gradcheck(
-        lambda *t: LoraLinearFunction.apply(t[0], weight, None, whole, None, None, None, *t[1:]), (x, a, b)
+        lambda *t: LoraLinearFunction.apply(t[0], weight, None, whole, None, None, None, False, *t[1:]), (x, a, b)
     )
     drop = TokenDropout("drop", 0.4, tokens := ForwardTokens(ALONE, sp=False))
     with tokens.at(0, 0, torch.arange(6).view(2, 3)):

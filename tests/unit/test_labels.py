@@ -13,7 +13,7 @@ from torch import Tensor
 import meshlora
 from meshlora.common.errors import UserError
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.losses import check_shifted, language_model_loss, language_model_losses, log_probabilities
+from meshlora.train.losses import check_shifted, language_model_loss, log_probabilities
 
 TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]
 MASK = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
@@ -37,7 +37,6 @@ def model() -> Any:
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "language_model_loss": language_model_loss,
-    "language_model_losses": lambda *args: language_model_losses(*args, [1, 1]),
     "log_probabilities": log_probabilities,
 }
 

@@ -15,7 +15,7 @@ from meshlora.layers.tokens import Segment
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """One adapter on all rows, with the scale 0.5."""
     whole = [Segment(0, x.numel() // x.shape[-1], 0.5)]
-    y: Tensor = LoraLinearFunction.apply(x, weight, bias, whole, None, None, None, a, b)
+    y: Tensor = LoraLinearFunction.apply(x, weight, bias, whole, None, None, None, False, a, b)
     return y
 
 

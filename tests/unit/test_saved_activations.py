@@ -121,7 +121,7 @@ def test_a_linear_on_a_gated_product_has_the_gradients_of_the_formula() -> None:
     def gradients(mlp: nn.Module) -> tuple[Tensor, ...]:
         gate, up = _gate_and_up()
         x = mlp(gate, up)
-        y = LoraLinearFunction.apply(x, weight, None, [Segment(0, 3, 0.5)], product_behind(x), None, None, a, b)
+        y = LoraLinearFunction.apply(x, weight, None, [Segment(0, 3, 0.5)], product_behind(x), None, None, False, a, b)
         return torch.autograd.grad(y.square().sum(), (gate, up, a, b))
 
     for ours, expected in zip(gradients(mlp), gradients(plain), strict=True):
@@ -160,7 +160,7 @@ def _shared_and_apart(*, is_shared: bool) -> tuple[Tensor, ...]:
         shared = share(x) if is_shared else None
         of_shared = (None, None) if shared is None else (shared.gradient, shared.token)
         own = x if shared is None else x.detach()
-        y = LoraLinearFunction.apply(own, w * scale, None, [Segment(0, 6, scale)], None, *of_shared, a, b)
+        y = LoraLinearFunction.apply(own, w * scale, None, [Segment(0, 6, scale)], None, *of_shared, False, a, b)
         total = total + y.square().sum()
     # Stops before the input: what was added up there must not come into the next backward.
     torch.autograd.grad(total, (a,), retain_graph=True)
@@ -187,7 +187,7 @@ def test_a_change_of_a_shared_input_is_noticed_by_who_saved_it() -> None:
     shared = share(x)
     assert shared is not None
     whole = [Segment(0, 3, 0.5)]
-    y = LoraLinearFunction.apply(x.detach(), w.detach(), None, whole, None, shared.gradient, shared.token, a, b)
+    y = LoraLinearFunction.apply(x.detach(), w.detach(), None, whole, None, shared.gradient, shared.token, False, a, b)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

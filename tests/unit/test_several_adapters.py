@@ -165,7 +165,7 @@ def _other_weight_in_the_backward(patch: pytest.MonkeyPatch) -> None:
 
 def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
     apply = LoraLinearFunction.apply
-    patch.setattr(LoraLinearFunction, "apply", lambda *given: apply(*given[:7], *given[9:], *given[7:9]))
+    patch.setattr(LoraLinearFunction, "apply", lambda *given: apply(*given[:8], *given[10:], *given[8:10]))
 
 
 @pytest.mark.parametrize(

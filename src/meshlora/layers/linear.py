@@ -26,7 +26,7 @@ from meshlora.layers.dropout import input_features
 from meshlora.layers.early_a import Rider, rode_along
 from meshlora.layers.gate_recompute import product_behind
 from meshlora.layers.head.recipe import LogitsRecipe
-from meshlora.layers.products import LoraLinearFunction, RiddenLinearFunction
+from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.quantized import Packed, frozen_linear, pack, unpacked
 from meshlora.layers.shared_input import share
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
@@ -114,13 +114,10 @@ class ParallelLinear(AdaptedLeaf):
             shared = share(x) if self.has_neighbours else None
             own = x if shared is None else x.detach()
             of_neighbours = (None, None) if shared is None else (shared.gradient, shared.token)
-            if z is not None:
-                of_z = (self.factor_b(names[0]), z)
-                y = RiddenLinearFunction.apply(own, self.frozen_weight, bias, *of_z, *of_neighbours)
-            else:
-                factors = [factor for name in names for factor in self.factors(name)]
-                how = (segments, product_behind(x), *of_neighbours)
-                y = LoraLinearFunction.apply(own, self.frozen_weight, bias, *how, *factors)
+            rides = z is not None
+            how = (segments, None if rides else product_behind(x), *of_neighbours, rides)
+            factors = [z, self.factor_b(names[0])] if rides else [f for name in names for f in self.factors(name)]
+            y = LoraLinearFunction.apply(own, self.frozen_weight, bias, *how, *factors)
         if is_row:
             y = self._leave_region(y)
         if has_magnitude:

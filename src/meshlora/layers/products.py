@@ -1,7 +1,7 @@
 """The products of a linear with LoRA: `y = x W^T + b + s (x A^T) B^T` with W frozen, of one adapter or of several.
 
-Owns: forward and backward in one autograd function, each adapter on rows of its own; in another one where x A^T comes
-with x. Does not own: whose the rows are (`layers.tokens`), the module that holds the matrices (`layers.linear`).
+Owns: forward and backward in one autograd function, each adapter on rows of its own. Does not own: whose the rows are
+(`layers.tokens`), the module that holds the matrices (`layers.linear`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class LoraLinearFunction(Function):
     are kept anyway (`layers.gate_recompute`) these are saved in its place. A packed W is unpacked in either direction,
     once for all segments, and what is kept of it is the packed one. The mask of D is computed once more in the
     backward. Where x is shared with other linears, all of them add to one dx and return none (`layers.shared_input`):
-    they are called with x detached, and the token of what is shared. The factors may be of higher precision than x
-    (fp32 beside bf16): they are rounded on use, their gradients are not kept in the lower precision.
+    they are called with x detached, and the token of what is shared.
+    rides: z came with x (`layers.early_a`), in the place of A, of one adapter; its gradient is g B, and nothing of x is
+    kept.
+    The factors may be of higher precision than x (fp32 beside bf16): they are rounded on use, their gradients are not
+    kept in the lower precision.
     """
 
     @staticmethod
@@ -60,17 +63,22 @@ class LoraLinearFunction(Function):
         product: Product | None,
         gradient: InputGradient | None,
         token: Tensor | None,
+        rides: bool,
         *factors: Tensor,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
         packed = weight if isinstance(weight, Packed) else None
         plain = unpacked(weight)
         groups = _groups(segments, factors)
-        zs = [(group.seen(x2) @ _stacked(a, x.dtype).mT).mul_(group.scale(x)) for group, a, _ in groups]
+        if rides:
+            zs: Sequence[Tensor] = factors[:1]
+        else:
+            zs = [(group.seen(x2) @ _stacked(a, x.dtype).mT).mul_(group.scale(x)) for group, a, _ in groups]
         y = _sum_of_products(x, plain, bias, [(group, z, b) for z, (group, _, b) in zip(zs, groups, strict=True)])
-        inputs = (x2,) if product is None else (product.gate, product.up.detach())
+        inputs: Sequence[Tensor] = (x2,) if product is None else (product.gate, product.up.detach())
+        inputs = () if rides else inputs
         ctx.save_for_backward(None if packed else plain, *factors, *zs, *inputs)
-        ctx.segments, ctx.packed, ctx.gradient = segments, packed, gradient
+        ctx.segments, ctx.packed, ctx.gradient, ctx.rides = segments, packed, gradient, rides
         ctx.activation = product.activation if product is not None else None
         return y
 
@@ -82,16 +90,19 @@ class LoraLinearFunction(Function):
         groups = _groups(ctx.segments, saved[:number])
         zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
         g = grads[0].reshape(-1, weight.shape[0])
-        needs = ctx.needs_input_grad[7:]
-        x = _input(ctx, inputs) if any(needs[::2]) else None
+        needs = ctx.needs_input_grad[8:]
+        x = _input(ctx, inputs) if any(needs[::2]) and not ctx.rides else None
         dzs, found, place = [], [], 0
         for (group, a, b), z in zip(groups, zs, strict=True):
             own = group.rows(g)
-            dzs.append((own @ _stacked(b, g.dtype)).mul_(group.scale(g)))
+            dz = own @ _stacked(b, g.dtype)
+            dzs.append(dz if ctx.rides else dz.mul_(group.scale(g)))
             stop = place + 2 * len(a)
             das: Sequence[Tensor | None] = [None] * len(a)
             dbs = das
-            if x is not None and any(needs[place:stop:2]):
+            if ctx.rides:
+                das = (dz,)
+            elif x is not None and any(needs[place:stop:2]):
                 das = group.each((dzs[-1].mT @ group.seen(x)).to(a[0].dtype))
             if any(needs[place + 1 : stop : 2]):  # the transpose: twice as fast as g.T @ z
                 dbs = group.each((z.mT @ own).mT.to(b[0].dtype, memory_format=torch.contiguous_format))
@@ -99,13 +110,15 @@ class LoraLinearFunction(Function):
             place = stop
         dx, gradient = None, ctx.gradient
         if ctx.needs_input_grad[0] or gradient is not None:
-            terms = [(group, dz, _stacked(a, g.dtype)) for dz, (group, a, _) in zip(dzs, groups, strict=True)]
-            dx = _with_terms(gradient.so_far() if gradient is not None else None, terms, g, weight.shape[1])
-            dx.addmm_(g, weight)
+            dx = gradient.so_far() if gradient is not None else None
+            if not ctx.rides:
+                terms = [(group, dz, _stacked(a, g.dtype)) for dz, (group, a, _) in zip(dzs, groups, strict=True)]
+                dx = _with_terms(dx, terms, g, weight.shape[1])
+            dx = g @ weight if dx is None else dx.addmm_(g, weight)
             if gradient is not None:
                 gradient.hold(dx)
             dx = dx.view(*grads[0].shape[:-1], weight.shape[1]) if gradient is None else None
-        return dx, *[None] * 6, *found
+        return dx, *[None] * 7, *found
 
 
 @dataclass(frozen=True)
@@ -169,46 +182,6 @@ def _with_terms(total: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Tens
 def _cover(groups: Sequence[tuple[_Group, Tensor, Any]], num_rows: int) -> bool:
     """Whether every row is in a group."""
     return sum(s.stop - s.start for group, *_ in groups for s in group.segments) == num_rows
-
-
-class RiddenLinearFunction(Function):
-    """`LoraLinearFunction` of a z that came with x (`layers.early_a`): `y = x W^T + b + z B^T`.
-
-    backward, with g = dL/dy: dz = g B, dB = g^T z, dx = g W. Nothing of x is kept.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | Packed,
-        bias: Tensor | None,
-        b: Tensor,
-        z: Tensor,
-        gradient: InputGradient | None = None,
-        token: Tensor | None = None,
-    ) -> Tensor:
-        packed = weight if isinstance(weight, Packed) else None
-        plain = unpacked(weight)
-        ctx.save_for_backward(None if packed else plain, b, z)
-        ctx.packed, ctx.gradient = packed, gradient
-        whole = _Group((Segment(0, len(z), 1.0),))
-        return _sum_of_products(x, plain, bias, [(whole, z, [b])])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, b, z = ctx.saved_tensors
-        weight = weight if ctx.packed is None else ctx.packed.whole()
-        g = grads[0].reshape(-1, weight.shape[0])
-        dx = db = None
-        if ctx.needs_input_grad[3]:
-            db = (z.T @ g).T.to(b.dtype, memory_format=torch.contiguous_format)
-        if ctx.gradient is not None:
-            so_far = ctx.gradient.so_far()
-            ctx.gradient.hold(g @ weight if so_far is None else so_far.addmm_(g, weight))
-        elif ctx.needs_input_grad[0]:
-            dx = (g @ weight).view(*grads[0].shape[:-1], weight.shape[1])
-        return dx, None, None, db, g @ b.to(g.dtype), None, None
 
 
 def _sum_of_products(

@@ -282,6 +282,7 @@ def _functions(file: str) -> list[FunctionType]:
     """Those that there are of a file now: methods too, and what decorators and registries have put away."""
     importlib.import_module(".".join(("meshlora", *Path(file).with_suffix("").parts)).removesuffix(".__init__"))
     name = str(ROOT / file)
+    gc.unfreeze()  # what was imported at the start is among them (`lifetime`)
     return [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == name]
 
 

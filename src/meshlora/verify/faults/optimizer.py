@@ -23,6 +23,18 @@ def _groups_with(change: Callable[[Any], Any]) -> Change:
     return trained, "parameter_groups", lambda original: lambda model, options: original(model, change(options))
 
 
+def _without_last_step(original: Any) -> Any:
+    def train(self: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for one in self.adapters:
+                stack.enter_context(
+                    mock.patch.object(one, "run", dataclasses.replace(one.run, steps=one.run.steps - 1))
+                )
+            original(self)
+
+    return train
+
+
 def _state_forgotten(original: Any) -> Any:
     def update(self: TrainedAdapter, step: int, **rest: Any) -> Any:
         self.optimizer.state.clear()
@@ -57,18 +69,6 @@ def _one_step_further(found: Any, self: TrainedAdapter, *_: Any, **__: Any) -> A
     return found
 
 
-def _without_last_step(original: Any) -> Any:
-    def train(self: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            for one in self.adapters:
-                stack.enter_context(
-                    mock.patch.object(one, "run", dataclasses.replace(one.run, steps=one.run.steps - 1))
-                )
-            original(self)
-
-    return train
-
-
 def optimizer_with(**options: Any) -> Change:
     def replace(original: Any) -> Any:
         def adamw(groups: list[dict[str, Any]], **given: Any) -> Any:
@@ -100,6 +100,12 @@ OF_OPTIMIZER = by_name(
         "AdamW has the configured betas",
         "steps digits",
         optimizer_with(betas=(0.9, 0.999)),
+    ),
+    mutation(
+        "last_step_left_out",
+        "a run takes as many optimizer steps as configured",
+        "steps",
+        (Trainer, "train", _without_last_step),
     ),
     mutation(
         "gradient_flipped_in_the_last_step",
@@ -151,11 +157,5 @@ OF_OPTIMIZER = by_name(
         "with LoRA+ the embedding has a learning rate of its own",
         "lora_plus embedding_target",
         _groups_with(lambda options: dataclasses.replace(options, lora_plus_embedding_lr=options.peak_lr)),
-    ),
-    mutation(
-        "last_step_left_out",
-        "a run takes as many optimizer steps as configured",
-        "steps",
-        (Trainer, "train", _without_last_step),
     ),
 )
