@@ -45,8 +45,8 @@ OF_ROUTING: dict[str, Fault] = {
     "slice_of_the_first_rank": Fault(
         "under sp a rank's choices are those of its own slice",
         _OF_RUN,
-        "flat.tensor_split(self.mesh.tp.size)[self.mesh.tp.rank]",
-        "flat.tensor_split(self.mesh.tp.size)[0]",
+        "self.mesh.own_tokens(whole)",
+        "whole.flatten().tensor_split(self.mesh.token_cut.size)[0]",
         f"{_TRAINING}::test_replayed_routing_decides_on_every_mesh[tp=2,sp,ep=2]",
     ),
     "record_of_another_order": Fault(
