@@ -69,8 +69,8 @@ def break_disk(number):
     """From here on nothing can be written below the output."""
     import builtins
     from safetensors import SafetensorError
-    from meshlora.adapter import peft_format
-    from meshlora.train import checkpoint
+    from meshlora.adapter.formats import peft_format
+    from meshlora.train.checkpoint import state as checkpoint
 
     def check(path):
         if not isinstance(path, int) and os.path.abspath(os.fspath(path)).startswith(output):
@@ -108,7 +108,7 @@ if "RANK" in os.environ:
 
         trainer.Trainer.train_step = held_step
     if rank == 0 and moment == "save":
-        from meshlora.train import checkpoint
+        from meshlora.train.checkpoint import state as checkpoint
         save_file = checkpoint.save_file
 
         def held_save(tensors, file, **kwargs):

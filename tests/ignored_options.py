@@ -72,7 +72,7 @@ def ignoring(option: str) -> dict[str, str]:
     has_value = option in _INSTEAD or default is not dataclasses.MISSING
     assert has_value, f"{option} has no default: name another legal value in _INSTEAD"
     instead = _INSTEAD.get(option, repr({name: default}))
-    file = "config/__init__.py" if kind.__module__ == module.__name__ else "config/objective.py"
+    file = "config/run.py" if kind.__module__ == module.__name__ else "config/objective.py"
     text = (PACKAGE / file).read_text("utf-8")
     return {file: text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
 

@@ -42,7 +42,7 @@ def test_cause_of_the_rank_that_raised_is_shown_first_and_once(job: Job) -> None
 def test_rank_killed_in_the_middle_of_a_save_is_named_and_leaves_whole_adapters(job: Job) -> None:
     job.write(
         """
-    from meshlora.adapter import peft_format
+    from meshlora.adapter.formats import peft_format
     save_file, calls = peft_format.save_file, []
 
     def killed_half_way(tensors, file, metadata):

@@ -145,5 +145,5 @@ def test_a_step_of_several_adapters_does_too(
 def test_experts_ask_once_a_block_how_many_rows_each_has(experts: Path) -> None:
     found = _of_one(experts_file(experts, "waits", "dp=1"), 1)
     blocks, micro_batches = 2, found["micro-batches"]
-    assert found.pop("grouped.py:sort_by_expert") == blocks * micro_batches
+    assert found.pop("products.py:sort_by_expert") == blocks * micro_batches
     _check([found])

@@ -22,7 +22,7 @@ _MEASURE = """
 import pathlib, sys, torch
 import meshlora.loading.load, meshlora.plan.topology as t
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
-from meshlora.parallel import groups
+from meshlora.comm import groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 folder, tp = sys.argv[1], int(sys.argv[2])

@@ -62,7 +62,8 @@ def _tokenizer(kind: str) -> Any:
         backend.decoder = decoders.Metaspace()
         return _fast(backend, trainers.UnigramTrainer(unk_token="<unk>", **options))
     assert kind == "word_pieces"  # BERT
-    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    # The longest word that is looked at, 100 characters by default, is shorter than what is read at once, as in use.
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>", max_input_chars_per_word=50))
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return _fast(backend, trainers.WordPieceTrainer(**options))

@@ -200,7 +200,8 @@ class Topology:
                 )
             else:
                 given[name] = int(value)
-        given.setdefault(_REST, _missing(world, given))
+        if _REST not in given:
+            given[_REST] = _missing(world, given)
         topology = cls(**given)
         if world is not None and topology.world != world:
             raise UserError(
