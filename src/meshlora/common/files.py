@@ -120,7 +120,7 @@ def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
     """Parse a JSON file of at most so many bytes.
 
     Raises:
-        UserError: missing, unreadable, too large, or not JSON as `reading.parse_json` takes it.
+        UserError: missing, unreadable, too large, or not JSON as `common.reading.parse_json` takes it.
     """
     try:
         return parse_json(read_text(path, most_bytes=most_bytes))

@@ -2,8 +2,8 @@
 
 Owns: the process, its limits, the pipe of its results. Does not own: the work, or what is said of its failure.
 
-A limit inside this process (`limits.time_limit`) cannot end a call into C that asks for gigabytes at once, or that
-compares nested lists for hours. The kernel ends a process whatever it does. A fork costs some milliseconds.
+A limit inside this process (`common.limits.time_limit`) cannot end a call into C that asks for gigabytes at once, or
+that compares nested lists for hours. The kernel ends a process whatever it does. A fork costs some milliseconds.
 """
 
 from __future__ import annotations

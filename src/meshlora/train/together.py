@@ -35,7 +35,7 @@ def prepare_runs(
     resume: str | None = None,
     despite: Collection[str] = (),
 ) -> dict[str, Prepared]:
-    """Check every run of a run file (`run_file.read_runs`); arguments as of `prepare`.
+    """Check every run of a run file (`config.file.read_runs`); arguments as of `prepare`.
 
     Each of several adapters goes on from the last whole checkpoint of its own.
 

@@ -94,7 +94,7 @@ def merge(
     stored, or to `dtype`. The folder appears whole, read back and compared, or not at all.
 
     Args:
-        config: of the model, as `api.read_model_config` reads it.
+        config: of the model, as `loading.blueprint.read_model_config` reads it.
         check_logits: also run both in transformers + peft, if the model is small enough.
 
     Raises:
