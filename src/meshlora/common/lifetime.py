@@ -45,7 +45,7 @@ def _end_if_orphan(parent: int) -> None:
 def import_libraries() -> None:
     """Import peft, and with it torch and transformers, without the garbage collector.
 
-    It would look again and again through a million objects that stay: a quarter of the time that a process needs.
+    It would look again and again through objects that stay.
     """
     if "peft" not in sys.modules:
         gc.disable()
