@@ -1,22 +1,29 @@
 """How a process begins and ends: libraries, Ctrl-C before there is work, and that none outlives its parent.
 
-Owns: the end of a rank whose launcher is gone, by whatever signal. Imports nothing heavy by itself: a rank calls it
-first, as all other imports take seconds.
+Owns: the end of a rank whose launcher is gone, by whatever signal, and of the folders that it leaves. Imports nothing
+heavy by itself: a rank calls it first, as all other imports take seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
+# Ends with the first line, which comes when the folders are gone already; without one it ends with this process. Others
+# are killed in the same moment, and may be about to write.
+_JANITOR = 'read -r _ && exit; for _ in 1 2 3 4 5 6 7 8; do rm -rf -- "$@"; sleep 0.5; done'
 
 
 def end_with(parent: int) -> None:
@@ -40,6 +47,31 @@ def _watch(parent: int) -> None:
 def _end_if_orphan(parent: int) -> None:
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Janitor:
+    """A process that removes `folders` when this one is gone, by whatever signal; they need not be there yet."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _JANITOR, "meshlora-janitor", *map(str, folders)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def is_there(self) -> bool:
+        """Nobody has ended it."""
+        return self._process.poll() is None
+
+    def dismiss(self) -> None:
+        """The folders are gone, or stay: end it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(b"done\n")
+            self._process.stdin.close()
+        self._process.wait()
 
 
 def import_libraries() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 
 from meshlora.comm.groups import place_in_environment
 from meshlora.common.errors import MeshloraError, RankFailedError, UserError
+from meshlora.common.lifetime import Janitor
 from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS
 
 # After one rank failed, how long the others may take to say why: the cause may be theirs.
@@ -39,9 +40,6 @@ _LOOK_S = 0.05
 _LONGEST_WORD = 2**18
 # Ranks have sockets in it, whose path may have 107 bytes.
 _LONGEST_FOLDER = 60
-# Ends with the first line, which comes when the folder is gone already; without one it ends with this process. Ranks
-# are killed in the same moment, and may be about to write.
-_JANITOR = 'read -r _ && exit; for _ in 1 2 3 4; do rm -rf -- "$1"; sleep 0.5; done'
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -110,30 +108,19 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str], words: sock
 
 
 @contextlib.contextmanager
-def _folder_of_run() -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def _folder_of_run() -> Iterator[tuple[Path, Janitor]]:
     """(a folder that only this user can enter, the process that removes it where this one cannot)."""
     parent, name = Path(tempfile.gettempdir()), f"meshlora-{secrets.token_hex(6)}"
     if len(os.fsencode(parent / name)) > _LONGEST_FOLDER:
         parent = Path("/tmp")
     folder = parent / name
-    # Before there is a folder: there is no moment in which it could be left behind.
-    janitor = subprocess.Popen(
-        ["/bin/sh", "-c", _JANITOR, "meshlora-janitor", str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert janitor.stdin is not None
+    janitor = Janitor([folder])  # before there is a folder: there is no moment in which it could be left behind
     try:
         folder.mkdir(mode=0o700)
         yield folder, janitor
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            janitor.stdin.write(b"done\n")
-            janitor.stdin.close()
-        janitor.wait()
+        janitor.dismiss()
 
 
 @contextlib.contextmanager
@@ -145,7 +132,7 @@ def _words() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: subprocess.Popen[bytes], timeout_s: float) -> None:
+def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: Janitor, timeout_s: float) -> None:
     """Until all ranks have ended: by themselves, or killed some seconds after the first that failed.
 
     Raises:
@@ -168,7 +155,7 @@ def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: subprocess.Pop
         if late and ranks[0].process.returncode == 0 and now > (ranks[0].ended_at or now) + timeout_s:
             how_long = f"rank {late[0]} had not ended {timeout_s:g} s after rank 0, which ended well (train.timeout_s)"
             raise RankFailedError(f"{how_long}; what the run has saved is whole")
-        if janitor.poll() is not None:
+        if not janitor.is_there():
             raise RankFailedError("the process that removes the folder of this run was ended, so the run was too")
     _read(ranks, words)
 

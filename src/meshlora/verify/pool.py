@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.common.errors import MeshloraError
+from meshlora.common.lifetime import Janitor, end_with
 from meshlora.train.edge import LOST_PEER
 from meshlora.verify.scratch import new_scratch, remove, with_room
 
@@ -38,7 +38,7 @@ _EXIT_S = 2.0
 # What every rank imports first, and what takes the time: libraries alone, so that the reference has nothing of ours but
 # the package's own few lines, which keep libraries quiet.
 _LIBRARIES = (
-    "meshlora",
+    "meshlora.verify.forked",
     "torch.distributed",
     "transformers.models.auto.modeling_auto",
     "transformers.modeling_utils",
@@ -88,6 +88,7 @@ class Pool:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._folders: list[Path] = []
+        self._janitor: Janitor | None = None
 
     def start(self) -> None:
         """Begin to start the ranks; returns at once."""
@@ -96,11 +97,11 @@ class Pool:
         context, folders_of_it = _context(self.device)
         with _signals_held():
             self._folders = new_scratch()
-            left_behind = [*self._folders, *folders_of_it]
+            self._janitor = Janitor([*self._folders, *folders_of_it])
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 store = str(self._folders[0] / "store")
-                arguments = (rank, self.size, self.device, store, left_behind, theirs)
+                arguments = (rank, self.size, self.device, store, theirs)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -177,7 +178,9 @@ class Pool:
         for pipe in self._pipes:
             pipe.close()
         remove(self._folders)
-        self._pipes, self._processes, self._folders = [], [], []
+        if self._janitor is not None:
+            self._janitor.dismiss()
+        self._pipes, self._processes, self._folders, self._janitor = [], [], [], None
 
 
 def _first_error(failed: dict[int, Answer], ended: dict[int, str], *, silent: str) -> RankError | RankEndedError:
@@ -240,9 +243,9 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(rank: int, size: int, device: str, store: str, left_behind: list[Path], pipe: Connection) -> None:
+def _serve(rank: int, size: int, device: str, store: str, pipe: Connection) -> None:
     """Body of one rank: answer calls until the pipe closes, or the parent is gone."""
-    threading.Thread(target=_end_with_parent, args=(left_behind,), daemon=True).start()
+    end_with(os.getppid())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # with it multiprocessing ends what nobody closed
     with contextlib.suppress(EOFError, ConnectionError):
         try:
@@ -279,21 +282,3 @@ def _failure(error: BaseException) -> Answer:
     if any(sign in said for sign in _NO_ROOM):
         return False, traceback.format_exc(), RankEndedError(f"the machine has no room for it ({said})")
     return False, traceback.format_exc(), error if isinstance(error, MeshloraError) else None
-
-
-def _end_with_parent(folders: list[Path]) -> None:
-    """Wait for the end of the parent, which is killed where it did not end this rank; leave no file, and end.
-
-    This rank may be writing: it ends at once, as the others do, and a process of its own removes what they left.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the new process needs none of them
-    try:
-        is_rank = os.fork() > 0
-    except OSError:  # no room for another process
-        is_rank = False
-    if not is_rank:
-        remove(folders)
-    os._exit(1)
