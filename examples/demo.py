@@ -23,7 +23,7 @@ from meshlora.config.file import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
 from meshlora.text.decoding import generate
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 
 RUN = Path("examples/demo.yaml")
 BASE = "examples/tiny_base"
@@ -60,7 +60,7 @@ def main() -> int:
     show_samples(output / "adapter")
 
     console.rule("4. the same run on one process, by transformers + peft")
-    run = prepare(config)
+    run = prepare_run(config)
     with console.status("training the reference"):
         reference = train_run(
             config,

@@ -37,7 +37,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
 from meshlora.plan.topology import Topology
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTOR_LIMIT, LOSS_LIMIT, LOGITS_LIMIT = 1e-5, 1e-3, 1e-11
@@ -157,7 +157,7 @@ def _reference(folder: Path, options: argparse.Namespace, dtype: str) -> tuple[l
     """The one-process run, from the same initial adapter; returns (losses, adapter folder, seconds)."""
     first = options.topology[0]
     config = read_run(_run_file(folder, options, dtype, first), ["train.overwrite=true"])
-    run = prepare(config)
+    run = prepare_run(config)
     started = time.perf_counter()
     losses = train_run(
         config,

@@ -24,8 +24,8 @@ from meshlora.config.file import read_run
 from meshlora.oracle.compare import compare_adapters
 from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.loss_scale import LossScale
-from meshlora.train.prepare import prepare
 from meshlora.train.run import train
+from meshlora.train.together import prepare_run
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool, wait_for_all
@@ -124,7 +124,7 @@ def _one_overflow(file: Path) -> dict[str, Any]:
         mock.patch.object(Trainer, "train_step", watched),
         _begins_with(16.0),
     ):
-        run = prepare(read_run(file), world=2)
+        run = prepare_run(read_run(file), world=2)
         wait_for_all(2)  # the ranks of a pool have met already: one could make the output before the other looks
         train({"": run})
     return {"states": states}

@@ -17,7 +17,7 @@ from meshlora.config.file import read_run
 from meshlora.train import trained, trainer
 from meshlora.train.checkpoint.retention import point
 from meshlora.train.checkpoint.state import STATE_FILE
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 
@@ -29,12 +29,12 @@ STEP = 2
 
 def _sequence(file: Path) -> int:
     """A sequence of step 2 that step 1 does not have."""
-    return int(prepare(read_run(file, ["train.overwrite=true"])).batches.batch(STEP - 1)[3])
+    return int(prepare_run(read_run(file, ["train.overwrite=true"])).batches.batch(STEP - 1)[3])
 
 
 def _run_with_nan(file: Path, world: int, sequences: list[int], module: str, where: str) -> None:
     """Every rank of the pool trains; `module` makes NaN of these sequences, in its output or in the gradient of it."""
-    data = prepare(read_run(file, ["train.overwrite=true"]), world=world).train_data
+    data = prepare_run(read_run(file, ["train.overwrite=true"]), world=world).train_data
     wanted = [torch.from_numpy(sequence.input_ids.copy()) for n in sequences for sequence in data.example(n)]
     init, loss_sum = trainer.Trainer.__post_init__, trainer.Trainer._loss_sum
     here = [False]
@@ -75,7 +75,7 @@ def test_message_names_step_sequences_and_the_first_module(
     cause = caught.value.cause
     assert isinstance(cause, MeshloraError)
     text = str(cause)
-    order = list(prepare(read_run(file, ["train.overwrite=true"])).batches.batch(STEP - 1))
+    order = list(prepare_run(read_run(file, ["train.overwrite=true"])).batches.batch(STEP - 1))
     dp = 2 if topology == "dp=2" else 1
     mine = order[order.index(sequence) % dp :: dp]
     place = mine.index(sequence) // 2 * 2
@@ -135,7 +135,7 @@ def test_older_checkpoint_goes_only_once_the_newer_one_is_whole(folder: Path, mo
         run_and_keep_groups(file, 1)
     found = folder / "keeps-one" / "checkpoints"
     assert sorted(path.name for path in found.iterdir()) == ["latest", "step-000002"]
-    run = prepare(read_run(file), resume=str(found / "latest"))
+    run = prepare_run(read_run(file), resume=str(found / "latest"))
     assert run.resume is not None
     assert (run.resume.step, run.resume.folder) == (2, (found / "step-000002").resolve())
 

@@ -14,8 +14,8 @@ from meshlora.common.routing import RoutingRecord
 from meshlora.config.file import read_run
 from meshlora.data import packed_share
 from meshlora.oracle.compare import compare_adapters
-from meshlora.train.prepare import prepare
 from meshlora.train.routing import step_file
+from meshlora.train.together import prepare_run
 from tests.pool import Pool
 from tests.ranks import test_trainer as dense
 from tests.ranks import test_training_experts as experts
@@ -57,7 +57,7 @@ def test_packed_run_is_the_run_one_sequence_a_row(
 
 def test_rows_hold_several_sequences(folder: Path) -> None:
     """What the runs above compare: fewer rows than sequences, and positions that begin again."""
-    run = prepare(read_run(dense.run_file(folder, "rows", "", data__packing=True)))
+    run = prepare_run(read_run(dense.run_file(folder, "rows", "", data__packing=True)))
     rows = packed_share(
         [len(run.train_data[int(i)].input_ids) for i in run.batches.batch(0)],
         dp_rank=0,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 from tests.conftest import Prove
 from tests.pool import Pool
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
@@ -52,7 +52,7 @@ def test_a_run_gives_the_same_bytes_sharded_over_dp_and_a_plain_peft_folder(
     base = run_file(folder, "not-quantised", "dp=2", **short)
     pools(2).run(run_and_keep_groups, base, 2, timeout_s=120)
     with pytest.raises(UserError, match=r"a run with other model\.quantization"):
-        prepare(read_run(plain, ["model.quantization=int8"]), world=2, resume="auto")
+        prepare_run(read_run(plain, ["model.quantization=int8"]), world=2, resume="auto")
     weights = (folder / "whole" / "adapter" / WEIGHTS_FILE).read_bytes()
     assert (folder / "sharded" / "adapter" / WEIGHTS_FILE).read_bytes() == weights
     other = folder / "not-quantised" / "adapter"

@@ -24,7 +24,7 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.topology import Topology
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
@@ -290,7 +290,7 @@ def _train_with_a_fault(file: Path, world: int, at_step: int, on_rank: int) -> s
         mock.patch.object(Trainer, "train_step", faulty_step),
         mock.patch.object(meshlora.train.run, "leave"),  # it would close the group that the pool needs
     ):
-        run = prepare(read_run(file), world=world)
+        run = prepare_run(read_run(file), world=world)
         wait_for_all(world)  # rank 0 makes the output folder, which a rank that still prepares would refuse
         try:
             meshlora.train.run.train({"": run})

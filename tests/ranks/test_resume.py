@@ -27,7 +27,8 @@ from meshlora.train import trained, trainer
 from meshlora.train.checkpoint import state as checkpoint
 from meshlora.train.checkpoint.manifest import FILE, STATE_FILE, read_whole
 from meshlora.train.checkpoint.retention import LATEST, point
-from meshlora.train.prepare import Prepared, prepare
+from meshlora.train.prepare import Prepared
+from meshlora.train.together import prepare_run
 from tests.manifests import manifest_of, sign
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_file
@@ -323,7 +324,7 @@ def _resumed(
     topology: str = "dp=2",
     **changes: Any,
 ) -> Prepared:
-    return prepare(read_run(_file(folder, output.name, topology, **changes)), resume=resume, despite=despite)
+    return prepare_run(read_run(_file(folder, output.name, topology, **changes)), resume=resume, despite=despite)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import meshlora
 from meshlora.common.errors import UnsupportedError
 from meshlora.config.file import read_run
 from meshlora.text.decoding import generate
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 from meshlora.train.watch.samples import forget_after
 from tests.pool import Pool
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups
@@ -50,7 +50,7 @@ def test_samples_are_what_the_adapter_says_on_one_process(
     pools(2).run(run_and_keep_groups, file, 2)
     found = samples(tmp_path / "run")
     assert [(line["step"], line["prompt"]) for line in found] == [(2, PROMPT), (2, "x"), (3, PROMPT), (3, "x")]
-    options = prepare(read_run(file, ["train.overwrite=true"]), world=2).samples
+    options = prepare_run(read_run(file, ["train.overwrite=true"]), world=2).samples
     assert options is not None
     words: dict[str, Any] = {"options": options.options, "dtype": "float64"}
     base, trained = (
@@ -63,7 +63,7 @@ def test_samples_are_what_the_adapter_says_on_one_process(
 
 def test_samples_leave_random_numbers_and_mode_as_they_were(tmp_path: Path) -> None:
     """Else dropout after them would not be that of a run without samples."""
-    run = prepare(read_run(run_file(tmp_path, "run", sample_prompts=[PROMPT])))
+    run = prepare_run(read_run(run_file(tmp_path, "run", sample_prompts=[PROMPT])))
     assert run.samples is not None
     model = meshlora.load(EXAMPLES / "tiny_base", dtype="float64").train()
     before = torch.get_rng_state()
@@ -84,7 +84,7 @@ def test_prompts_are_those_of_the_held_out_data_where_none_are_given(tmp_path: P
     """Each once, the first ones."""
     lines = [{"prompt": name, "completion": "x"} for name in "aabcdef"]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = prepare(read_run(run_file(tmp_path, "run", eval=str(tmp_path / "eval.jsonl"))))
+    run = prepare_run(read_run(run_file(tmp_path, "run", eval=str(tmp_path / "eval.jsonl"))))
     assert run.samples is not None
     assert run.samples.prompts == ("a", "b", "c", "d")
 
@@ -92,4 +92,4 @@ def test_prompts_are_those_of_the_held_out_data_where_none_are_given(tmp_path: P
 def test_sequence_parallelism_is_refused(tmp_path: Path) -> None:
     file = run_file(tmp_path, "run", "tp=2,sp", sample_prompts=[PROMPT])
     with pytest.raises(UnsupportedError, match=r"sample_every=2 on .*sp cannot cut"):
-        prepare(read_run(file))
+        prepare_run(read_run(file))

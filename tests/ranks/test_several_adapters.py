@@ -19,9 +19,8 @@ from meshlora.common.errors import MeshloraError
 from meshlora.config.file import read_runs
 from meshlora.oracle.compare import compare_adapters
 from meshlora.train import batches, gradsync, run, trainer
-from meshlora.train.prepare import prepare
 from meshlora.train.run import train
-from meshlora.train.together import prepare_runs
+from meshlora.train.together import prepare_run, prepare_runs
 from meshlora.train.trained import TrainedAdapter
 from tests.pool import Pool, wait_for_all
 
@@ -105,7 +104,7 @@ def _train(file: Path, world: int, resume: str | None = None) -> None:
 def singles(folder: Path) -> Path:
     """The output of three runs of one adapter each, on one process."""
     for config in read_runs(_file(folder, "singles", "")).values():
-        train({"": prepare(config, world=1)})
+        train({"": prepare_run(config, world=1)})
     return folder / "singles"
 
 
@@ -142,7 +141,7 @@ def test_each_of_many_on_a_quantised_base_is_that_of_its_single_run(
         tree["model"]["quantization"], tree["topology"] = "nf4", topology
         file.write_text(yaml.safe_dump(tree))
     for config in read_runs(alone).values():
-        train({"": prepare(config, world=1)})
+        train({"": prepare_run(config, world=1)})
     pools(2).run(_train, together, 2)
     assert max(_gaps(folder / "nf4-together", folder / "nf4-alone").values()) < LIMIT
     assert min(_gaps(folder / "nf4-alone", singles).values()) > 1e-3

@@ -15,7 +15,7 @@ from meshlora.config.file import read_run
 from meshlora.config.objective import COUNTED
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 from tests.pool import Pool
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups, run_file
 
@@ -56,7 +56,7 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
         file = objective_file(tmp_path, f"run-{topology}", topology, objective)
         pools(world).run(run_and_keep_groups, file, world)
         outputs[topology] = tmp_path / f"run-{topology}"
-    run = prepare(read_run(file, ["train.overwrite=true"]))
+    run = prepare_run(read_run(file, ["train.overwrite=true"]))
     losses = train_run(
         run.config,
         run.train_data,
@@ -118,7 +118,7 @@ def _column(output: Path, name: str) -> list[float]:
 )
 def test_mistake_is_one_message(objective: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        prepare(read_run(objective_file(tmp_path, "wrong", "", objective, **changes)))
+        prepare_run(read_run(objective_file(tmp_path, "wrong", "", objective, **changes)))
 
 
 def test_objective_that_needs_the_base_is_refused_where_the_adapter_has_taken_its_principal_part(
@@ -126,4 +126,4 @@ def test_objective_that_needs_the_base_is_refused_where_the_adapter_has_taken_it
 ) -> None:
     file = objective_file(tmp_path, "pissa", "", "dpo", lora__init_lora_weights="pissa", model__dtype="float32")
     with pytest.raises(UnsupportedError, match="needs the frozen base"):
-        prepare(read_run(file))
+        prepare_run(read_run(file))

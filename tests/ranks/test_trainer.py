@@ -22,8 +22,8 @@ from meshlora.config.file import read_run
 from meshlora.data import collate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import train_run
-from meshlora.train.prepare import prepare
 from meshlora.train.run import train
+from meshlora.train.together import prepare_run
 from tests.pool import Pool, wait_for_all
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(file: Path, world: int, resume: str | None = None) -> None:
-    run = prepare(read_run(file), world=world, resume=resume)
+    run = prepare_run(read_run(file), world=world, resume=resume)
     if world > 1:  # elsewhere ranks meet in `join`, before the output folder is made; in a pool they have met already
         wait_for_all(world)
     train({"": run})
@@ -96,7 +96,7 @@ def reference(folder: Path, pools: Callable[[int], Pool]) -> tuple[Path, list[fl
     """(adapter, losses) of the one-process run; it starts from what a tp=2 run saved as its initial adapter."""
     file = run_file(folder, "for-reference", "tp=2")
     pools(2).run(run_and_keep_groups, file, 2)
-    run = prepare(read_run(file, ["train.overwrite=true"]))
+    run = prepare_run(read_run(file, ["train.overwrite=true"]))
     losses = train_run(
         run.config,
         run.train_data,
@@ -163,7 +163,7 @@ def test_initial_adapter_is_the_identity_and_the_trained_one_is_not(
 def test_evaluation_is_the_mean_over_all_held_out_tokens(folder: Path, reference: tuple[Path, list[float]]) -> None:
     from meshlora.oracle import reference as judge
 
-    run = prepare(read_run(folder / "for-reference.yaml", ["train.overwrite=true"]))
+    run = prepare_run(read_run(folder / "for-reference.yaml", ["train.overwrite=true"]))
     assert run.eval_data is not None
     base = AutoModelForCausalLM.from_pretrained(small_base(), dtype="float64")
     model = PeftModel.from_pretrained(base, str(folder / "for-reference" / "adapter"), is_trainable=True)

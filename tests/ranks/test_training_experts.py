@@ -21,8 +21,8 @@ from meshlora.data import collate
 from meshlora.oracle.compare import compare_adapters
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.prepare import prepare
 from meshlora.train.routing import step_file
+from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups
 
@@ -102,7 +102,7 @@ def test_load_balancing_loss_is_that_of_transformers_over_the_whole_step(folder:
     from transformers import AutoModelForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    run = prepare(read_run(folder / "balanced.yaml", ["train.overwrite=true"]))
+    run = prepare_run(read_run(folder / "balanced.yaml", ["train.overwrite=true"]))
     batch = collate([run.train_data[int(i)] for i in run.batches.batch(0)], pad_token_id=0)
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype="float64", experts_implementation="eager")
     with lift(), torch.no_grad():
@@ -154,7 +154,7 @@ def test_replayed_routing_decides_on_every_mesh(
 def test_replay_without_the_file_of_a_step_is_refused_before_anything_is_loaded(folder: Path, plain: Path) -> None:
     file = _run_file(folder, "short", "dp=1", routing_replay=str(folder / "routing"), steps=STEPS + 1)
     with pytest.raises(UserError, match=r"step-000004.safetensors is not there \(1 of 4 steps"):
-        prepare(read_run(file))
+        prepare_run(read_run(file))
 
 
 def test_record_of_another_batch_is_refused(folder: Path, plain: Path, pools: Callable[[int], Pool]) -> None:
@@ -217,7 +217,7 @@ def test_record_of_another_run_is_not_overwritten(resume: str | None, folder: Pa
     """Nor by one that would go on, but has not begun."""
     file = _run_file(folder, "not-begun", "dp=1", routing_record=str(folder / "routing"))
     with pytest.raises(UserError, match="holds a record already"):
-        prepare(read_run(file), resume=resume)
+        prepare_run(read_run(file), resume=resume)
 
 
 @pytest.mark.parametrize("step", [0, 1])

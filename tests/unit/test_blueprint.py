@@ -17,8 +17,8 @@ from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.train.prepare import prepare
 from meshlora.train.run import train
+from meshlora.train.together import prepare_run
 from meshlora.verify.request import Request, prepare_proof
 from tests.unit.mistakes import Setup
 
@@ -48,7 +48,7 @@ def test_a_run_builds_its_model_once(setup: Setup, builds: Counter[str]) -> None
     setup.set("topology", "")
     setup.set("train.steps", 1)
     setup.write()
-    train({"": prepare(read_run(setup.folder / "run.yaml"), world=1)})
+    train({"": prepare_run(read_run(setup.folder / "run.yaml"), world=1)})
     assert list(builds.values()) == [1]
 
 

@@ -21,8 +21,9 @@ from meshlora.config.run import _MOST, DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import read_records, tokenize
 from meshlora.loading.blueprint import read_model_config
 from meshlora.train.batches import Own
-from meshlora.train.prepare import Prepared, prepare
+from meshlora.train.prepare import Prepared
 from meshlora.train.run import train
+from meshlora.train.together import prepare_run
 from meshlora.train.trainer import Trainer
 from tests.unit.mistakes import Setup
 
@@ -50,7 +51,7 @@ def prepared(setup: Setup, **options: object) -> Prepared:
     for name, value in options.items():
         setup.set(name.replace("__", "."), value)
     setup.write()
-    return prepare(read_run(setup.folder / "run.yaml"))
+    return prepare_run(read_run(setup.folder / "run.yaml"))
 
 
 def test_data_are_those_of_the_files_that_are_named(setup: Setup) -> None:

@@ -20,8 +20,9 @@ from meshlora.config.file import read_run
 from meshlora.train.checkpoint.identity import identity_of_contents
 from meshlora.train.lock import FILE as LOCK
 from meshlora.train.lock import hold
-from meshlora.train.prepare import Prepared, prepare
+from meshlora.train.prepare import Prepared
 from meshlora.train.run import prepare_output
+from meshlora.train.together import prepare_run
 from tests.manifests import sign
 from tests.unit.mistakes import Setup, message_of, setting
 from tests.unit.saved import save, save_steps
@@ -41,7 +42,7 @@ def finished(setup: Setup) -> Setup:
     """The output of a run that has all its steps, and checkpoints of two of them."""
     setup.command = TRAIN
     setup.write()
-    identity = _identity(prepare(read_run(setup.folder / "run.yaml")))
+    identity = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
     output = setup.folder / "output"
     save_steps(output, 2, 3, steps=STEPS, identity=identity)
     save(output / "adapter", "adapter", step=STEPS, steps=STEPS, identity=identity)
@@ -56,7 +57,7 @@ def _words(setup: Setup, capfd: pytest.CaptureFixture[str]) -> str:
 
 def _resumed(setup: Setup, *despite: str) -> Prepared:
     setup.write()
-    return prepare(read_run(setup.folder / "run.yaml"), resume="auto", despite=despite)
+    return prepare_run(read_run(setup.folder / "run.yaml"), resume="auto", despite=despite)
 
 
 def _every_weight(setup: Setup) -> None:
@@ -172,15 +173,15 @@ def test_base_that_was_only_touched_is_the_same(finished: Setup) -> None:
 def test_start_adapter_is_known_by_its_content_and_not_by_its_name(setup: Setup) -> None:
     setup.from_adapter()
     setup.write()
-    before = _identity(prepare(read_run(setup.folder / "run.yaml")))
+    before = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
     shutil.move(setup.adapter, setup.folder / "moved")
     setup.set("adapter", str(setup.folder / "moved"))
     setup.write()
-    moved = _identity(prepare(read_run(setup.folder / "run.yaml")))
+    moved = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
     assert moved == before
     file = setup.folder / "moved" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 99}))
-    other = _identity(prepare(read_run(setup.folder / "run.yaml")))
+    other = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
     assert {name for name in other if other[name] != before[name]} == {"adapter"}
 
 
@@ -228,7 +229,7 @@ def _fresh(setup: Setup) -> Prepared:
     """The same run in another output."""
     setup.write()
     config = read_run(setup.folder / "run.yaml")
-    return prepare(dataclasses.replace(config, train=dataclasses.replace(config.train, output="elsewhere")))
+    return prepare_run(dataclasses.replace(config, train=dataclasses.replace(config.train, output="elsewhere")))
 
 
 def test_output_that_another_run_used_until_it_was_held_is_read_again(

@@ -13,8 +13,8 @@ import pytest
 
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
-from meshlora.train.prepare import prepare
 from meshlora.train.run import train
+from meshlora.train.together import prepare_run
 from meshlora.train.watch.tracking import check_trackers, tracked
 from tests.unit.mistakes import Setup
 
@@ -49,7 +49,7 @@ def run(setup: Setup, *trackers: str) -> tuple[Path, list[tuple[dict[str, float]
         setup.tree["train"][key] = value
     setup.set("topology", "")
     setup.write()
-    train({"": prepare(read_run(setup.folder / "run.yaml"), world=1)})
+    train({"": prepare_run(read_run(setup.folder / "run.yaml"), world=1)})
     output = setup.folder / "output"
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 3], "three steps, two evaluations"

@@ -10,7 +10,7 @@ import pytest
 from meshlora.common.errors import UnsupportedError
 from meshlora.config.file import read_run
 from meshlora.plan.dropout import EXACT_DROPOUTS
-from meshlora.train.prepare import prepare
+from meshlora.train.together import prepare_run
 from meshlora.verify import preflight, stand_in
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
@@ -72,7 +72,7 @@ def test_a_twin_with_dropout_that_is_not_exact_is_refused() -> None:
 
 
 def test_the_preflight_proves_the_dropouts_of_the_run(folder: Path) -> None:
-    run = prepare(read_run(run_file(folder, "with-dropout", "tp=2", lora__lora_dropout=0.2)))
+    run = prepare_run(read_run(run_file(folder, "with-dropout", "tp=2", lora__lora_dropout=0.2)))
     proof, _ = preflight.proof_of(run, folder)
     assert proof.case.lora["lora_dropout"] == 0.2
     given = prepare_proof(Request(topologies=("dp=2",), **GPT2 | {"overrides": {"resid_pdrop": 0.3}})).config  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ from meshlora.loading.blueprint import read_model_config
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.train.prepare import Prepared, prepare
+from meshlora.train.prepare import Prepared
+from meshlora.train.together import prepare_run
 from meshlora.verify import preflight as module
 from meshlora.verify import stand_in
 from meshlora.verify.preflight import preflight, preflight_state
@@ -53,7 +54,7 @@ def _run_file(folder: Path, **changes: Any) -> Path:
 
 
 def _prepared(folder: Path, **changes: Any) -> Prepared:
-    return prepare(read_run(_run_file(folder, **changes)))
+    return prepare_run(read_run(_run_file(folder, **changes)))
 
 
 def _count(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -22,7 +22,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import is_writable
 from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
-from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length
 from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
@@ -89,21 +89,21 @@ class Prepared:
         return GlobalBatches(self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed)
 
 
-def prepare(
-    config: RunConfig,
-    *,
-    world: int | None = None,
-    resume: str | None = None,
-    despite: Collection[str] = (),
-    base: Blueprint | None = None,
-) -> Prepared:
-    """Check a run against its model, adapter and data; tokenise the data (cached).
+@dataclass(frozen=True)
+class RunData:
+    """What the files of a run hold. notes: what of them is not read."""
 
-    Args:
-        world: number of processes where it is known.
-        resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
-        despite: names of what may differ from the run that saved it.
-        base: of another run on the same model and topology, which is then not made once more.
+    pad_token_id: int
+    train: TokenizedDataset
+    eval: TokenizedDataset | None
+    samples: Samples | None
+    notes: tuple[str, ...] = ()
+
+
+def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Topology:
+    """The topology of a run, once all is checked that can be before anything is read.
+
+    world: number of processes where it is known.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -116,15 +116,32 @@ def prepare(
             f"each of the dp={topology.dp} ranks needs at least one sequence a step",
             "raise train.batch_size or lower dp",
         )
-    _check_output(config, resumes=resume is not None)
+    _check_output(config, resumes=resumes)
     check_trackers(train.track)
-    base = base or make_blueprint(config.model.path, topology, config.model)
+    return topology
+
+
+def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
+    """`base` with the adapter of a run, which can be trained as the run asks for and has all of its weights.
+
+    Raises:
+        UserError: names the option, the module or the tensor that does not fit. UnsupportedError: what is not proved.
+    """
     if config.adapter is not None:
         blueprint = base.with_folder(Path(config.adapter))
     else:
         blueprint = base.with_adapter(lora_config(config.lora or {}, "lora", unknown_is_error=True))
     _check_model(blueprint, config)
     blueprint.check_weights()
+    return blueprint
+
+
+def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
+    """The data of a run, tokenised (cached); it fits the model.
+
+    Raises:
+        UserError: a file, a record or a token that does not fit.
+    """
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
@@ -134,19 +151,39 @@ def prepare(
         for paths in (config.data.train, config.data.eval)
     )
     assert train_data is not None
-    steps = _num_steps(config, train_data.num_examples)
+    return RunData(
+        padding_token_id(tokenizer),
+        train_data,
+        eval_data.first(config.data.eval_limit) if eval_data is not None else None,
+        prepare_samples(config, blueprint.topology, tokenizer, blueprint.config),
+        tuple(notes),
+    )
+
+
+def prepare(
+    config: RunConfig, blueprint: Blueprint, data: RunData, *, resume: str | None, despite: Collection[str]
+) -> Prepared:
+    """Check a run against its model and its data, and against what its output holds.
+
+    resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
+    despite: names of what may differ from the run that saved it.
+
+    Raises:
+        UserError: the first thing that does not fit.
+    """
+    steps = _num_steps(config, data.train.num_examples)
     _check_warmup(config, steps)
     run = Prepared(
         config,
         blueprint,
-        padding_token_id(tokenizer),
-        train_data,
-        eval_data.first(config.data.eval_limit) if eval_data is not None else None,
+        data.pad_token_id,
+        data.train,
+        data.eval,
         steps,
         identity=identity(
             config,
             steps=steps,
-            tokens={**{name: getattr(train_data, name) for name in _TOKENS}, **train_data.columns},
+            tokens={**{name: getattr(data.train, name) for name in _TOKENS}, **data.train.columns},
             attention=attention_of(blueprint.model.config),
         ),
         files=contents(
@@ -155,8 +192,8 @@ def prepare(
             adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             replay=_check_routing(blueprint.plan, config, steps, resume),
         ),
-        samples=prepare_samples(config, topology, tokenizer, blueprint.config),
-        notes=tuple(notes),
+        samples=data.samples,
+        notes=data.notes,
     )
     return read_output(run, resume=resume, despite=despite)
 

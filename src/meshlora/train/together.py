@@ -18,14 +18,38 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import RunConfig
-from meshlora.loading.blueprint import Blueprint
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.train.lock import hold
-from meshlora.train.prepare import Prepared, prepare, read_output
+from meshlora.train.prepare import Prepared, blueprint_of, check_request, prepare, read_output, read_run_data
 
 # What is longer is told apart by its hash.
 _LONGEST_SHOWN = 64
 _WAY_OUT = "train the adapters one by one, or leave it out"
+
+
+def prepare_run(
+    config: RunConfig,
+    *,
+    world: int | None = None,
+    resume: str | None = None,
+    despite: Collection[str] = (),
+    base: Blueprint | None = None,
+) -> Prepared:
+    """Check one run: `prepare_run(read_run(Path("run.yaml")))`. No process is started, no weight is read.
+
+    Args:
+        world: number of processes where it is known.
+        resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
+        despite: names of what may differ from the run that saved it.
+        base: of another run on the same model and topology, which is then not made once more.
+
+    Raises:
+        UserError: the first thing that does not fit.
+    """
+    topology = check_request(config, world=world, resumes=resume is not None)
+    blueprint = blueprint_of(config, base or make_blueprint(config.model.path, topology, config.model))
+    return prepare(config, blueprint, read_run_data(config, blueprint), resume=resume, despite=despite)
 
 
 def prepare_runs(
@@ -35,29 +59,29 @@ def prepare_runs(
     resume: str | None = None,
     despite: Collection[str] = (),
 ) -> dict[str, Prepared]:
-    """Check every run of a run file (`config.file.read_runs`); arguments as of `prepare`.
+    """Check every run of a run file (`config.file.read_runs`); arguments as of `prepare_run`.
 
     Each of several adapters goes on from the last whole checkpoint of its own.
 
     Raises:
         UserError: the first thing that does not fit, with the name of the adapter where there are several.
     """
-    if "" in configs:
-        return {"": prepare(configs[""], world=world, resume=resume, despite=despite)}
-    if resume not in (None, "auto"):
-        raise UserError(
-            f"--resume {resume}", "each of several adapters has checkpoints of its own", "use --resume auto"
-        )
-    _check_options(next(iter(configs.values())))
+    if "" not in configs:
+        if resume not in (None, "auto"):
+            raise UserError(
+                f"--resume {resume}", "each of several adapters has checkpoints of its own", "use --resume auto"
+            )
+        _check_options(next(iter(configs.values())))
     runs: dict[str, Prepared] = {}
     base: Blueprint | None = None  # made with the first
     for name, config in configs.items():
         with _named(name):
-            runs[name] = prepare(config, world=world, resume=resume, despite=despite, base=base)
+            runs[name] = prepare_run(config, world=world, resume=resume, despite=despite, base=base)
         base = runs[name].blueprint
-    _check_base(runs[name].blueprint)
-    for name, run in runs.items():
-        check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
+    if "" not in runs:
+        _check_base(runs[name].blueprint)
+        for name, run in runs.items():
+            check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
 
 
@@ -83,7 +107,7 @@ def holding_outputs(
     """Keep all other runs out of the outputs of `runs` inside the block; yields `runs` with what these hold now.
 
     By the one process of a job that outlives the others. It comes after all other checks, and before the output is
-    touched. Arguments as of `prepare`, which has read the outputs before they were held.
+    touched. Arguments as of `prepare_run`, which has read the outputs before they were held.
 
     Raises:
         UserError: another run trains in one of them, or has used it in between.
