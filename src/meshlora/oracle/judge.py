@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from meshlora.oracle.capture import CHOICES, SCORES
-from meshlora.oracle.experts import Stack, stack_of
+from meshlora.oracle.case import Case
+from meshlora.oracle.experts import stack_of
 from meshlora.oracle.inputs import expected_fresh
 from meshlora.oracle.results import Phase, TensorResult, at, minus, missing, near, only, relative, summed_where_unequal
 from meshlora.oracle.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
@@ -67,19 +69,15 @@ _NOISE = 4.0
 class Evidence:
     """Everything that is compared: the reference, ours by rank, and what ours left on disk.
 
-    rounded: the reference in the precision of ours, several times; empty in float64. packing: ours was to put several
-        sequences into a row.
+    rounded: the reference in the precision of ours, several times; empty in float64.
     """
 
+    case: Case
     topology: Topology
-    dtype: str
     reference: Trace
     rounded: list[Trace]
     ranks: list[Trace]
     saved: Saved
-    fresh_init: bool | str
-    seed: int
-    packing: bool = False
 
 
 def judge(evidence: Evidence) -> Iterator[Phase]:
@@ -94,7 +92,6 @@ class _Judge:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
-        self.stacks = {name: Stack(**values) for name, values in self.reference.stacks.items()}
         self.ownership = Ownership(self.ranks, self.reference, self.topology)
         self.tokens = Tokens(self.reference)
         self.rows = [self.tokens.rows(trace.micro_batches) for trace in self.ranks]
@@ -112,7 +109,7 @@ class _Judge:
             note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
             error = max(abs(n - number) / number for n in ours)
             results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))
-        if self.evidence.packing:
+        if self.evidence.case.packing:
             most = max(most_in_a_row(micro) for trace in self.ranks for micro in trace.micro_batches)
             note = "" if most > 1 else "no row holds more than one sequence"
             results.append(TensorResult("packed rows", math.inf if note else 0.0, 0.0, note=note))
@@ -131,10 +128,11 @@ class _Judge:
         magnitudes = {name: t for name, t in self.reference.row_norms.items() if name in drawn}
         of_base = {name: t for name, t in self.reference.base.items() if name in self.reference.initial}
         expected: dict[str, Tensor] = {}
-        for kind, init in (("fresh", self.evidence.fresh_init), ("fresh_both", False)):
+        case, stacks = self.evidence.case, self.reference.stacks
+        for kind, init in (("fresh", LoraConfig(**case.lora).init_lora_weights), ("fresh_both", False)):
             ranks = [getattr(trace, kind) for trace in self.ranks]
             expected = {
-                name: expected_fresh(name, tuple(t.shape), init=init, seed=self.evidence.seed, stacks=self.stacks)
+                name: expected_fresh(name, tuple(t.shape), init=init, seed=case.seed, stacks=stacks)
                 for name, t in drawn.items()
                 if name not in magnitudes
             }
@@ -308,7 +306,7 @@ class _Judge:
     def _place(self, factor: str) -> tuple[int, str]:
         """Where the module of a factor comes in execution order."""
         module = factor.rpartition(".lora_")[0]
-        if stack_of(module) in self.stacks:
+        if stack_of(module) in self.reference.stacks:
             module = stack_of(module).rpartition(".")[0]
         return self.reference.order.index(module) if module in self.reference.order else -1, factor
 
@@ -366,7 +364,7 @@ class _Judge:
             limit = 1e-6 if phase in _AFTER_ADAM else 1e-11
             return TensorResult(name, relative(pieces, whole), limit, whole, pieces)
         largest = float(whole.double().abs().max()) if whole.numel() else 1.0
-        eps = torch.finfo(getattr(torch, self.evidence.dtype)).eps
+        eps = torch.finfo(getattr(torch, self.evidence.case.dtype)).eps
         limit = _NOISE * noise / max(largest, 1e-300) + eps
         if not math.isfinite(limit):
             return TensorResult(name, math.inf, 0.0, note="one process itself computes values that are not finite")

@@ -88,8 +88,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
     trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
-    stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
-    trace.stacks = {name: dataclasses.asdict(stack) for name, stack in stacks.items()}
+    trace.stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
     trace.rows, trace.columns = fingerprints(inner)
     trace.dropouts = masks.rates
     trace.base, trace.row_norms = _base_values(case, factors)

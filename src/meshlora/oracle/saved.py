@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,11 +23,12 @@ from meshlora.oracle.experts import Stack, in_experts, names_in_file
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.reference import scalings
 from meshlora.oracle.reference_case import read_back
+from meshlora.oracle.trace import read_values, write_values
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Inside the folder of a run: what the trainer saves first and last, and an adapter that is drawn and not trained.
 FIRST, LAST, FRESH = "run/initial", "run/adapter", "fresh"
-_READ = "read.safetensors"
+_FOUND = "saved.safetensors"
 # What tells PEFT how to run an adapter; the one that both sides start from was written for training.
 _OF_USE = {"inference_mode": True, "task_type": "CAUSAL_LM"}
 # Of models with experts these may be said in other words, as PEFT takes some words for others: what it makes of them
@@ -36,7 +36,7 @@ _OF_USE = {"inference_mode": True, "task_type": "CAUSAL_LM"}
 _BY_EFFECT = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
     """The files of a run.
 
@@ -58,40 +58,37 @@ class Saved:
     config_note: str = ""
     fresh_note: str = ""
 
+    @classmethod
+    def load(cls, folder: Path) -> Saved:
+        """What `read_saved` found in the folder of a run."""
+        return cls(**read_values(folder / _FOUND))
 
-def read_with_peft(case: Case, folder: str) -> dict[str, Any]:
-    """The part of `Saved` that PEFT has to say, as plain values; tensors go to a file beside."""
-    root = Path(folder)
-    found: dict[str, Any] = {}
+
+def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
+    """Write what the files of a run hold, and what PEFT has to say of them, beside them: for `Saved.load`."""
+    root, found = Path(folder), Saved()
     try:
-        factors, logits, found["scalings"] = read_back(case, root / LAST)
-        save_file({**factors, "logits": logits}, root / _READ)
-        found["config_note"] = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG)
+        found.read, found.logits, found.scalings = read_back(case, root / LAST)
+        found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG)
     except Exception as error:  # noqa: BLE001 - whatever PEFT says of a file that we wrote is the finding
-        found["note"] = f"PEFT cannot read it: {reason(error)}"
+        found.note = f"PEFT cannot read it: {reason(error)}"
     try:
-        found["fresh_scalings"] = _scalings_of(case, root / FRESH)
+        found.fresh_scalings = _scalings_of(case, root / FRESH)
     except Exception as error:  # noqa: BLE001 - the same
-        found["fresh_note"] = f"PEFT cannot read it: {reason(error)}"
-    return found
-
-
-def read_saved(case: Case, folder: Path, found: dict[str, Any], stacks: Mapping[str, Stack]) -> Saved:
-    """Everything, from the files and from what `read_with_peft` found."""
+        found.fresh_note = f"PEFT cannot read it: {reason(error)}"
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
-    read = _tensors(folder / _READ) if not found.get("note") else {}
-    first, last, fresh = (
-        in_pieces(config, in_experts(_tensors(folder / name / WEIGHTS, stacks), stacks, in_file=True), case.pieces)
+    found.first, found.last, found.fresh = (
+        in_pieces(config, in_experts(_tensors(root / name / WEIGHTS, stacks), stacks, in_file=True), case.pieces)
         for name in (FIRST, LAST, FRESH)
     )
-    return Saved(first, last, fresh, read, read.pop("logits", None), **found)
+    write_values(vars(found), root / _FOUND)
 
 
-def _tensors(file: Path, stacks: Mapping[str, Stack] | None = None) -> dict[str, Tensor]:
+def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as stored:
             keys = {key: key.removeprefix("base_model.model.") for key in stored.keys()}  # noqa: SIM118 - not a dict
-            of_experts = names_in_file(keys.values(), stacks or {})
+            of_experts = names_in_file(keys.values(), stacks)
             return {of_experts.get(name, _plain(name)): stored.get_tensor(key) for key, name in keys.items()}
     except (OSError, SafetensorError):
         return {}  # every name is then missing

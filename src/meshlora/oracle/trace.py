@@ -15,28 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshlora.oracle.capture import MicroBatchCapture
+from meshlora.oracle.experts import Stack
 
-_FACTORS = (
-    *("initial", "gradients", "final", "fresh", "fresh_both"),
-    *("rows", "columns", "base", "row_norms"),
-)
-_SCALARS = (
-    "losses",
-    "aux_losses",
-    "grad_norms",
-    "num_tokens",
-    "rates",
-    "eval_losses",
-    "scalings",
-    "fresh_scalings",
-    "collectives",
-    "budget",
-    "order",
-    "facts",
-    "terms",
-    "stacks",
-    "dropouts",
-)
+_TENSOR = "#tensor"  # in the place of one; no module has this name
 
 
 @dataclass
@@ -63,7 +44,7 @@ class Trace:
             "whole", "split region", "whole region" (ours only).
         terms: modules whose output has a gradient that may be one term of a sum over tp: what lies between where a
             region is entered and where it is left (ours only).
-        stacks: projection of experts with an adapter -> the values of an `oracle.experts.Stack` (reference only).
+        stacks: projection of experts with an adapter -> how it lies (reference only).
         dropouts: module with a dropout, `NAME.lora_dropout` for that of an adapter -> its rate (reference only).
         collectives, budget: "phase kind" -> calls in the first step, and how many there may be (ours only).
     """
@@ -94,52 +75,42 @@ class Trace:
     budget: dict[str, int] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     terms: list[str] = field(default_factory=list)
-    stacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stacks: dict[str, Stack] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write everything to `path`; not atomic, the caller owns the folder."""
-        tensors: dict[str, Tensor] = {}
-        for kind in _FACTORS:
-            tensors |= {f"{kind}/{name}": tensor for name, tensor in getattr(self, kind).items()}
-        for step, gradients in enumerate(self.clipped):
-            tensors |= {f"clipped/{step}/{name}": tensor for name, tensor in gradients.items()}
-        for index, micro in enumerate(self.micro_batches):
-            tensors |= {f"ids/{index}": micro.input_ids, f"mask/{index}": micro.attention_mask}
-            for kind in ("forward", "backward", "base"):
-                tensors |= {f"micro-{kind}/{index}/{name}": tensor for name, tensor in getattr(micro, kind).items()}
-        if self.final_logits is not None:
-            tensors["final_logits"] = self.final_logits
-        save_file(tensors, path, metadata={"scalars": json.dumps({name: getattr(self, name) for name in _SCALARS})})
+        write_values(vars(self), path)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
         """Read what `save` wrote."""
-        with safe_open(path, framework="pt") as file:
-            trace = cls(**json.loads(file.metadata()["scalars"]))
-            for key in sorted(file.keys(), key=_file_order):
-                trace._put(key, file.get_tensor(key))
-        return trace
-
-    def _put(self, key: str, tensor: Tensor) -> None:
-        kind, _, rest = key.partition("/")
-        if kind == "final_logits":
-            self.final_logits = tensor
-        elif kind in _FACTORS:
-            getattr(self, kind)[rest] = tensor
-        elif kind == "clipped":
-            step, _, name = rest.partition("/")
-            self.clipped += [{} for _ in range(int(step) + 1 - len(self.clipped))]
-            self.clipped[int(step)][name] = tensor
-        elif kind == "ids":
-            self.micro_batches.append(MicroBatchCapture(tensor, tensor))
-        elif kind == "mask":
-            self.micro_batches[int(rest)].attention_mask = tensor
-        else:
-            index, _, name = rest.partition("/")  # of a micro-batch
-            getattr(self.micro_batches[int(index)], kind.removeprefix("micro-"))[name] = tensor
+        values = read_values(path)
+        micro_batches = [MicroBatchCapture(**micro) for micro in values.pop("micro_batches")]
+        stacks = {name: Stack(**stack) for name, stack in values.pop("stacks").items()}
+        return cls(micro_batches, stacks=stacks, **values)
 
 
-def _file_order(key: str) -> tuple[Any, ...]:
-    """The ids of micro-batches first, by number: they make the place for the rest."""
-    kind, _, rest = key.partition("/")
-    return (0, int(rest), "") if kind == "ids" else (1, 0, key)
+def write_values(values: dict[str, Any], path: Path) -> None:
+    """Write plain values, lists, dicts and dataclasses with tensors anywhere in them as one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+
+    def put(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Tensor):
+            return vars(value)
+        key = str(len(tensors))
+        tensors[key] = value
+        return {_TENSOR: key}
+
+    described = json.dumps(values, default=put)
+    save_file(tensors, path, metadata={"values": described})
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """What `write_values` wrote, dataclasses as dicts."""
+    with safe_open(path, framework="pt") as file:
+
+        def get(found: dict[str, Any]) -> Any:
+            return file.get_tensor(found[_TENSOR]) if _TENSOR in found else found
+
+        values: dict[str, Any] = json.loads(file.metadata()["values"], object_hook=get)
+    return values

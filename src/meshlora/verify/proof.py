@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from peft import LoraConfig
-
 from meshlora.common.errors import UserError
 from meshlora.common.files import new_folder
 from meshlora.common.locks import locked
@@ -28,10 +26,9 @@ from meshlora.common.proof_records import proofs_folder
 from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnosis.diagnose import Divergence, first_divergence, until_found
 from meshlora.oracle.diagnosis.holders import by_expert, with_prints_of_each
-from meshlora.oracle.experts import Stack
 from meshlora.oracle.judge import Evidence, judge
 from meshlora.oracle.results import Phase, TensorResult
-from meshlora.oracle.saved import read_saved, read_with_peft
+from meshlora.oracle.saved import Saved, read_saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
@@ -249,20 +246,10 @@ def evidence_of(
     with pool.scratch(_room(case, topology)) as folder:
         pool.run(run_case, case, str(topology), str(folder), mutation, timeout_s=timeout_s)
         ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
-        stacks = {name: Stack(**values) for name, values in reference.stacks.items()}
-        found = worker.run(read_with_peft, case, str(folder), timeout_s=timeout_s)[0]
-        saved = read_saved(case, folder, found, stacks)
-    return Evidence(
-        topology,
-        case.dtype,
-        with_prints_of_each(reference),
-        rounded,
-        [by_expert(trace, reference, topology, rank) for rank, trace in enumerate(ranks)],
-        saved,
-        LoraConfig(**case.lora).init_lora_weights,
-        case.seed,
-        case.packing,
-    )
+        worker.run(read_saved, case, str(folder), reference.stacks, timeout_s=timeout_s)
+        saved = Saved.load(folder)
+    held = [by_expert(trace, reference, topology, rank) for rank, trace in enumerate(ranks)]
+    return Evidence(case, topology, with_prints_of_each(reference), rounded, held, saved)
 
 
 def _room(case: Case, topology: Topology) -> int:

@@ -75,7 +75,7 @@ def _is_rounding(case: Failure) -> bool:
     """Whether everything in a float64 run is right to as many digits as float32 has."""
     return (
         case.phase.name in ("forward", "logits", "backward", "gradients")
-        and case.evidence.dtype == "float64"
+        and case.evidence.case.dtype == "float64"
         and all(result.error < _ROUNDED_TO for result in case.phase.results)
     )
 

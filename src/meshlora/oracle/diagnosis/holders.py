@@ -23,7 +23,7 @@ def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> 
     held = {
         name: _experts_of(name, trace, reference, topology, rank) for name in trace.rows if trace.rows[name].ndim == 2
     }
-    shared = {name for name, stack in reference.stacks.items() if stack["is_shared"]}
+    shared = {name for name, stack in reference.stacks.items() if stack.is_shared}
     factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), held, shared) for kind in _FACTORS}
     clipped = [_taken_apart(gradients, held, shared) for gradients in trace.clipped]
     return replace(with_prints_of_each(trace, held), clipped=clipped, **factors)

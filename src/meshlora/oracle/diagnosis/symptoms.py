@@ -19,7 +19,7 @@ from meshlora.plan.topology import Topology
 
 def tolerance_of(evidence: Evidence) -> float:
     """How far ours may be from what a rule says and still show it."""
-    return 1e-6 if evidence.dtype == "float64" else 2e-2
+    return 1e-6 if evidence.case.dtype == "float64" else 2e-2
 
 
 def rank_errors(result: TensorResult) -> dict[int, float]:
