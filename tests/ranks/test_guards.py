@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import meshlora
+from meshlora.config.run import ModelConfig
 from meshlora.oracle.compare import relative
 from meshlora.oracle.reference import losses_of, reference_model
 from meshlora.plan.families.twin import twin_config
@@ -139,7 +140,8 @@ def test_buffer_that_nobody_computes_is_refused() -> None:
 def test_model_that_changes_a_linears_output_in_place_trains_on_one_process(tmp_path: Path) -> None:
     folder = make_twin(tmp_path, "falcon", hidden_dropout=0.0, attention_dropout=0.0)
     batch = make_batches()
-    peft_model = reference_model(folder / "model", folder / "adapter", dtype=torch.float64, attn_implementation="eager")
+    base = ModelConfig(str(folder / "model"), dtype="float64", attn_implementation="eager")
+    peft_model = reference_model(base, folder / "adapter")
     expected = losses_of(peft_model, batch)[1].detach()
     model = meshlora.load(folder / "model", adapter=folder / "adapter", dtype="float64", attn_implementation="eager")
     with meshlora.lift():

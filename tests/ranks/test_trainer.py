@@ -173,7 +173,7 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(folder: Path, reference
     ]
     lines = (folder / "for-reference" / "metrics.jsonl").read_text().splitlines()
     evaluated = [json.loads(line) for line in lines if "eval_loss" in line][-1]
-    assert evaluated["eval_loss"] == pytest.approx(judge.accumulate(model, batches)[0], rel=1e-11)
+    assert evaluated["eval_loss"] == pytest.approx(judge.accumulate(model, batches, run.config.train)[0], rel=1e-11)
     assert evaluated["eval_tokens"] == run.eval_data.num_trained_tokens
 
 

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.attach import active_factors, adapter_factors, gather_adapter, runtime
 from meshlora.common.errors import UserError
+from meshlora.config.run import TrainConfig
 from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.inputs import write_twin
-from meshlora.oracle.reference import AdamW, linear_rates, train
+from meshlora.oracle.reference import linear_rates, train
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.gradsync import clip_gradients, finish_gradients
@@ -28,6 +29,7 @@ from tests.twins import make_batches
 
 LINEARS = {"llama": ["q_proj", "o_proj", "down_proj"], "gpt2": ["c_attn", "mlp.c_proj"]}
 STEPS, LR = 3, 1e-3
+SETTINGS = TrainConfig("unused", steps=STEPS, lr=LR)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def _ours(folder: Path, lora: LoraConfig, topology: str, out: Path | None = None
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
     found = {"fresh": gather_adapter(model, "default"), "logits": logits, "weights": _weights(model)}
     optimizer = torch.optim.AdamW([f.parameter for f in active_factors(model)], lr=LR, weight_decay=0.0)
-    rates, losses = linear_rates(LR, warmup_steps=0, steps=STEPS), []
+    rates, losses = linear_rates(SETTINGS), []
     for rate in rates:
         optimizer.zero_grad(set_to_none=True)
         loss = language_model_loss(model, batch.input_ids, batch.attention_mask, batch.labels)
@@ -104,8 +106,7 @@ def test_starts_and_trains_as_peft_does(
     batch = make_batches()
     with torch.no_grad():
         start = peft(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-    settings = AdamW(linear_rates(LR, warmup_steps=0, steps=STEPS), weight_decay=0.0)
-    losses = train(peft, [[batch]] * STEPS, settings)
+    losses = train(peft, [[batch]] * STEPS, SETTINGS)
     runs = {"": _ours(folder, lora, "")}
     for topology in ("tp=2", "tp=2,sp"):
         runs[topology] = pools(2).run(_ours, folder, lora, topology, tmp_path / topology)[0]

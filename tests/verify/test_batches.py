@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshlora.oracle
+from meshlora.config.run import TrainConfig
 from meshlora.data import GlobalBatches, TokenizedDataset, collate
 from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
 from meshlora.oracle.case import num_sequences_for, random_tokens
@@ -26,7 +27,8 @@ def test_both_sides_make_the_same_batches(step: int, seed: int, data: TokenizedD
     """Over a batch that is not full, and over the end of an epoch."""
     indices = GlobalBatches(len(data), 9, seed).batch(step)
     ours = [collate([data[int(i)] for i in indices[j : j + 2]], pad_token_id=1) for j in range(0, len(indices), 2)]
-    theirs = micro_batches_of(data, batch_size=9, micro_batch_size=2, seed=seed, step=step, pad_token_id=1)
+    settings = TrainConfig("unused", steps=5, batch_size=9, micro_batch_size=2, seed=seed)
+    theirs = micro_batches_of(data, settings, step, pad_token_id=1)
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.input_ids, b.input_ids)

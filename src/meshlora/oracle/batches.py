@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlora.config.run import TrainConfig
 from meshlora.data import TokenizedDataset
 
 UNTRAINED = -100
@@ -54,30 +55,23 @@ class MicroBatch:
 
 
 def micro_batches_of(
-    data: TokenizedDataset,
-    *,
-    batch_size: int,
-    micro_batch_size: int,
-    seed: int,
-    step: int,
-    pad_token_id: int,
-    trained_row: int | None = None,
+    data: TokenizedDataset, settings: TrainConfig, step: int, *, pad_token_id: int
 ) -> list[MicroBatch]:
-    """The sequences of optimizer step `step`, in the run's global order, in pieces of `micro_batch_size`.
+    """The sequences of optimizer step `step`, in the run's global order, in pieces of the micro-batch size.
 
     An epoch takes every sequence once: ceil(n / batch_size) steps, the last with what is left. Its order sorts the
     sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). Of pairs all that is said of sequences is
     said of pairs.
     """
-    number = len(data) // data.rows_per_example
+    number, batch_size = len(data) // data.rows_per_example, settings.batch_size
     steps_per_epoch = (number + batch_size - 1) // batch_size
-    stream = np.random.SeedSequence(seed, spawn_key=(step // steps_per_epoch,))
+    stream = np.random.SeedSequence(settings.seed, spawn_key=(step // steps_per_epoch,))
     keys = np.random.PCG64(stream).random_raw(number).tolist()
     order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
     chosen = order[first : first + batch_size]
-    options = {"micro_batch_size": micro_batch_size, "pad_token_id": pad_token_id}
-    return list(micro_batches(data, chosen, trained_row=trained_row, **options))
+    options = {"micro_batch_size": settings.micro_batch_size, "pad_token_id": pad_token_id}
+    return list(micro_batches(data, chosen, trained_row=settings.objective.trained_row, **options))
 
 
 def micro_batches(

@@ -21,6 +21,7 @@ import meshlora
 from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, versions
 from meshlora.config.objective import Objective, Sft
+from meshlora.config.run import ModelConfig, TrainConfig
 from meshlora.data import Sequence, TokenizedDataset
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
@@ -118,6 +119,26 @@ class Case:
     def max_grad_norm_at(self, step: int) -> float:
         """The limit in optimizer step `step`: the last of several has one that is far above its norm."""
         return self.max_grad_norm * (1e6 if 0 < step == self.steps - 1 else 1)
+
+    @property
+    def base(self) -> ModelConfig:
+        """The base, as a run file would say it."""
+        return ModelConfig(
+            self.model,
+            dtype=self.dtype,  # type: ignore[arg-type] # one of them
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            disable_dropout="unsupported",  # of what is on nothing is: the case would say so
+            allow_unused_weights=True,
+            quantization=self.quantization,  # type: ignore[arg-type] # the same
+        )
+
+    @property
+    def train(self) -> TrainConfig:
+        """The loop, as a run file would say it; without an output folder."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(self, f.name)}
+        own = {"output": "unused", "recompute": "full" if self.recompute else "none"}
+        return TrainConfig(**fields | own, replica_check_every=0)  # a drift is to be found by the judge
 
     @property
     def data(self) -> TokenizedDataset:

@@ -7,9 +7,9 @@ batches is used here; only what both sides need: the sequences of a run, and the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import lift
 from meshlora.config.objective import Objective, Sft
-from meshlora.config.run import RunConfig
+from meshlora.config.run import ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.oracle.balance import load_balancing_loss
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
@@ -37,62 +37,39 @@ from meshlora.oracle.quantized import quantize_base
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Settings of the reference optimizer, one learning rate per step."""
-
-    learning_rates: Sequence[float]
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    objective: Objective = field(default_factory=Sft)
-    router_aux_loss_coef: float = 0.0
-    lora_plus_ratio: float | None = None
-    lora_plus_embedding_lr: float = 1e-6
-    decay_biases_and_norms: bool = True
-
-
 def reference_model(
-    folder: str | Path,
-    adapter: str | Path,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    is_stock: bool = False,
-    dropouts: Collection[str] = (),
-    quantization: str | None = None,
+    model: ModelConfig, adapter: str | Path, *, is_stock: bool = False, dropouts: Collection[str] = ()
 ) -> Any:
     """The checkpoint with the PEFT adapter, trainable, on one process, without the model's own dropouts.
 
-    dropouts: fields of the configuration that stay as they are. quantization: how the base is rounded, if at all.
+    dropouts: fields of the configuration that stay as they are.
     is_stock: PEFT does with the configuration what it always does, whether that is what it says or not.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    dtype, options = getattr(torch, model.dtype), {"trust_remote_code": model.trust_remote_code}
+    config = AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
             setattr(config, name, 0.0)
     base = AutoModelForCausalLM.from_pretrained(
-        folder,
+        model.path,
         config=config,
         dtype=dtype,
-        attn_implementation=attn_implementation,
+        attn_implementation=model.attn_implementation,
         experts_implementation="eager",  # the others do not compute in float64
         local_files_only=True,
-        trust_remote_code=trust_remote_code,
+        **options,
     )
     if dtype == torch.float64:
         for parameter in base.parameters():  # of some routers, which are float32 whatever is asked for
             parameter.data = parameter.data.to(dtype)
-    quantize_base(base, quantization)
+    quantize_base(base, model.quantization)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
-        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
-    for name, module in model.named_modules():
+        found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    for name, module in found.named_modules():
         assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of the accused's layers
     if shares_experts(adapter) and not is_stock:
-        share_adapters(model)
-    return model.train()
+        share_adapters(found)
+    return found.train()
 
 
 def losses_of(
@@ -148,21 +125,20 @@ def before_losses(
 def accumulate(
     model: nn.Module,
     batches: Sequence[MicroBatch],
+    settings: TrainConfig,
     *,
-    objective: Objective | None = None,
     before: tuple[Sequence[Tensor | None], Tensor | None] | None = None,
-    router_aux_loss_coef: float = 0.0,
     masks: Masks | None = None,
 ) -> tuple[float, float | None]:
-    """Leave on the factors the gradient of the mean loss over what the objective counts in `batches`, load
-    balancing included; returns that loss without it, and the loss of load balancing.
+    """Leave on the factors the gradient of the mean loss over what the objective of `settings` counts in `batches`,
+    load balancing included; returns that loss without it, and the loss of load balancing.
 
     before: `before_losses` of the batches, if known already. masks: of the model's dropouts; None: it has none.
     """
-    objective = objective or Sft()
+    objective, coef = settings.objective, settings.router_aux_loss_coef
     bases, point = before or before_losses(model, batches, objective)
     number = 0
-    routed: list[tuple[Tensor, ...]] | None = [] if router_aux_loss_coef else None
+    routed: list[tuple[Tensor, ...]] | None = [] if coef else None
     sums: list[Tensor] = []
     for batch, base in zip(batches, bases, strict=True):
         with masks.of_batch(batch) if masks is not None else contextlib.nullcontext():
@@ -176,7 +152,7 @@ def accumulate(
         with lift(next(model.parameters()).dtype == torch.float64):
             inner = model.get_base_model()  # type: ignore[operator]
             balance = load_balancing_loss(inner, routed, [batch.attention_mask for batch in batches])
-            (torch.stack(sums).sum() + router_aux_loss_coef * number * balance).backward()
+            (torch.stack(sums).sum() + coef * number * balance).backward()
         aux = float(balance.detach())
     for name, parameter in trainable(model).items():
         if parameter.grad is None:
@@ -190,22 +166,16 @@ def accumulate(
 
 
 def train(
-    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: AdamW, masks: Masks | None = None
+    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig, masks: Masks | None = None
 ) -> list[float]:
     """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. masks: as of `accumulate`."""
     optimizer = make_optimizer(model, settings)
     losses = []
-    for step, (batches, rate) in enumerate(zip(steps, settings.learning_rates, strict=False)):
+    for step, (batches, rate) in enumerate(zip(steps, linear_rates(settings), strict=False)):
         if masks is not None:
             masks.step = step
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = accumulate(
-            model,
-            batches,
-            objective=settings.objective,
-            router_aux_loss_coef=settings.router_aux_loss_coef,
-            masks=masks,
-        )
+        loss, _ = accumulate(model, batches, settings, masks=masks)
         losses.append(loss)
         if settings.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(list(trainable(model).values()), settings.max_grad_norm)
@@ -214,19 +184,17 @@ def train(
     return losses
 
 
-def make_optimizer(model: nn.Module, settings: AdamW) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
     """AdamW on what is trainable; with LoRA+ in the groups that PEFT makes. Their rates are relative to the peak."""
-    options: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    peak = max(settings.learning_rates)
+    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     optimizer: torch.optim.Optimizer
     if settings.lora_plus_ratio is None:
         parameters = list(trainable(model).values())
-        optimizer = torch.optim.AdamW(parameters, lr=peak, weight_decay=settings.weight_decay, **options)
+        optimizer = torch.optim.AdamW(parameters, weight_decay=settings.weight_decay, **options)
     else:
         optimizer = create_loraplus_optimizer(
             model,
             torch.optim.AdamW,
-            lr=peak,
             loraplus_lr_ratio=settings.lora_plus_ratio,
             loraplus_weight_decay=settings.weight_decay,
             loraplus_lr_embedding=settings.lora_plus_embedding_lr,
@@ -238,7 +206,7 @@ def make_optimizer(model: nn.Module, settings: AdamW) -> torch.optim.Optimizer:
         decayed = set(Trainer.get_decay_parameter_names(None, model))
         _leave_out(optimizer, {p for name, p in model.named_parameters() if name not in decayed})
     for group in optimizer.param_groups:
-        group["share"] = group["lr"] / peak
+        group["share"] = group["lr"] / settings.lr
     return optimizer
 
 
@@ -274,8 +242,9 @@ def _plain(name: str, wrapped: Mapping[str, str]) -> str:
     return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
 
 
-def linear_rates(lr: float, *, warmup_steps: int, steps: int) -> list[float]:
-    """Up over the warm-up, then down to zero at `steps`."""
+def linear_rates(settings: TrainConfig) -> list[float]:
+    """Up over the warm-up, then down to zero at the last step."""
+    lr, warmup_steps, steps = settings.lr, settings.warmup_steps, settings.steps or 0
     return [
         lr * ((s + 1) / warmup_steps if s < warmup_steps else (steps - s) / (steps - warmup_steps))
         for s in range(steps)
@@ -297,44 +266,11 @@ def train_run(
     The token batches are those of the run; everything after them is transformers, peft and torch. dropouts: as of
     `reference_model`.
     """
-    options, torch_dtype = config.train, getattr(torch, config.model.dtype)
-    model = reference_model(
-        config.model.path,
-        adapter,
-        dtype=torch_dtype,
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=config.model.trust_remote_code,
-        quantization=config.model.quantization,
-        dropouts=dropouts,
-    )
-
-    def batches(step: int) -> list[MicroBatch]:
-        return micro_batches_of(
-            data,
-            batch_size=options.batch_size,
-            micro_batch_size=options.micro_batch_size,
-            seed=options.seed,
-            step=step,
-            pad_token_id=pad_token_id,
-            trained_row=options.objective.trained_row,
-        )
-
-    rates = linear_rates(options.lr, warmup_steps=options.warmup_steps, steps=steps)
-    settings = AdamW(
-        rates,
-        (options.beta1, options.beta2),
-        options.eps,
-        options.weight_decay,
-        options.max_grad_norm or None,
-        options.objective,
-        options.router_aux_loss_coef,
-        options.lora_plus_ratio,
-        options.lora_plus_embedding_lr,
-        options.decay_biases_and_norms,
-    )
+    settings = dataclasses.replace(config.train, steps=steps, epochs=None)
+    model = reference_model(config.model, adapter, dropouts=dropouts)
+    batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
     freeze_outside_pieces(model, pieces_in(adapter))
-    masks = Masks(model, seed=options.seed)
-    losses = train(model, (batches(step) for step in range(steps)), settings, masks)
+    losses = train(model, batches, settings, Masks(model, seed=settings.seed))
     model.save_pretrained(str(out), save_embedding_layers=False)
     return losses
 

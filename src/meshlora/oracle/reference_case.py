@@ -26,7 +26,6 @@ from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.quantized import quantize_base
 from meshlora.oracle.reference import (
-    AdamW,
     accumulate,
     before_losses,
     freeze_outside_pieces,
@@ -70,21 +69,8 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
 def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     freeze_outside_pieces(model, case.pieces)
     factors = trainable(model)
-    rates = linear_rates(case.lr, warmup_steps=case.warmup_steps, steps=case.steps)
-    settings = AdamW(
-        rates,
-        (case.beta1, case.beta2),
-        case.eps,
-        case.weight_decay,
-        lora_plus_ratio=case.lora_plus_ratio,
-        lora_plus_embedding_lr=case.lora_plus_embedding_lr,
-        decay_biases_and_norms=case.decay_biases_and_norms,
-    )
-    losses: dict[str, Any] = {
-        "objective": case.objective,
-        "router_aux_loss_coef": case.router_aux_loss_coef,
-        "masks": (masks := Masks(model, seed=case.seed)),
-    }
+    settings, masks = case.train, Masks(model, seed=case.seed)
+    rates = linear_rates(settings)
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
     trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
@@ -100,13 +86,13 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         if step == 0:
             before = before_losses(model, batches, case.objective)
             with Capture(inner) as capture:
-                loss, aux = accumulate(model, batches, before=before, **losses)
+                loss, aux = accumulate(model, batches, settings, before=before, masks=masks)
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
             trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
             trace.gradients = _gradients(case, model, factors)
         else:
-            loss, aux = accumulate(model, batches, **losses)
+            loss, aux = accumulate(model, batches, settings, masks=masks)
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm_at(step))
         trace.clipped.append(_gradients(case, model, factors))
         set_rate(optimizer, rate)
@@ -191,31 +177,14 @@ def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor,
 
 def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bool = False) -> Any:
     """float64 of a model that is stored in a lower precision: the same values, computed without rounding."""
-    model = reference_model(
-        case.model,
-        adapter,
-        dtype=getattr(torch, case.dtype),
-        attn_implementation=case.attn_implementation,
-        trust_remote_code=case.trust_remote_code,
-        is_stock=is_stock,
-        dropouts=case.dropout,
-        quantization=case.quantization,
-    )
+    model = reference_model(case.base, adapter, is_stock=is_stock, dropouts=case.dropout)
     if precision != case.dtype:
         model = model.double()
     return model.to(case.device)
 
 
 def _case_batches(case: Case, step: int) -> list[MicroBatch]:
-    batches = micro_batches_of(
-        case.data,
-        batch_size=case.batch_size,
-        micro_batch_size=case.micro_batch_size,
-        seed=case.seed,
-        step=step,
-        pad_token_id=case.pad_token_id,
-        trained_row=case.objective.trained_row,
-    )
+    batches = micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id)
     return [batch.to(case.device) for batch in batches]
 
 

@@ -27,7 +27,7 @@ from meshlora.comm.groups import Mesh
 from meshlora.common.float64 import lift
 from meshlora.common.routing import RoutingRecord
 from meshlora.config.objective import Objective, Sft
-from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.config.run import DataConfig, RunConfig
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.quantized import plain_weights
 from meshlora.loading.blueprint import make_blueprint
@@ -302,49 +302,15 @@ def _terms(model: Any) -> list[str]:
     return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
 
 
-def model_config(case: Case) -> ModelConfig:
-    """The base of `case`, as a run file would say it."""
-    return ModelConfig(
-        case.model,
-        dtype=case.dtype,  # type: ignore[arg-type] # one of them
-        attn_implementation=case.attn_implementation,
-        trust_remote_code=case.trust_remote_code,
-        disable_dropout="unsupported",  # of what is on nothing is: the case would say so
-        allow_unused_weights=True,
-        quantization=case.quantization,  # type: ignore[arg-type] # the same
-    )
-
-
 def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
     longest = max(map(len, (sequence.input_ids for sequence in case.data)))
     return RunConfig(
-        model=model_config(case),
+        model=case.base,
         data=DataConfig(
             "unused", eval="unused", packing=case.packing, max_length=2 * longest
         ),  # two or three sequences in a row
-        train=TrainConfig(
-            str(folder / Path(LAST).parent),
-            steps=case.steps,
-            batch_size=case.batch_size,
-            micro_batch_size=case.micro_batch_size,
-            recompute="full" if case.recompute else "none",
-            lr=case.lr,
-            warmup_steps=case.warmup_steps,
-            weight_decay=case.weight_decay,
-            decay_biases_and_norms=case.decay_biases_and_norms,
-            beta1=case.beta1,
-            beta2=case.beta2,
-            eps=case.eps,
-            objective=case.objective,
-            router_aux_loss_coef=case.router_aux_loss_coef,
-            lora_plus_ratio=case.lora_plus_ratio,
-            lora_plus_embedding_lr=case.lora_plus_embedding_lr,
-            max_grad_norm=case.max_grad_norm,
-            seed=case.seed,
-            eval_every=case.eval_every,
-            replica_check_every=0,  # a drift is to be found by the judge
-        ),
+        train=dataclasses.replace(case.train, output=str(folder / Path(LAST).parent)),
         adapter=case.adapter,
         topology=topology,
     )

@@ -34,7 +34,7 @@ from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
 from meshlora.verify.at_once import LIMIT, Base, adapters_of, compare_at_once
 from meshlora.verify.faults.generated import NotPutInError
-from meshlora.verify.ours import model_config, run_case
+from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
 
@@ -186,7 +186,7 @@ def _adapters(
         return []
     adapters = adapters_of(case, proof.request.adapters, head=proof.plans[topology].head or "-")
     with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
-        model = dataclasses.replace(model_config(case), dtype="float64")
+        model = dataclasses.replace(case.base, dtype="float64")
         recompute = "full" if case.recompute else "none"
         base = Base(model, Path(folder), case.packing, recompute, case.dropout)
         worst = compare_at_once(
