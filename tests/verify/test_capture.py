@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -21,7 +22,6 @@ from meshlora.oracle.unshard import (
     Ownership,
     Piece,
     ShapeError,
-    Tokens,
     canonical,
     factor_pieces,
     is_complete,
@@ -105,12 +105,10 @@ def _reference() -> Trace:
 
 def _pieces(ranks: list[Trace], topology: str, name: str = "m") -> tuple[list[Piece], Tensor]:
     reference = _reference()
-    tokens = Tokens(reference)
-    found = canonical(reference, tokens, "forward", name)
-    assert found is not None
-    rows = [tokens.rows(trace.micro_batches) for trace in ranks]
     ownership = Ownership(ranks, reference, Topology.parse(topology))
-    return token_pieces(ranks, rows, ownership, "forward", name, *found), found[0]
+    found = canonical(reference, ownership.tokens, "forward", name)
+    assert found is not None
+    return token_pieces(ownership, "forward", name, *found), found[0]
 
 
 def test_canonical_order_leaves_padding_out() -> None:
@@ -141,13 +139,11 @@ def _flat_pieces(ranks: list[Trace]) -> tuple[list[Piece], Tensor]:
     reference = _reference()
     for micro in reference.micro_batches:
         micro.forward["m"] = micro.forward["m"].flatten(0, 1)
-    tokens = Tokens(reference)
-    found = canonical(reference, tokens, "forward", "m")
+    ownership = Ownership(ranks, reference, Topology.parse("tp=2,sp"))
+    found = canonical(reference, ownership.tokens, "forward", "m")
     assert found is not None
     assert found[1] == Layout(1)
-    rows = [tokens.rows(trace.micro_batches) for trace in ranks]
-    ownership = Ownership(ranks, reference, Topology.parse("tp=2,sp"))
-    return token_pieces(ranks, rows, ownership, "forward", "m", *found), found[0]
+    return token_pieces(ownership, "forward", "m", *found), found[0]
 
 
 def test_sequences_of_dp_ranks_are_put_together_and_a_missing_one_is_seen() -> None:
@@ -272,17 +268,16 @@ def test_factor_rows_that_do_not_go_with_the_base_are_different() -> None:
 
 
 def test_outputs_follow_the_rows_of_the_weight() -> None:
-    ownership, ranks = _held(_weight(4), [0, 2], [1, 3])
+    held, ranks = _held(_weight(4), [0, 2], [1, 3])
     for rank, index in enumerate(([0, 2], [1, 3])):
         for micro in (_micro(A, B, length=3), _micro(C, length=4)):
             micro.forward["m"] = _output(micro)[..., index]
             ranks[rank].micro_batches.append(micro)
-    reference = _reference()
-    tokens = Tokens(reference)
-    found = canonical(reference, tokens, "forward", "m")
+    whole = dataclasses.replace(_reference(), rows=held.reference.rows)
+    ownership = Ownership(ranks, whole, held.topology)
+    found = canonical(whole, ownership.tokens, "forward", "m")
     assert found is not None
-    rows = [tokens.rows(trace.micro_batches) for trace in ranks]
-    pieces = token_pieces(ranks, rows, ownership, "forward", "m", *found)
+    pieces = token_pieces(ownership, "forward", "m", *found)
     assert relative(pieces, found[0]) == 0
 
 

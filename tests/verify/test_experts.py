@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from meshlora.oracle.diagnosis.diagnose import first_divergence
-from meshlora.oracle.diagnosis.holders import by_expert
 from meshlora.oracle.judge import Evidence, judge
 from meshlora.oracle.trace import Trace
+from meshlora.oracle.unshard import by_expert
 from meshlora.plan.topology import Topology
 from meshlora.verify import proof as proofs
 from meshlora.verify.proof import Processes

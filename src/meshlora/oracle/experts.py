@@ -4,7 +4,7 @@ Owns: which modules hold routed experts, which way their matrices lie, and PEFT'
 read a second time from its code: A `[r E, in]` has the ranks of an expert side by side, B `[out, r E]` the experts of a
 rank. What is compared has the name of one expert: `model.layers.0.mlp.experts.3.gate_up_proj.lora_A`, of an adapter
 that all share `model.layers.0.mlp.experts.gate_up_proj.lora_A`; A is on the input side and B on the output side.
-Does not own: which rank holds which expert (`oracle.diagnosis.holders`).
+Does not own: which rank holds which expert (`oracle.unshard`).
 """
 
 from __future__ import annotations

@@ -24,14 +24,23 @@ from meshlora.oracle.capture import CHOICES, SCORES
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import stack_of
 from meshlora.oracle.inputs import expected_fresh
-from meshlora.oracle.results import Phase, TensorResult, at, minus, missing, near, only, relative, summed_where_unequal
+from meshlora.oracle.results import (
+    Phase,
+    TensorResult,
+    as_wanted,
+    at,
+    minus,
+    missing,
+    only,
+    relative,
+    summed_where_unequal,
+)
 from meshlora.oracle.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import (
     Ownership,
     Piece,
     ShapeError,
-    Tokens,
     canonical,
     factor_pieces,
     most_in_a_row,
@@ -59,9 +68,7 @@ PHASES = {
     "adapters": "several adapters at once",
 }
 OF_ROUTERS = ("router_scores", "router_choices")
-_OTHERS = ("adapters",)  # of runs of their own
 _AFTER_ADAM = ("deltas", "saved_file")
-_EXACT = ("sequences", "router_choices", "fresh_adapter", "collectives")
 _NOISE = 4.0
 
 
@@ -84,7 +91,7 @@ def judge(evidence: Evidence) -> Iterator[Phase]:
     """The phases in order, each as it is asked for; those of routers where there are some."""
     results = _Judge(evidence)
     has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
-    left_out = _OTHERS if has_experts else (*OF_ROUTERS, *_OTHERS)
+    left_out = ["adapters"] if has_experts else ["adapters", *OF_ROUTERS]  # several adapters have runs of their own
     return (Phase(name, getattr(results, name)()) for name in PHASES if name not in left_out)
 
 
@@ -93,8 +100,7 @@ class _Judge:
         self.evidence = evidence
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
         self.ownership = Ownership(self.ranks, self.reference, self.topology)
-        self.tokens = Tokens(self.reference)
-        self.rows = [self.tokens.rows(trace.micro_batches) for trace in self.ranks]
+        self.tokens = self.ownership.tokens
 
     def sequences(self) -> list[TensorResult]:
         """Each sequence of the step is taken by one dp rank, by all that share its rows; trained tokens are counted."""
@@ -103,7 +109,7 @@ class _Judge:
             takers = [sum(sequence == s for m in trace.micro_batches for s in sequences_of(m)) for trace in self.ranks]
             times = {sum(takers[place::sharing]) for place in range(sharing)}
             note = "" if times == {1} else f"taken {' or '.join(map(str, sorted(times)))} times"
-            results.append(TensorResult(f"sequence {index}", 0.0 if not note else math.inf, 0.0, note=note))
+            results.append(as_wanted(f"sequence {index}", note))
         for step, number in enumerate(self.reference.num_tokens):
             ours = {at(trace.num_tokens, step) for trace in self.ranks}
             note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
@@ -111,19 +117,18 @@ class _Judge:
             results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))
         if self.evidence.case.packing:
             most = max(most_in_a_row(micro) for trace in self.ranks for micro in trace.micro_batches)
-            note = "" if most > 1 else "no row holds more than one sequence"
-            results.append(TensorResult("packed rows", math.inf if note else 0.0, 0.0, note=note))
+            results.append(as_wanted("packed rows", "" if most > 1 else "no row holds more than one sequence"))
         return results
 
     def loaded_adapter(self) -> list[TensorResult]:
-        return self._factors([t.initial for t in self.ranks], self.reference.initial, [], exact=True)
+        return self._factors([t.initial for t in self.ranks], self.reference.initial)
 
     def fresh_adapter(self) -> list[TensorResult]:
         """Fresh adapters, as the user configured them and with B drawn as well: by the rule, to the bit.
 
         Their scales, and the file that the second of them is saved in, are what PEFT makes of the configuration.
         """
-        saved, scales, results = self.evidence.saved, self.reference.scalings, []
+        saved, results = self.evidence.saved, list[TensorResult]()
         drawn = {name: t for name, t in self.reference.initial.items() if ".lora_" in name}
         magnitudes = {name: t for name, t in self.reference.row_norms.items() if name in drawn}
         of_base = {name: t for name, t in self.reference.base.items() if name in self.reference.initial}
@@ -136,19 +141,16 @@ class _Judge:
                 for name, t in drawn.items()
                 if name not in magnitudes
             }
-            results += self._factors([only(r, expected) for r in ranks], expected, [], exact=True)
-            results += self._factors([only(r, of_base) for r in ranks], of_base, [], exact=True)
             # With B drawn a magnitude is that of the sum; of the configured adapter it is the base's.
-            if kind == "fresh":
-                close = self._factors([only(r, magnitudes) for r in ranks], magnitudes, [], exact=True)
-                results += [replace(result, limit=1e-6) for result in close]
+            for wholes in (expected, of_base, magnitudes if kind == "fresh" else {}):
+                found = self._factors([only(r, wholes) for r in ranks], wholes)
+                results += [replace(r, limit=1e-6) for r in found] if wholes is magnitudes else found
             unknown = {name for r in ranks for name in r} - drawn.keys() - of_base.keys()
             results += missing(unknown, ())
         every = [saved.fresh_scalings, *(t.scalings for t in self.ranks), *(t.fresh_scalings for t in self.ranks)]
-        wrong = sorted(n for s in every for n in s.keys() | scales.keys() if not near(s.get(n), scales.get(n)))
-        if wrong or saved.fresh_note:
+        if (wrong := self._scaled_otherwise(*every)) or saved.fresh_note:
             note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
-            results.append(TensorResult(f"{FRESH}/{CONFIG}", math.inf, 0.0, note=note))
+            results.append(as_wanted(f"{FRESH}/{CONFIG}", note))
         return results + self._bits(FRESH, only(saved.fresh, expected), [expected])
 
     def router_scores(self) -> list[TensorResult]:
@@ -157,7 +159,7 @@ class _Judge:
 
     def router_choices(self) -> list[TensorResult]:
         """Of each token the same experts in the same order, exactly."""
-        results = self._modules("forward", self._of_routers(CHOICES), exact=True)
+        results = self._modules("forward", self._of_routers(CHOICES), is_exact=True)
         return [
             result if result.passed or result.note else replace(result, note=f"{_moved(result)} tokens go elsewhere")
             for result in results
@@ -210,14 +212,14 @@ class _Judge:
         """
         saved, reference, rounded = self.evidence.saved, self.reference, self.evidence.rounded
         if saved.note:
-            return [TensorResult(WEIGHTS, math.inf, 0.0, note=saved.note)]
+            return [as_wanted(WEIGHTS, saved.note)]
         wholes = minus(reference.final, reference.initial)
         low = [minus(trace.final, trace.initial) for trace in rounded]
         results = missing(saved.read.keys(), wholes.keys())
         for name in sorted(wholes.keys() & saved.read.keys(), key=self._place):
             if saved.read[name].shape != wholes[name].shape:
                 shapes = f"{list(saved.read[name].shape)}, not {list(wholes[name].shape)}"
-                results.append(TensorResult(name, math.inf, 0.0, note=shapes))
+                results.append(as_wanted(name, shapes))
                 continue
             piece = Piece(0, (), saved.read[name] - reference.initial[name])
             results.append(self._compare(name, [piece], wholes[name], [d[name] for d in low], "saved_file"))
@@ -225,16 +227,22 @@ class _Judge:
             piece = Piece(0, (), saved.logits)
             floor = [t.final_logits for t in rounded if t.final_logits is not None]
             results.append(self._compare("logits of PEFT", [piece], reference.final_logits, floor, "saved_file"))
-        if wrong := sorted(n for n in {*saved.scalings, *reference.scalings} if not self._same_scale(n)):
-            note = f"PEFT gives it another scale, or puts it elsewhere: {wrong[0]}"
-            results.append(TensorResult(CONFIG, math.inf, 0.0, note=note))
+        if wrong := self._scaled_otherwise(saved.scalings):
+            results.append(as_wanted(CONFIG, f"PEFT gives it another scale, or puts it elsewhere: {wrong[0]}"))
         if saved.config_note:
-            results.append(TensorResult(CONFIG, math.inf, 0.0, note=saved.config_note))
+            results.append(as_wanted(CONFIG, saved.config_note))
         results += self._bits(LAST, saved.last, [trace.final for trace in self.ranks])
         return results + self._bits(FIRST, saved.first, [trace.initial for trace in self.ranks])
 
-    def _same_scale(self, module: str) -> bool:
-        return near(self.evidence.saved.scalings.get(module), self.reference.scalings.get(module))
+    def _scaled_otherwise(self, *found: dict[str, float]) -> list[str]:
+        """Modules whose scale is not the reference's in all of `found`, up to the last bit of a quotient."""
+        scales, nothing = self.reference.scalings, math.nan
+        return sorted(
+            name
+            for one in found
+            for name in one.keys() | scales.keys()
+            if not math.isclose(one.get(name, nothing), scales.get(name, nothing), rel_tol=1e-12)
+        )
 
     def collectives(self) -> list[TensorResult]:
         """No more calls than the plan says, on any rank."""
@@ -246,26 +254,24 @@ class _Judge:
             results.append(TensorResult(key, max(0, used - budget) / max(budget, 1), 0.0, note=note))
         return results
 
-    def _modules(self, phase: str, names: list[str], *, exact: bool = False) -> list[TensorResult]:
+    def _modules(self, phase: str, names: list[str], *, is_exact: bool = False) -> list[TensorResult]:
         """Outputs of modules, or their gradients, over all tokens of the first step."""
-        rounded, results = self.evidence.rounded, []
+        results = []
         for name in names:
             found = canonical(self.reference, self.tokens, phase, name)
             if found is None:
                 continue
-            low = [whole for t in rounded if (whole := canonical(t, self.tokens, phase, name)) is not None]
+            low = [canonical(trace, self.tokens, phase, name) for trace in self.evidence.rounded]
+            floor = None if is_exact else [one[0] for one in low if one is not None]
             shown = name or "logits"
             try:
-                pieces = token_pieces(self.ranks, self.rows, self.ownership, phase, name, *found)
+                pieces = token_pieces(self.ownership, phase, name, *found)
             except ShapeError as error:
-                results.append(TensorResult(shown, math.inf, 0.0, note=str(error)))
-                continue
-            if exact:
-                results.append(TensorResult(shown, relative(pieces, found[0]), 0.0, found[0], pieces))
+                results.append(as_wanted(shown, str(error)))
                 continue
             if phase == "backward" and name.partition("#")[0] in self.ranks[0].terms:
                 pieces = summed_where_unequal(pieces, found[0])
-            results.append(self._compare(shown, pieces, found[0], [whole for whole, _ in low], phase))
+            results.append(self._compare(shown, pieces, found[0], floor, phase))
         if names and names[0] in self.reference.order and names != [""]:
             ours = {n for t in self.ranks for m in t.micro_batches for n in getattr(m, phase) if n}
             ours = {n for n in ours if not n.endswith((SCORES, CHOICES))}
@@ -275,32 +281,32 @@ class _Judge:
     def _bits(self, file: str, stored: dict[str, Tensor], holders: list[dict[str, Tensor]]) -> list[TensorResult]:
         """Nothing where the file holds, to the bit, what these hold; else one failed result."""
         ours = holders if len(holders) > 1 else holders * self.topology.world
-        wrong = [r.name for r in self._factors(ours, stored, [], exact=True) if not r.passed]
+        wrong = [r.name for r in self._factors(ours, stored) if not r.passed]
         note = f"{len(wrong)} of its tensors are not what the ranks hold, to the bit, first {min(wrong, default='')}"
-        return [TensorResult(f"{file}/{WEIGHTS}", math.inf, 0.0, note=note)] if wrong else []
+        return [as_wanted(f"{file}/{WEIGHTS}", note)] if wrong else []
 
     def _factors(
         self,
         ours: list[dict[str, Tensor]],
         wholes: dict[str, Tensor],
-        rounded: list[dict[str, Tensor]],
+        rounded: list[dict[str, Tensor]] | None = None,
         *,
         phase: str = "gradients",
-        exact: bool = False,
         label: str = "",
     ) -> list[TensorResult]:
+        """Trained parameters, or what goes with each of them. rounded: the reference's in lower precision; None: they
+        are to be equal.
+        """
         results = missing({name for factors in ours for name in factors}, wholes.keys())
-        for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and not exact):
+        for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and rounded is not None):
             whole = wholes[name]
             try:
                 pieces = factor_pieces(ours, self.ownership, name, whole)
             except ShapeError as error:
-                results.append(TensorResult(name, math.inf, 0.0, note=str(error)))
+                results.append(as_wanted(name, str(error)))
                 continue
-            if exact:
-                results.append(TensorResult(name, relative(pieces, whole), 0.0, whole, pieces))
-            else:
-                results.append(self._compare(label + name, pieces, whole, [low[name] for low in rounded], phase))
+            floor = None if rounded is None else [low[name] for low in rounded]
+            results.append(self._compare(label + name, pieces, whole, floor, phase))
         return results
 
     def _place(self, factor: str) -> tuple[int, str]:
@@ -336,7 +342,7 @@ class _Judge:
         results = []
         if numbers != {len(reference)}:
             note = f"there are {' or '.join(map(str, sorted(numbers)))}, not {len(reference)}"
-            results.append(TensorResult(f"{label} {min(*numbers, len(reference)) + 1}", math.inf, 0.0, note=note))
+            results.append(as_wanted(f"{label} {min(*numbers, len(reference)) + 1}", note))
         for step, whole in enumerate(wholes[: min(*numbers, len(reference))]):
             values = [
                 Piece(rank, (rank,), torch.tensor([getattr(trace, field_name)[step]], dtype=torch.float64))
@@ -352,12 +358,14 @@ class _Judge:
         name: str,
         pieces: list[Piece],
         whole: Tensor,
-        rounded: list[Tensor],
+        rounded: list[Tensor] | None,
         phase: str,
         *,
         noise: float | None = None,
     ) -> TensorResult:
-        """Against the limit of the phase and precision."""
+        """Against the limit of the phase and precision; rounded: as of `_factors`."""
+        if rounded is None:
+            return TensorResult(name, relative(pieces, whole), 0.0, whole, pieces)
         if rounded:
             noise = max(float((low.double() - whole.double()).abs().max()) if whole.numel() else 0.0 for low in rounded)
         if noise is None:
@@ -367,7 +375,7 @@ class _Judge:
         eps = torch.finfo(getattr(torch, self.evidence.case.dtype)).eps
         limit = _NOISE * noise / max(largest, 1e-300) + eps
         if not math.isfinite(limit):
-            return TensorResult(name, math.inf, 0.0, note="one process itself computes values that are not finite")
+            return as_wanted(name, "one process itself computes values that are not finite")
         return TensorResult(name, relative(pieces, whole, largest=True), limit, whole, pieces)
 
 

@@ -54,6 +54,11 @@ class Phase:
         return max(self.results, key=lambda r: (not r.passed, r.error / max(r.limit, 1e-300)), default=None)
 
 
+def as_wanted(name: str, note: str) -> TensorResult:
+    """What is right or wrong and cannot be measured: wrong where there is something to note."""
+    return TensorResult(name, math.inf if note else 0.0, 0.0, note=note)
+
+
 def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
     """Inside a region a gradient is one term on each rank, but where what comes after has left the region already.
 
@@ -90,7 +95,7 @@ def missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]
     """One failed result for each name that only one side has."""
     ours, reference = set(ours), set(reference)
     notes = dict.fromkeys(reference - ours, "not in ours") | dict.fromkeys(ours - reference, "not in the reference")
-    return [TensorResult(name, math.inf, 0.0, note=note) for name, note in sorted(notes.items())]
+    return [as_wanted(name, note) for name, note in sorted(notes.items())]
 
 
 def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,8 +105,3 @@ def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
 def at(values: list[int], step: int) -> float:
     """Infinite where a rank has made fewer steps."""
     return values[step] if step < len(values) else math.inf
-
-
-def near(a: float | None, b: float | None) -> bool:
-    """Whether two scales are equal, up to the last bit of a quotient."""
-    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-12)

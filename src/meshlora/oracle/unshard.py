@@ -4,14 +4,17 @@ Owns: the canonical order of tokens, and the pieces that a whole tensor is made 
 that is shorter than the reference's is split, in the way in which the rank's weights are; a rank that holds 1/tp of the
 tokens has the next slice of them; and a sequence is known by its tokens, not by who was meant to take it.
 
+A rank that holds whole experts has them under names of their own, found by looking at the matrices themselves.
+
 Canonical: all real tokens of all sequences of a step, one after another, `[T, ...]`; padding is left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from meshlora.oracle.experts import stack_of
 from meshlora.oracle.ownership import places
 from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology
+
+_FACTORS = ("initial", "gradients", "final", "fresh", "fresh_both")
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,22 @@ class Piece:
     dim: int | None = None
     index: Tensor | None = None
 
+    def places(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Where these values lie: `whole[places]` has their shape."""
+        entries = [torch.arange(size) for size in whole.shape[: 1 + (self.dim or 0)]]
+        if self.rows is not None:
+            entries[0] = self.rows
+        if self.dim is not None and self.index is not None:
+            entries[self.dim] = self.index
+        return torch.meshgrid(*entries, indexing="ij")
+
     def of(self, whole: Tensor) -> Tensor:
         """The part of `whole` that this piece should equal."""
-        return self.along(whole if self.rows is None else whole[self.rows])
+        return whole[self.places(whole)]
 
     def along(self, whole: Tensor) -> Tensor:
-        """The entries of `whole`, or of rows of it, that these are along the dim that is split."""
-        return whole if self.dim is None or self.index is None else whole.index_select(self.dim, self.index)
+        """The entries of all rows of `whole` that these are along the dim that is split."""
+        return replace(self, rows=None).of(whole)
 
     @property
     def start(self) -> int:
@@ -153,6 +167,8 @@ class Ownership:
 
     def __init__(self, ranks: list[Trace], reference: Trace, topology: Topology) -> None:
         self.ranks, self.reference, self.topology = ranks, reference, topology
+        self.tokens = Tokens(reference)
+        self.rows = [self.tokens.rows(trace.micro_batches) for trace in ranks]
 
     def is_of_experts(self, module: str) -> bool:
         """Whether `module` is a projection of experts with an adapter, or that of a single one."""
@@ -181,8 +197,7 @@ class Ownership:
         tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
         if self.is_of_experts(module):
             tp_rank, tp = self.topology.expert_coordinates(rank)["etp"], self.topology.etp
-        prints = getattr(self.ranks[rank], kind, {}).get(module) if kind else None
-        every = getattr(self.reference, kind, {}).get(module) if kind else None
+        prints, every = (getattr(trace, kind, {}).get(module) for trace in (self.ranks[rank], self.reference))
         if prints is not None and every is not None and (len(prints), len(every)) == (local, whole):
             found = places(prints, every, rank=tp_rank, size=tp)
             if found is not None:
@@ -193,25 +208,35 @@ class Ownership:
             return torch.arange(local) + tp_rank * (whole // local) // tp * local  # several ranks hold the same
         raise ShapeError(f"{what}: {local} of {whole} entries are not a part of it on {tp} ranks")
 
+    def piece(
+        self,
+        rank: int,
+        copy: tuple[int, ...],
+        values: Tensor,
+        whole: Tensor,
+        dim: int | None,
+        known: tuple[str, str],
+        what: str,
+        rows: Tensor | None = None,
+    ) -> Piece:
+        """`values` without padding, as a piece of `whole`. known: module, and kind, as of `index`."""
+        if dim is None:
+            return Piece(rank, copy, values, rows)
+        index = self.index(rank, *known, values.shape[dim], whole.shape[dim], what)
+        keep = (index >= 0).nonzero().flatten()
+        return Piece(rank, copy, values.index_select(dim, keep), rows, dim, index[keep])
 
-def token_pieces(
-    ranks: list[Trace],
-    rows: list[list[Tensor]],
-    ownership: Ownership,
-    phase: str,
-    name: str,
-    whole: Tensor,
-    layout: Layout,
-) -> list[Piece]:
-    """What the ranks hold of the module output `name`; `rows[rank]` is `Tokens.rows` of the rank's micro-batches.
+
+def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, layout: Layout) -> list[Piece]:
+    """What the ranks hold of the module output `name`.
 
     Raises:
         ShapeError: a rank has no such output, or one of a shape that cannot be a part.
     """
     pieces, topology = [], ownership.topology
-    for rank, trace in enumerate(ranks):
-        place = topology.coordinates(rank)
-        for micro, row in zip(trace.micro_batches, rows[rank], strict=True):
+    for rank, trace in enumerate(ownership.ranks):
+        tp_rank, what = topology.coordinates(rank)["tp"], f"rank {rank}: {name}"
+        for micro, row in zip(trace.micro_batches, ownership.rows[rank], strict=True):
             value = getattr(micro, phase).get(name)
             if value is None:
                 raise ShapeError(f"rank {rank} has no {phase} of {name or 'the model'}")
@@ -220,17 +245,12 @@ def token_pieces(
             if flat.shape[0] != row.numel():
                 is_cut = flat.shape[0] * topology.tp == row.numel()
                 if not is_cut:
-                    raise ShapeError(f"rank {rank}: {name} is {list(value.shape)} for {row.numel()} tokens")
-                own = row.tensor_split(topology.tp)[place["tp"]]
-            dim = _split_dim(flat.shape, whole.shape, f"rank {rank}: {name}", first=1)
-            copy = () if is_cut or dim is not None else (place["tp"],)
-            values, index = flat[own >= 0], None
-            if dim is not None:
-                kind = "rows" if dim == whole.ndim - 1 else ""
-                module = name.partition("#")[0]
-                index = ownership.index(rank, module, kind, flat.shape[dim], whole.shape[dim], f"rank {rank}: {name}")
-                values, index = _without_padding(values, dim, index)
-            pieces.append(Piece(rank, copy, values, own[own >= 0], dim, index))
+                    raise ShapeError(f"{what} is {list(value.shape)} for {row.numel()} tokens")
+                own = row.tensor_split(topology.tp)[tp_rank]
+            dim = _split_dim(flat.shape, whole.shape, what, first=1)
+            copy = () if is_cut or dim is not None else (tp_rank,)
+            known = name.partition("#")[0], "rows" if dim == whole.ndim - 1 else ""
+            pieces.append(ownership.piece(rank, copy, flat[own >= 0], whole, dim, known, what, own[own >= 0]))
     return pieces
 
 
@@ -250,15 +270,13 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
             continue
         if name not in factors:
             raise ShapeError(f"rank {rank} has no {name}")
-        values, index = factors[name], None
-        dim = _split_dim(values.shape, whole.shape, f"rank {rank}: {name}")
-        if dim is not None:
-            # What all experts share is cut as the matrices of this rank's are.
-            known = ownership.one_of(rank, module) if is_shared else module
-            kind = kinds[dim] if dim < len(kinds) else ""
-            index = ownership.index(rank, known, kind, values.shape[dim], whole.shape[dim], f"rank {rank}: {name}")
-            values, index = _without_padding(values, dim, index)
-        pieces.append(Piece(rank, ownership.copy_of(rank, module, is_split=dim is not None), values, None, dim, index))
+        what = f"rank {rank}: {name}"
+        dim = _split_dim(factors[name].shape, whole.shape, what)
+        copy = ownership.copy_of(rank, module, is_split=dim is not None)
+        # What all experts share is cut as the matrices of this rank's are.
+        known = ownership.one_of(rank, module) if is_shared else module
+        kind = kinds[dim] if dim is not None and dim < len(kinds) else ""
+        pieces.append(ownership.piece(rank, copy, factors[name], whole, dim, (known, kind), what))
     if is_expert:
         copies = {piece.copy for piece in pieces}
         is_split = any(piece.dim is not None for piece in pieces)
@@ -273,12 +291,7 @@ def sum_of(pieces: list[Piece], whole: Tensor) -> Piece:
     """All pieces added up where they belong, as one."""
     total = torch.zeros(whole.shape, dtype=torch.float64)
     for piece in pieces:
-        rows = torch.arange(len(whole)) if piece.rows is None else piece.rows
-        if piece.dim is None or piece.index is None:
-            total.index_add_(0, rows, piece.values.double())
-        else:
-            places = (rows[:, None], piece.index[None, :])
-            total.movedim(piece.dim, 1).index_put_(places, piece.values.double().movedim(piece.dim, 1), accumulate=True)
+        total.index_put_(piece.places(whole), piece.values.double(), accumulate=True)
     return Piece(0, (), total)
 
 
@@ -300,19 +313,73 @@ def _split_dim(local: torch.Size, whole: torch.Size, what: str, *, first: int = 
     return differing[0] if differing else None
 
 
-def _without_padding(values: Tensor, dim: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    keep = (index >= 0).nonzero().flatten()
-    return values.index_select(dim, keep), index[keep]
-
-
 def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
     """Whether the pieces of a copy have every element of `whole`."""
     seen = torch.zeros(whole.shape, dtype=torch.bool)
     for piece in pieces:
-        if piece.dim is None or piece.index is None:
-            seen[slice(None) if piece.rows is None else piece.rows] = True
-        elif piece.rows is None:
-            seen.movedim(piece.dim, 0)[piece.index] = True
-        else:
-            seen.movedim(piece.dim, 1)[piece.rows[:, None], piece.index[None, :]] = True
+        seen[piece.places(whole)] = True
     return bool(seen.all())
+
+
+def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> Trace:
+    """`trace` of a rank with what it holds of each expert under a name of its own."""
+    held = {
+        name: _experts_of(name, trace, reference, topology, rank) for name in trace.rows if trace.rows[name].ndim == 2
+    }
+    shared = {name for name, stack in reference.stacks.items() if stack.is_shared}
+    factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), held, shared) for kind in _FACTORS}
+    clipped = [_taken_apart(gradients, held, shared) for gradients in trace.clipped]
+    return replace(with_prints_of_each(trace, held), clipped=clipped, **factors)
+
+
+def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = None) -> Trace:
+    """Fingerprints of the rows and columns of each expert; `held`: which ones, of the reference all."""
+    found: dict[str, Any] = {}
+    for kind in ("rows", "columns"):
+        prints: dict[str, Tensor] = {}
+        for name, own in getattr(trace, kind).items():
+            if own.ndim == 1:
+                prints[name] = own
+                continue
+            experts = held[name] if held is not None else list(range(len(own)))
+            prints |= {_name(name, expert): part for expert, part in zip(experts, own, strict=True)}
+        found[kind] = prints
+    return replace(trace, **found)
+
+
+def _experts_of(name: str, trace: Trace, reference: Trace, topology: Topology, rank: int) -> list[int]:
+    """Which experts a rank holds of the projection `name`: those with rows, or columns, of theirs."""
+    number = len(trace.rows[name])
+    votes = [Counter[int]() for _ in range(number)]
+    for kind in ("rows", "columns"):
+        owner: dict[int, int] = {}
+        every = getattr(reference, kind).get(name)
+        for expert, prints in enumerate([] if every is None or every.ndim != 2 else every.tolist()):
+            for value in prints:
+                owner[value] = -1 if owner.setdefault(value, expert) != expert else expert
+        for vote, prints in zip(votes, getattr(trace, kind)[name].tolist(), strict=True):
+            vote.update(found for value in prints if (found := owner.get(value, -1)) >= 0)
+    first = topology.expert_coordinates(rank)["ep"] * number
+    return [vote.most_common(1)[0][0] if vote else first + index for index, vote in enumerate(votes)]
+
+
+def _taken_apart(factors: Mapping[str, Tensor], held: Mapping[str, list[int]], shared: set[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in factors.items():
+        module, _, part = name.rpartition(".lora_")
+        experts = held.get(module)
+        if experts is None:
+            found[name] = tensor
+        elif len(tensor) != (1 if module in shared else len(experts)):
+            found[f"{name} of {len(tensor)} experts"] = tensor  # that is none of the reference's
+        elif module in shared:
+            found[name] = tensor[0]
+        else:
+            for expert, matrix in zip(experts, tensor, strict=True):
+                found[f"{_name(module, expert)}.lora_{part}"] = matrix
+    return found
+
+
+def _name(projection: str, expert: int) -> str:
+    owner, _, leaf = projection.rpartition(".")
+    return f"{owner}.{expert}.{leaf}"

@@ -1,7 +1,8 @@
 """Causes: from what a failing tensor's numbers show to the likely cause in words, one rule for each phase.
 
-Owns: the rules. A rule only says what the numbers show: that the copies of the ranks add up to the reference, that the
-gap is the same for every token, and so on. Does not own: which tensor is looked at (`oracle.diagnosis.diagnose`), how
+Owns: the rules, those of dense blocks, of dropout and of experts with the axes that they lie on. A rule only says what
+the numbers show: that the copies of the ranks add up to the reference, that the gap is the same for every token, and so
+on; empty words: it has nothing to say. Does not own: which tensor is looked at (`oracle.diagnosis.diagnose`), how
 numbers are compared (`oracle.diagnosis.symptoms`).
 """
 
@@ -13,16 +14,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshlora.oracle.capture import MicroBatchCapture
-from meshlora.oracle.diagnosis import of_dropout, of_experts
-from meshlora.oracle.diagnosis.failure import Failure
+from meshlora.oracle.capture import CHOICES, MicroBatchCapture
 from meshlora.oracle.diagnosis.symptoms import (
-    are_close,
+    Failure,
     are_columns_moved,
     assembled,
     centred,
     is_held_by_several,
     is_in_rank_order,
+    is_near,
     is_permuted,
     is_scaled_by_column,
     is_scaled_by_row,
@@ -30,8 +30,23 @@ from meshlora.oracle.diagnosis.symptoms import (
     ratio_of,
     squares_of_copies,
 )
+from meshlora.oracle.experts import stack_of
 from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
-from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
+from meshlora.oracle.unshard import Ownership, Piece, ShapeError, Tokens, canonical, sequences_of, token_pieces
+
+_OTHER_MASK = "it drops other elements than one process: its mask knows the topology, or is another module's or step's"
+_NOT_SCALED = "what its dropout keeps is not divided by the share that is kept"
+_WRONG_ALONE = "is wrong though the gradients of all activations are right"
+_ROUTER = "what each module computes is right and what the experts are given is not: the routers' own arithmetic"
+# How the name of a number, or of a clipped gradient, begins -> its cause.
+_NAMED = {
+    "loss of evaluation": (
+        "the training losses are right and the evaluated one is not: what is evaluated, or how it is averaged"
+    ),
+    "load-balancing loss": "the load-balancing loss does not count the tokens of all micro-batches and all ranks",
+    "clipped ": "gradients and norm are right and the clipped gradients are not: by how much they are scaled down",
+    "learning rate": "the learning rate is not what the schedule says, or not the one that is reported",
+}
 
 
 def _sequences(case: Failure) -> str:
@@ -50,11 +65,13 @@ def _sequences(case: Failure) -> str:
 
 
 def _loaded_adapter(case: Failure) -> str:
-    wrong = [p for p in case.result.pieces if not torch.equal(p.values.double(), p.of(_whole(case)).double())]
+    wrong = [p for p in case.result.pieces if not torch.equal(p.values.double(), p.of(case.whole).double())]
     if wrong and not any(bool(p.values.any()) for p in wrong):
         return "these ranks hold zeros: the adapter was loaded on the other ranks only"
-    if words := of_experts.of_loaded_adapter(case):
-        return words
+    if stack_of(case.result.name.rpartition(".lora_")[0]) in case.evidence.reference.stacks:
+        return (
+            "the adapters on this rank are not those of the experts, or of the parts of them, whose matrices it holds"
+        )
     if is_in_rank_order(case.result, case.evidence.topology):
         return "the adapter is cut in the order of the ranks, and the base weight that it goes with is held otherwise"
     if is_permuted(case.result):
@@ -63,10 +80,8 @@ def _loaded_adapter(case: Failure) -> str:
 
 
 def _forward(case: Failure) -> str:
-    name, whole = case.result.name, _whole(case)
-    if words := of_experts.of_forward(case):
-        return words
-    if words := of_dropout.of_forward(case, lambda target: _canonical_base(case, target)):
+    name, whole = case.result.name, case.whole
+    if words := _experts(case) or _dropout(case):
         return words
     fact, block = case.fact(name), case.block(name)
     gaps = torch.cat([p.values.double() - p.of(whole).double() for p in case.result.pieces if p.dim is None] or [whole])
@@ -81,10 +96,8 @@ def _forward(case: Failure) -> str:
     if fact == "row":
         if is_offset:
             return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
-        if case.ratio == 1 / case.tp:
-            return "row-parallel output averaged over tp instead of summed"
-        if case.ratio == case.tp:
-            return "row-parallel output reduced over tp twice"
+        if words := _wrong_sum(case, "tp", "row-parallel output"):
+            return words
         if case.adds_up_over("tp"):
             return "row-parallel output not reduced over tp: the ranks' outputs add up to the reference"
         also = "row-parallel output not reduced over tp, or " if case.evidence.topology.sp else ""
@@ -108,10 +121,9 @@ def _forward(case: Failure) -> str:
 
 def _lora_part(case: Failure) -> str:
     """What is wrong with the adapter's term alone, where the reference keeps the base output apart."""
-    name, reference, whole = case.result.name, case.evidence.reference, _whole(case)
-    if any(name not in micro.base for micro in reference.micro_batches):
+    whole, base = case.whole, _canonical_base(case)
+    if base is None:
         return ""
-    base = _canonical_base(case, name)
     pieces = [
         Piece(p.rank, p.copy, p.values.double() - p.of(base).double(), p.rows, p.dim, p.index)
         for p in case.result.pieces
@@ -130,32 +142,88 @@ def _lora_part(case: Failure) -> str:
     return f"the LoRA scale is {ratio:.4g} times what it should be: applied twice, or with another rule"
 
 
-def _canonical_base(case: Failure, name: str) -> Tensor:
-    tokens = Tokens(case.evidence.reference)
-    reference = case.evidence.reference
+def _canonical_base(case: Failure) -> Tensor | None:
+    """Output of a target of the adapter without the adapter's term, where the reference keeps it apart."""
+    name, reference = case.result.name, case.evidence.reference
+    if any(name not in micro.base for micro in reference.micro_batches):
+        return None
     stripped = [MicroBatchCapture(m.input_ids, m.attention_mask, {name: m.base[name]}) for m in reference.micro_batches]
-    found = canonical(type(reference)(micro_batches=stripped), tokens, "forward", name)
+    found = canonical(type(reference)(micro_batches=stripped), Tokens(reference), "forward", name)
     assert found is not None, name
     return found[0]
 
 
-def _router(case: Failure) -> str:
-    return "what each module computes is right and what the experts are given is not: the routers' own arithmetic"
+def _wrong_sum(case: Failure, axis: str, what: str, done: str = "reduced") -> str:
+    """Where ours is that multiple of the reference that a sum over `axis` makes, left out or taken twice."""
+    size = getattr(case.evidence.topology, axis)
+    if case.ratio == 1 / size:
+        return f"{what} averaged over {axis} instead of summed"
+    return f"{what} {done} over {axis} twice" if case.ratio == size else ""
+
+
+def _dropout(case: Failure) -> str:
+    """What is wrong with the output of a dropout, or of a linear whose adapter has one."""
+    name, whole, rates = case.result.name, case.whole, case.evidence.reference.dropouts
+    if name in rates and case.result.pieces:
+        ours = assembled(case.result.pieces, whole)
+        return _NOT_SCALED if torch.equal(ours == 0, whole == 0) else _OTHER_MASK
+    rate = rates.get(f"{name}.lora_dropout", 0.0)
+    b = case.evidence.reference.initial.get(f"{name}.lora_B")
+    if not rate or b is None or not case.result.pieces or (base := _canonical_base(case)) is None:
+        return ""
+    term = (whole - base).double()
+    gap = assembled(case.result.pieces, whole) - whole.double()
+    # Another input of A moves the output within the span of B, and nowhere else.
+    span = torch.linalg.qr(b.double()).Q
+    if not is_near(gap @ span @ span.T, gap, case.tolerance):
+        return ""
+    ratio = 1 + float((gap * term).sum() / term.square().sum())
+    if not is_near((ratio - 1) * term, gap, case.tolerance):
+        return _OTHER_MASK
+    return _NOT_SCALED if abs(ratio - (1 - rate)) < case.tolerance else ""
+
+
+def _experts(case: Failure) -> str:
+    """What is wrong with the output of a module of experts."""
+    name = case.result.name
+    if not any(stack.startswith(f"{name}.") for stack in case.evidence.reference.rows):
+        return ""
+    if _choices_differ(case, name):
+        return "tokens are sent to other experts than the router's scores say"
+    if case.result.whole is None:
+        return ""
+    if words := _wrong_sum(case, "etp", "the experts' output is", "summed"):
+        return words
+    if is_permuted(case.result):
+        return "the experts' output goes to other tokens: rows come back in another order than they left in"
+    return (
+        "what experts make of their tokens: rows or routing weights that do not go together, a sum over etp that lacks "
+        "a term or has the bias of every rank, another rank's experts, or an adapter's term"
+    )
+
+
+def _choices_differ(case: Failure, experts: str) -> bool:
+    evidence, name = case.evidence, f"{experts}{CHOICES}"
+    ownership = Ownership(evidence.ranks, evidence.reference, evidence.topology)
+    found = canonical(evidence.reference, ownership.tokens, "forward", name)
+    if found is None:
+        return False
+    try:
+        pieces = token_pieces(ownership, "forward", name, *found)
+    except ShapeError:
+        return True
+    return not all(torch.equal(piece.values, piece.of(found[0])) for piece in pieces)
 
 
 def _logits(case: Failure) -> str:
-    if all(are_columns_moved(piece.values, piece.of(_whole(case))) for piece in case.result.pieces):
+    if all(are_columns_moved(piece.values, piece.of(case.whole)) for piece in case.result.pieces):
         return "the logits are those of other tokens: the parts of the vocabulary are not joined in the ranks' order"
     return "every layer agrees and the logits do not: the output head, or how the last layer's tokens are joined"
 
 
 def _loss(case: Failure) -> str:
-    if case.result.name.startswith("loss of evaluation"):
-        return "the training losses are right and the evaluated one is not: what is evaluated, or how it is averaged"
-    if case.result.name.startswith("load-balancing loss"):
-        return "the load-balancing loss does not count the tokens of all micro-batches and all ranks"
-    if case.result.note:
-        return f"{case.result.note}: optimizer steps are left out, or not reported"
+    if words := _number(case):
+        return words
     if len({trace.losses[0] for trace in case.evidence.ranks}) > 1:
         return "the ranks have different losses: a rank looks at its own part of the vocabulary alone"
     split = ", or the labels, padding or smoothing of a vocabulary that is split" if case.tp > 1 else ", or smoothing"
@@ -166,18 +234,18 @@ def _loss(case: Failure) -> str:
 
 
 def _backward(case: Failure) -> str:
-    name, order = case.result.name, case.evidence.reference.order
-    if words := of_experts.of_backward(case):
-        return words
+    name, one, order = case.result.name, case.evidence.reference, case.evidence.reference.order
+    blocks = {stack.rpartition(".")[0].rpartition(".")[0] for stack in one.stacks}
+    scores = {other.partition("#")[0] for micro in one.micro_batches for other in micro.forward}
+    if one.aux_losses and name.rpartition(".")[0] in blocks and name in scores:
+        return "the gradient of a router's scores: that of the load-balancing loss, or of the routing weights"
     if name == "logits":
         return "the gradient of the loss itself: tokens are weighed differently"
     following = order[order.index(name) + 1 :]
     fed = next((case.block(n) for n in following if case.block(n) not in ("", case.block(name))), "")
     where = f"of {fed} " if fed else ""
-    if case.ratio == 1 / case.tp:
-        return f"the input gradient {where}is averaged over tp instead of summed"
-    if case.ratio == case.tp:
-        return f"the input gradient {where}is reduced over tp twice"
+    if words := _wrong_sum(case, "tp", f"the input gradient {where}is"):
+        return words
     if following and "norm" in following[0] and case.block(following[0]) == case.block(name) != "":
         return f"the backward of {following[0]}: over a width that is split its sums need those of all tp ranks"
     if not fed and case.tp > 1:
@@ -192,9 +260,9 @@ def _backward(case: Failure) -> str:
 
 
 def _gradients(case: Failure) -> str:
-    failed = [r for r in case.phase.results if not r.passed]
-    if words := of_experts.of_gradients(case):
-        return words
+    failed, stacks = case.failed, case.evidence.reference.stacks
+    if all(stack_of(result.name.rpartition(".lora_")[0]) in stacks for result in failed):
+        return _gradients_of_experts(case)
     kinds = sorted({_kind(case, r.name) for r in failed})
     is_all = len(failed) == len(case.phase.results)
     which = "every factor" if is_all else " and ".join(kinds)
@@ -203,15 +271,11 @@ def _gradients(case: Failure) -> str:
         is_summed = all(is_held_by_several(r, case.evidence.topology) for r in failed) if axis == "tp" else is_all
         if size == 1 or not is_summed:
             continue
-        if case.ratio == 1 / size:
-            return f"the gradient of {which} is averaged over {axis} instead of summed"
-        if case.ratio == size:
-            return f"the gradient of {which} is summed over {axis} twice, or though each rank has all of it"
-        if all(case.adds_up_over(axis, result) for result in failed):
-            over = axis if all(p.dim is None for r in failed for p in r.pieces) else f"the {axis} ranks that hold it"
-            return f"the gradient of {which} is not summed over {over}: the ranks' gradients add up to the reference"
+        over = axis if all(p.dim is None for r in failed for p in r.pieces) else f"the {axis} ranks that hold it"
+        if words := _unsummed(case, axis, which, over):
+            return words
     by_rank = {
-        rank: ratio_of([p for p in case.result.pieces if p.rank == rank], _whole(case), case.tolerance)
+        rank: ratio_of([p for p in case.result.pieces if p.rank == rank], case.whole, case.tolerance)
         for rank in {p.rank for p in case.result.pieces}
     }
     ratios = {round(r, 6) for r in by_rank.values() if r}
@@ -228,7 +292,27 @@ def _gradients(case: Failure) -> str:
             f"the gradient of {which} is {min(ratios):.4g} times what it should be: a factor, such as the LoRA scale, "
             "is left out or applied twice"
         )
-    return f"the gradient of {which} is wrong though the gradients of all activations are right"
+    return f"the gradient of {which} {_WRONG_ALONE}"
+
+
+def _gradients_of_experts(case: Failure) -> str:
+    """What is wrong where only gradients of adapters on experts are."""
+    if case.failed[0].whole is None:
+        return f"nobody has the gradient that one process has: {case.failed[0].note}"
+    which = " and ".join(sorted({_kind_of_expert(case, result.name) for result in case.failed}))
+    for axis, size in case.evidence.topology.expert_sizes.items():
+        if size > 1 and (words := _unsummed(case, axis, which, axis)):
+            return words
+    return f"the gradient of {which} {_WRONG_ALONE}"
+
+
+def _unsummed(case: Failure, axis: str, which: str, over: str) -> str:
+    """What is wrong with the sum of gradients over `axis`, `over` in words."""
+    if words := _wrong_sum(case, axis, f"the gradient of {which} is", "summed"):
+        return words + (", or though each rank has all of it" if words.endswith("twice") else "")
+    if all(case.adds_up_over(axis, result) for result in case.failed):
+        return f"the gradient of {which} is not summed over {over}: the ranks' gradients add up to the reference"
+    return ""
 
 
 def _kind(case: Failure, name: str) -> str:
@@ -245,15 +329,26 @@ def _kind(case: Failure, name: str) -> str:
     )
 
 
-def _grad_norm(case: Failure) -> str:
+def _kind_of_expert(case: Failure, name: str) -> str:
+    module, _, part = name.rpartition(".lora_")
+    split = case.fact(stack_of(module)).removeprefix("expert ")
+    projection = {"column": "first", "row": "second"}.get(split, split)
+    return f"{part.partition('.')[0]} of the experts' {projection} projections"
+
+
+def _number(case: Failure) -> str:
+    """What is wrong with what a step says of itself, as far as its name shows."""
     if ", step " in case.result.name:
         return "the loss of a later step is right and a gradient of it is not, as it was in the first step"
-    if case.result.name.startswith("clipped "):
-        return "gradients and norm are right and the clipped gradients are not: by how much they are scaled down"
-    if case.result.name.startswith("learning rate"):
-        return "the learning rate is not what the schedule says, or not the one that is reported"
-    if case.result.note:
-        return f"{case.result.note}: optimizer steps are left out, or not reported"
+    for begin, words in _NAMED.items():
+        if case.result.name.startswith(begin):
+            return words
+    return f"{case.result.note}: optimizer steps are left out, or not reported" if case.result.note else ""
+
+
+def _grad_norm(case: Failure) -> str:
+    if words := _number(case):
+        return words
     whole, shared = squares_of_copies(case.evidence)
     total = sum(float(g.double().square().sum()) for g in case.evidence.reference.gradients.values())
     ours = case.evidence.ranks[0].grad_norms[0]
@@ -277,10 +372,10 @@ def _deltas(case: Failure) -> str:
     wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if abs(a - b) > 1e-9 * b]
     if wrong:
         return f"the learning rate of step {wrong[0] + 1} is {ours[wrong[0]]:.3g}, not {reference[wrong[0]]:.3g}"
+    masks = "; or dropout has the masks of another step" if one.dropouts else ""
     return (
         "gradients, clipping and the reported learning rate are right: what the optimizer makes of them (its betas, "
-        "epsilon, weight decay, the rates of its groups, or the factors that it steps)"
-        + of_dropout.of_later_steps(case)
+        f"epsilon, weight decay, the rates of its groups, or the factors that it steps){masks}"
     )
 
 
@@ -308,9 +403,9 @@ def _saved_file(case: Failure) -> str:
         if missing:
             shards = f"shard of tp rank {missing[0]} is" if len(missing) == 1 else f"shards of tp ranks {missing} are"
             return f"the {shards} missing in the file"
-        if case.tp > 1 and all(are_close(a, b) for a, b in zip(parts, expected[::-1], strict=True)):
+        if case.tp > 1 and all(is_near(a, b, 1e-4) for a, b in zip(parts, expected[::-1], strict=True)):
             return "the shards are stored in reversed order"
-    if are_close(stored, final):
+    if is_near(stored, final, 1e-4):
         return "what is stored is rounded: the file has a lower precision than the ranks"
     return "what is stored is not what the ranks hold"
 
@@ -320,7 +415,7 @@ def _fresh_adapter(case: Failure) -> str:
         return f"a fresh adapter is saved with other values or another configuration than it has: {case.result.note}"
     if not case.result.pieces:
         return f"a fresh adapter has other tensors than PEFT's, or of other shapes: {case.result.note}"
-    ratio = ratio_of(case.result.pieces, _whole(case), case.tolerance)
+    ratio = ratio_of(case.result.pieces, case.whole, case.tolerance)
     if case.tp > 1 and ratio is not None and abs(ratio / math.sqrt(case.tp) - 1) < case.tolerance:
         return "A's bound comes from the local fan-in: it is sqrt(tp) too large"
     if any(error <= 1e-12 for error in rank_errors(case.result).values()):
@@ -333,16 +428,12 @@ def _collectives(case: Failure) -> str:
     return f"{case.result.note}: the {phase} communicates once per linear instead of once per region"
 
 
-def _adapters(case: Failure) -> str:
-    return "what one adapter alone has is another's: its tokens, their number, its scale, its limit or its rate"
-
-
-CAUSES: dict[str, Callable[[Failure], str]] = {
+CAUSES: dict[str, str | Callable[[Failure], str]] = {
     "sequences": _sequences,
     "loaded_adapter": _loaded_adapter,
     "forward": _forward,
-    "router_scores": _router,
-    "router_choices": _router,
+    "router_scores": _ROUTER,
+    "router_choices": _ROUTER,
     "logits": _logits,
     "loss": _loss,
     "backward": _backward,
@@ -352,9 +443,5 @@ CAUSES: dict[str, Callable[[Failure], str]] = {
     "saved_file": _saved_file,
     "fresh_adapter": _fresh_adapter,
     "collectives": _collectives,
-    "adapters": _adapters,
+    "adapters": "what one adapter alone has is another's: its tokens, their number, its scale, its limit or its rate",
 }
-
-
-def _whole(case: Failure) -> Tensor:
-    return case.result.whole if case.result.whole is not None else torch.zeros(1)

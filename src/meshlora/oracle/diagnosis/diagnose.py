@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from meshlora.oracle.diagnosis.causes import CAUSES
-from meshlora.oracle.diagnosis.failure import Failure
-from meshlora.oracle.diagnosis.symptoms import rank_errors, simple_ratio, tolerance_of
+from meshlora.oracle.diagnosis.symptoms import Failure, rank_errors
 from meshlora.oracle.judge import Evidence
 from meshlora.oracle.results import Phase, TensorResult
 
@@ -60,14 +59,15 @@ def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | No
     phase, result = next(((p, r) for p, r in failing if not _is_later_step(r, names)), failing[0])
     errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file is nobody's
     case = Failure(phase, result, evidence)
+    cause = _LOW_PRECISION if _is_rounding(case) else CAUSES[phase.name]
     return Divergence(
         phase.name,
         result.name,
         result.error,
         sorted(rank for rank, error in errors.items() if error > max(result.limit, 1e-12)),
-        simple_ratio(result.pieces, result.whole, tolerance_of(evidence)),
-        _LOW_PRECISION if _is_rounding(case) else CAUSES[phase.name](case),
-        sum(not r.passed for r in phase.results),
+        case.ratio,
+        cause if isinstance(cause, str) else cause(case),
+        len(case.failed),
     )
 
 

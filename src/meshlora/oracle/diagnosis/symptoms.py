@@ -1,25 +1,95 @@
-"""Symptoms: what the numbers of a tensor that differs show, whatever the cause.
+"""Symptoms: what the numbers of the first tensor that differs show, whatever the cause.
 
-Owns: the error of each rank, the ratio of ours to the reference, whether rows have moved. Does not own: what follows
-from them (`oracle.diagnosis.diagnose`).
+Owns: that failure and what the rules of a diagnosis ask about it: the error of each rank, the ratio of ours to the
+reference, whether rows have moved. Does not own: what follows from the answers (`oracle.diagnosis.causes`).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshlora.oracle.judge import Evidence
-from meshlora.oracle.results import TensorResult
-from meshlora.oracle.unshard import Piece
+from meshlora.oracle.results import Phase, TensorResult
+from meshlora.oracle.unshard import Piece, sum_of
 from meshlora.plan.topology import Topology
 
 
-def tolerance_of(evidence: Evidence) -> float:
-    """How far ours may be from what a rule says and still show it."""
-    return 1e-6 if evidence.case.dtype == "float64" else 2e-2
+@dataclass(frozen=True)
+class Failure:
+    """What a rule looks at: the first failing tensor, its phase, and everything else."""
+
+    phase: Phase
+    result: TensorResult
+    evidence: Evidence
+
+    @property
+    def tolerance(self) -> float:
+        """How far ours may be from what a rule says and still show it."""
+        return 1e-6 if self.evidence.case.dtype == "float64" else 2e-2
+
+    @property
+    def tp(self) -> int:
+        return self.evidence.topology.tp
+
+    @property
+    def dp(self) -> int:
+        return self.evidence.topology.dp
+
+    @property
+    def ratio(self) -> float | None:
+        """n or 1/n for n in 2..16, if all of ours is that multiple of the reference; constant offsets are left out."""
+        ratio = ratio_of(self.result.pieces, self.whole, self.tolerance)
+        if ratio is None or ratio <= 0:
+            return None
+        number = ratio if ratio >= 1 else 1 / ratio
+        is_simple = 2 <= round(number) <= 16 and abs(number / round(number) - 1) < self.tolerance
+        return None if not is_simple else float(round(number)) if ratio > 1 else 1 / round(number)
+
+    @property
+    def whole(self) -> Tensor:
+        """The reference's."""
+        return self.result.whole if self.result.whole is not None else torch.zeros(1)
+
+    @property
+    def failed(self) -> list[TensorResult]:
+        """All of the phase that differ."""
+        return [result for result in self.phase.results if not result.passed]
+
+    def fact(self, name: str) -> str:
+        """What the plan says of the module `name`, or of the one that the factor `name` belongs to."""
+        module = name.partition("#")[0]
+        return self.evidence.ranks[0].facts.get(module.rpartition(".lora_")[0] or module, "")
+
+    def is_embedding(self, name: str) -> bool:
+        """Whether the module `name` turns tokens into vectors: it has a weight, and nothing runs before it."""
+        return name == self.evidence.reference.order[0] and name in self.evidence.reference.rows
+
+    def block(self, name: str) -> str:
+        """The region that `name` is in, or ""."""
+        parents = [r for r, fact in self.evidence.ranks[0].facts.items() if fact.endswith("region")]
+        return next((r for r in parents if name == r or name.startswith(f"{r}.")), "")
+
+    def adds_up_over(self, axis: str, result: TensorResult | None = None) -> bool:
+        """Whether the parts of the ranks along `axis` are different terms whose sum is the reference."""
+        result = result or self.result
+        whole, topology = result.whole, self.evidence.topology
+        if whole is None or getattr(topology, axis) == 1:
+            return False
+        place = topology.expert_coordinates if axis in topology.expert_sizes else topology.coordinates
+        groups: dict[tuple[Any, ...], list[Piece]] = {}
+        for piece in result.pieces:
+            # Ranks elsewhere on the other axes have tokens of their own and copies of their own of each factor.
+            others = [index for name, index in place(piece.rank).items() if name != axis and piece.rows is None]
+            groups.setdefault((piece.dim, piece.start, *others), []).append(piece)
+        return all(
+            is_near(*(centred(own[0].along(of)) for of in (sum_of(own, whole).values, whole)), self.tolerance)
+            for own in groups.values()
+        )
 
 
 def rank_errors(result: TensorResult) -> dict[int, float]:
@@ -34,18 +104,6 @@ def rank_errors(result: TensorResult) -> dict[int, float]:
     return {rank: math.sqrt(gap / max(size, 1e-300)) for rank, (gap, size) in gaps.items()}
 
 
-def simple_ratio(pieces: list[Piece], whole: Tensor | None, tolerance: float) -> float | None:
-    """n or 1/n for n in 2..16, if all of ours is that multiple of the reference; constant offsets are left out."""
-    if whole is None or not pieces:
-        return None
-    ratio = ratio_of(pieces, whole, tolerance)
-    if ratio is None or ratio <= 0:
-        return None
-    number = ratio if ratio >= 1 else 1 / ratio
-    is_simple = 2 <= round(number) <= 16 and abs(number / round(number) - 1) < tolerance
-    return None if not is_simple else float(round(number)) if ratio > 1 else 1 / round(number)
-
-
 def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | None:
     """c where ours = c * reference up to an offset that is the same for all rows; None where there is no such c."""
     if not pieces:
@@ -56,7 +114,7 @@ def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | No
     if not norm or not torch.isfinite(ours).all():
         return None
     ratio = float(ours @ parts) / norm
-    return ratio if float((ours - ratio * parts).norm()) <= tolerance * float(ours.norm()) else None
+    return ratio if is_near(ratio * parts, ours, tolerance) else None
 
 
 def centred(values: Tensor) -> Tensor:
@@ -86,12 +144,7 @@ def assembled(pieces: list[Piece], whole: Tensor) -> Tensor:
     """What the ranks hold, put where it belongs in a tensor of the shape of `whole`."""
     result = torch.zeros(whole.shape, dtype=torch.float64)
     for piece in pieces:
-        rows = torch.arange(len(whole)) if piece.rows is None else piece.rows
-        if piece.dim is None or piece.index is None:
-            result[rows] = piece.values.double()
-        else:
-            part = result[rows].index_copy(piece.dim, piece.index, piece.values.double())
-            result[rows] = part
+        result[piece.places(whole)] = piece.values.double()
     return result
 
 
@@ -101,7 +154,7 @@ def is_scaled_by_column(pieces: list[Piece], whole: Tensor, tolerance: float) ->
         return False
     ours, theirs = centred(assembled(pieces, whole)), centred(whole)
     factors = (ours * theirs).sum(0) / theirs.square().sum(0).clamp(min=1e-300)
-    return float((ours - factors * theirs).norm()) <= tolerance * float(ours.norm())
+    return is_near(factors * theirs, ours, tolerance)
 
 
 def is_scaled_by_row(pieces: list[Piece], whole: Tensor, tolerance: float) -> bool:
@@ -109,7 +162,7 @@ def is_scaled_by_row(pieces: list[Piece], whole: Tensor, tolerance: float) -> bo
     for piece in pieces:
         ours, theirs = piece.values.double().flatten(1), piece.of(whole).double().flatten(1)
         factors = (ours * theirs).sum(1, keepdim=True) / theirs.square().sum(1, keepdim=True).clamp(min=1e-300)
-        if float((ours - factors * theirs).norm()) > tolerance * float(ours.norm()):
+        if not is_near(factors * theirs, ours, tolerance):
             return False
     return whole.ndim > 1
 
@@ -119,7 +172,7 @@ def are_columns_moved(ours: Tensor, whole: Tensor) -> bool:
     if ours.shape != whole.shape or ours.ndim < 2:
         return False
     a, b = (values.double().sort(-1).values for values in (ours, whole))
-    return float((a - b).norm()) <= 1e-6 * float(b.norm())
+    return is_near(a, b, 1e-6)
 
 
 def is_in_rank_order(result: TensorResult, topology: Topology) -> bool:
@@ -159,5 +212,6 @@ def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
     return whole, shared
 
 
-def are_close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and float((a.double() - b.double()).norm()) <= 1e-4 * float(b.double().norm())
+def is_near(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether two tensors of one shape differ by at most `tolerance` of the second."""
+    return a.shape == b.shape and float((a.double() - b.double()).norm()) <= tolerance * float(b.double().norm())
