@@ -27,18 +27,11 @@ from meshlora.data import Sequence, TokenizedDataset
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
-    "common/compat.py",
-    "config/objective.py",
-    "common/masks.py",
-    "common/float64.py",
-    "common/routing.py",
-    "plan/families/twin.py",
-    *(f"oracle/{name}.py" for name in ("balance", "batches", "capture", "case", "dropout")),
-    *(f"oracle/{name}.py" for name in ("experts", "inputs", "objectives")),
-    *(
-        f"oracle/{name}.py"
-        for name in ("ownership", "pieces", "quantized", "reference", "reference_case", "replay", "trace", "worker")
-    ),
+    *("config/objective.py", "plan/families/twin.py"),
+    *(f"common/{name}.py" for name in ("compat", "float64", "masks", "routing")),
+    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "dropout", "experts", "inputs", "objectives")),
+    *(f"oracle/{name}.py" for name in ("ownership", "pieces", "quantized", "reference", "reference_case", "replay")),
+    "oracle/trace.py",
 )
 # Checkpoint files above this size are told apart by size and time of change instead of by content.
 _HASHED_BYTES = 256 * 2**20
@@ -247,21 +240,20 @@ def file_fingerprint(folder: Path) -> list[str]:
 
 def write_inventory(folder: Path) -> None:
     """Note what the folder of a reference holds, so that what is cut short or gone later is seen."""
-    lines = [_fingerprint(file, name=str(file.relative_to(folder))) for file in _files(folder)]
-    (folder / _INVENTORY).write_text(json.dumps(lines), encoding="utf-8")
+    (folder / _INVENTORY).write_text(json.dumps(_contents(folder)), encoding="utf-8")
 
 
 def is_whole(folder: Path) -> bool:
     """Whether the folder of a reference holds what was noted when it was made."""
     try:
-        noted = json.loads((folder / _INVENTORY).read_text(encoding="utf-8"))
-        return bool(noted == [_fingerprint(file, name=str(file.relative_to(folder))) for file in _files(folder)])
+        return bool(json.loads((folder / _INVENTORY).read_text(encoding="utf-8")) == _contents(folder))
     except (OSError, ValueError):
         return False
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != _INVENTORY)
+def _contents(folder: Path) -> list[str]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != _INVENTORY)
+    return [_fingerprint(file, name=str(file.relative_to(folder))) for file in files]
 
 
 def _fingerprint(file: Path, *, name: str = "") -> str:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from meshlora.common.masks import keep_mask, mask_key
 from meshlora.oracle.batches import MicroBatch
-
-_PREFIX, _ADAPTER = "base_model.model.", ".default"
+from meshlora.oracle.experts import plain_name
 
 
 class Masks:
@@ -31,7 +30,7 @@ class Masks:
         self._batch: MicroBatch | None = None
         for path, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
-                name = path.removeprefix(_PREFIX).replace(".base_layer", "").removesuffix(_ADAPTER)
+                name = plain_name(path)
                 self.rates[name] = module.p
                 module.forward = self._forward(name, module.p)  # type: ignore[method-assign]
 

@@ -22,8 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from meshlora.common.compat import own_child, own_parameter
 
-_PREFIX = "base_model.model."
-_NESTED = re.compile(r"(\.base_layer)+$")
+PREFIX = "base_model.model."
+_OF_PEFT = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.default|parametrizations\.weight\.original)(?=\.|$)"
+)
 # Where a layer has both, PEFT wraps them in this order: the last is outermost.
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 # These are stored [E, in, out] and do not say so.
@@ -45,7 +47,7 @@ class Stack:
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Name in the model without adapters -> module of routed experts, of either side."""
-    return {_plain(name): module for name, module in model.named_modules() if _projections(module)}
+    return {plain_name(name): module for name, module in model.named_modules() if _projections(module)}
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
@@ -74,8 +76,10 @@ def _projections(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _plain(path: str) -> str:
-    return _NESTED.sub("", path.removeprefix(_PREFIX))
+def plain_name(path: str) -> str:
+    """A module's or a parameter's name in the model without PEFT around it and in it."""
+    name = _OF_PEFT.sub("", path.removeprefix(PREFIX))
+    return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
 
 
 def watch_choices(
@@ -90,7 +94,7 @@ def watch_choices(
 
         return [experts.register_forward_pre_hook(called, with_kwargs=True)]
     # Its block hands every expert every token: the router's scores, zero but for the chosen ones, say which are meant.
-    block = next(m for path, m in model.named_modules() if _plain(path) == name.rpartition(".")[0])
+    block = next(m for path, m in model.named_modules() if plain_name(path) == name.rpartition(".")[0])
     router, top_k = block.get_submodule("router"), int(getattr(block, "top_k", 1))
 
     def returned(_: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -107,14 +111,18 @@ def wrappers(model: nn.Module) -> dict[str, tuple[str, ParamWrapper]]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, ParamWrapper):
-            name, leaf = _plain(path), module.parameter_name
+            name, leaf = plain_name(path), module.parameter_name
             found[path] = (name if leaf == "weight" else f"{name}.{leaf}", module)
     return found
 
 
 def adapted_stacks(model: nn.Module, *, is_shared: bool = False) -> dict[str, Stack]:
-    """Projection -> how PEFT's adapter on it lies, for all that it has one on; in module order."""
+    """Projection -> how PEFT's adapter on it lies, for all that it has one on; in module order.
+
+    is_shared: experts share it, if that is known before `share_adapters` says so to the model.
+    """
     found: dict[str, Stack] = {}
+    is_shared = is_shared or any(isinstance(module, _Repeated) for module in model.modules())
     owners = expert_modules(model)
     for name, wrapper in wrappers(model).values():
         owner, _, leaf = name.rpartition(".")
@@ -158,7 +166,7 @@ def share_adapters(model: nn.Module) -> None:
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Path of a wrapper, without that of PEFT's model -> what its adapter is on."""
-    return {path.removeprefix(_PREFIX): name for path, (name, _) in wrappers(model).items()}
+    return {path.removeprefix(PREFIX): name for path, (name, _) in wrappers(model).items()}
 
 
 def in_experts(
@@ -194,11 +202,6 @@ def in_experts(
     return found
 
 
-def has_shared_adapters(model: nn.Module) -> bool:
-    """Whether `share_adapters` was called."""
-    return any(isinstance(module, _Repeated) for module in model.modules())
-
-
 def output_side(stack: Stack | None) -> str:
     """PEFT's letter for the factor on the output side."""
     return "A" if stack is not None and stack.is_swapped else "B"
@@ -215,7 +218,7 @@ def names_in_file(keys: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str,
     found = {}
     for key in keys:
         path, _, rest = key.rpartition(".lora_")
-        module = _NESTED.sub("", path)
+        module = plain_name(path)
         if module in by_module:
             ordered = sorted(by_module[module], key=_order)
             depth = path.removeprefix(module).count(".base_layer")

@@ -21,10 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from meshlora.common.compat import targets_as_configured
-from meshlora.oracle.experts import Stack, adapted_stacks, names_in_file, output_side, stack_of
+from meshlora.oracle.experts import PREFIX, Stack, adapted_stacks, names_in_file, output_side, plain_name, stack_of
 from meshlora.oracle.pieces import mask_in_file, pieces_of
-
-_PREFIX = "base_model.model."
 
 
 def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
@@ -65,9 +63,9 @@ def write_adapter(
     folder.mkdir(parents=True)
     peft_model.peft_config["default"].save_pretrained(str(folder))
     drawn = {key: _draw(seed, key, tuple(shape)) for key, shape in shapes.items()}
-    of_experts = names_in_file([key.removeprefix(_PREFIX) for key in drawn], stacks)
+    of_experts = names_in_file([key.removeprefix(PREFIX) for key in drawn], stacks)
     for key, value in drawn.items():
-        name = of_experts.get(key.removeprefix(_PREFIX), key.removeprefix(_PREFIX).removesuffix(".weight"))
+        name = of_experts.get(key.removeprefix(PREFIX), plain_name(key))
         module, _, side = name.rpartition(".lora_")
         stack = stacks.get(module)
         if stack is not None:

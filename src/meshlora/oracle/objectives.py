@@ -1,16 +1,20 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
 Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO. Nothing
-of `train.objectives` is used; what both sides are given is the value with the parameters (`config.objective`).
+of `train.objectives` is used; what both sides are given is the value with the parameters (`config.objective`). Also the
+load-balancing loss of routers, by the function of transformers, over all tokens of an optimizer step at once.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.oracle.batches import UNTRAINED, MicroBatch
@@ -113,3 +117,22 @@ def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
     """log p of each label, `[B, S]`; of untrained tokens that of token 0."""
     log_softmax = logits.float().log_softmax(-1)
     return log_softmax.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+def has_load_balancing(config: Any) -> bool:
+    """Whether transformers adds such a loss for models of this configuration."""
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    has_coef = getattr(config.get_text_config(), "router_aux_loss_coef", None) is not None
+    return cls is not None and has_coef and hasattr(sys.modules[cls.__module__], "load_balancing_loss_func")
+
+
+def load_balancing_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], masks: Sequence[Tensor]) -> Tensor:
+    """Of the router logits of every layer `[T, E]` of each micro-batch, whose attention masks are `masks` `[B, S]`.
+
+    model: the causal LM of transformers, without PEFT around it.
+    """
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+    mask = torch.cat([mask.flatten() for mask in masks]).unsqueeze(0)
+    loss: Tensor = function(together, model.num_experts, model.num_experts_per_tok, mask)
+    return loss

@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.oracle.experts import expert_modules, matrices
+from meshlora.oracle.experts import expert_modules, matrices, plain_name
 
 Prints = dict[str, Tensor]
 
@@ -43,7 +43,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
             continue
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and ".lora_" not in path and ".modules_to_save." not in path:
-            yield path.replace(".base_layer", "").replace(".original_module", ""), module, weight
+            yield plain_name(path), module, weight
 
 
 def _prints(matrix: Tensor) -> Tensor:

@@ -26,15 +26,12 @@ from meshlora.common.float64 import lift
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
-from meshlora.oracle.balance import load_balancing_loss
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
-from meshlora.oracle.experts import adapted_stacks, has_shared_adapters, output_side, plain_names, share_adapters
-from meshlora.oracle.objectives import gained, losses
+from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters
+from meshlora.oracle.objectives import gained, load_balancing_loss, losses
 from meshlora.oracle.pieces import mask_in_file, pieces_of
 from meshlora.oracle.quantized import quantize_base
-
-_PREFIX = "base_model.model."
 
 
 def reference_model(
@@ -67,7 +64,7 @@ def reference_model(
         found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     for name, module in found.named_modules():
         assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of the accused's layers
-    if shares_experts(adapter) and not is_stock:
+    if own_words(adapter).get("share_experts") and not is_stock:
         share_adapters(found)
     return found.train()
 
@@ -234,12 +231,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _plain(name: str, wrapped: Mapping[str, str]) -> str:
-    name = name.removeprefix(_PREFIX).removesuffix(".parametrizations.weight.original")
-    owner, _, part = name.rpartition(".lora_")
-    if owner in wrapped:
-        return f"{wrapped[owner]}.lora_{part.removesuffix('.weight').removesuffix('.default')}"
-    name = name.replace(".modules_to_save.default", "").replace(".base_layer.", ".")
-    return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
+    owner, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
+    return plain_name(f"{wrapped.get(owner, owner)}.lora_{part}" if owner else name)
 
 
 def linear_rates(settings: TrainConfig) -> list[float]:
@@ -269,7 +262,7 @@ def train_run(
     settings = dataclasses.replace(config.train, steps=steps, epochs=None)
     model = reference_model(config.model, adapter, dropouts=dropouts)
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
-    freeze_outside_pieces(model, pieces_in(adapter))
+    freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
     losses = train(model, batches, settings, Masks(model, seed=settings.seed))
     model.save_pretrained(str(out), save_embedding_layers=False)
     return losses
@@ -277,7 +270,7 @@ def train_run(
 
 def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:
     """Keep B zero outside the blocks of an adapter on pieces: these entries get no gradient."""
-    stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
+    stacks = adapted_stacks(model)
     for name, parameter in trainable(model).items():
         module, _, part = name.rpartition(".lora_")
         stack = stacks.get(module)
@@ -292,23 +285,17 @@ def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]])
             parameter.register_hook(lambda grad, mask=mask: grad * mask)
 
 
-def pieces_in(adapter: str | Path) -> dict[str, list[str]]:
-    """The pieces that an adapter folder names besides its PEFT files."""
+def own_words(adapter: str | Path) -> dict[str, Any]:
+    """What an adapter folder says besides its PEFT files: of which pieces it is, whether experts share it."""
     file = Path(adapter) / "meshlora.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))["pieces"]) if file.is_file() else {}
-
-
-def shares_experts(adapter: str | Path) -> bool:
-    """Whether an adapter folder says besides its PEFT files that the experts of a layer share one adapter."""
-    file = Path(adapter) / "meshlora.json"
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("share_experts") is True
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def scalings(model: nn.Module) -> dict[str, float]:
     """Module -> the scale that PEFT gives to its adapter."""
     wrapped = plain_names(model)
     found = {
-        name.removeprefix(_PREFIX): float(module.scaling["default"])
+        name.removeprefix(PREFIX): float(module.scaling["default"])
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and "default" in module.scaling
     }

@@ -1,18 +1,19 @@
 """A case on one process: the trace that everything is compared with, and what PEFT reads from our files.
 
-Owns: what is recorded of a reference run, in which precision. Does not own: the model, its loss and its optimizer
-(`oracle.reference`).
+Owns: the files of a reference run, what is recorded of it, and in which precision. It runs in a process of its own, in
+which no layer of meshlora is ever made. Does not own: the model, its loss and its optimizer (`oracle.reference`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError
@@ -21,7 +22,8 @@ from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.dropout import Masks
-from meshlora.oracle.experts import adapted_stacks, expert_modules, has_shared_adapters, in_experts
+from meshlora.oracle.experts import adapted_stacks, expert_modules, in_experts
+from meshlora.oracle.inputs import write_adapter, write_twin
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.quantized import quantize_base
@@ -39,6 +41,33 @@ from meshlora.oracle.reference import (
 )
 from meshlora.oracle.replay import after_step, at_step, is_replayed, new_record, record_file, routed
 from meshlora.oracle.trace import Trace
+
+
+def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> None:
+    """Make the inputs and run the reference.
+
+    Fills `folder`: `model/` where a twin is meant, `adapter/`, `reference.safetensors` (float64), and for a lower
+    precision `rounded-N.safetensors`, the same in that precision, as often as there are ways to round.
+    """
+    root = Path(folder)
+    if twin is not None:
+        write_twin(twin, root / "model", dtype=getattr(torch, case.dtype), seed=case.seed)
+    model = str(root / "model") if twin is not None else case.model
+    write_adapter(
+        model,
+        case.lora,
+        root / "adapter",
+        seed=case.seed,
+        trust_remote_code=case.trust_remote_code,
+        pieces=case.pieces,
+        share_experts=case.share_experts,
+    )
+    here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
+    trace_case(here, precision="float64").save(root / "reference.safetensors")
+    if case.dtype != "float64":
+        for number, autocast in enumerate((False, True) if case.dtype == "bfloat16" else (False,)):
+            rounded = trace_case(here, precision=case.dtype, autocast=autocast)
+            rounded.save(root / f"rounded-{number}.safetensors")
 
 
 def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
@@ -73,8 +102,8 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     rates = linear_rates(settings)
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
-    trace = Trace(initial=_copies(case, model, factors), scalings=scalings(model), rates=rates)
-    trace.stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
+    trace = Trace(initial=_apart(case, model, factors), scalings=scalings(model), rates=rates)
+    trace.stacks = adapted_stacks(model)
     trace.rows, trace.columns = fingerprints(inner)
     trace.dropouts = masks.rates
     trace.base, trace.row_norms = _base_values(case, factors)
@@ -90,11 +119,11 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
             trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
-            trace.gradients = _gradients(case, model, factors)
+            trace.gradients = _apart(case, model, {name: p.grad for name, p in factors.items()})
         else:
             loss, aux = accumulate(model, batches, settings, masks=masks)
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm_at(step))
-        trace.clipped.append(_gradients(case, model, factors))
+        trace.clipped.append(_apart(case, model, {name: p.grad for name, p in factors.items()}))
         set_rate(optimizer, rate)
         optimizer.step()
         trace.losses.append(loss)
@@ -104,7 +133,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         after_step(routing, step, case)
         if step + 1 == case.steps or (step + 1) % case.eval_every == 0:
             trace.eval_losses.append(evaluate(case, model))
-    trace.final = _copies(case, model, factors)
+    trace.final = _apart(case, model, factors)
     trace.final_logits = _first_logits(case, model)
     return trace
 
@@ -194,15 +223,7 @@ def _first_logits(case: Case, model: Any) -> Tensor:
     return copy(losses_of(model, _case_batches(case, 0)[0])[1])
 
 
-def _copies(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return _apart(case, model, {name: copy(parameter) for name, parameter in factors.items()})
-
-
-def _gradients(case: Case, model: Any, factors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return _apart(case, model, {name: copy(p.grad) for name, p in factors.items() if p.grad is not None})
-
-
-def _apart(case: Case, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of all experts as one for each, and those on pieces as one for each."""
-    stacks = adapted_stacks(model, is_shared=has_shared_adapters(model))
-    return in_pieces(model.get_base_model().config, in_experts(tensors, stacks), case.pieces)
+def _apart(case: Case, model: Any, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Copies of factors, or of their gradients: those of all experts as one for each, and those on pieces too."""
+    copies = {name: copy(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return in_pieces(model.get_base_model().config, in_experts(copies, adapted_stacks(model)), case.pieces)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.common.errors import reason
 from meshlora.oracle.case import Case
-from meshlora.oracle.experts import Stack, in_experts, names_in_file
+from meshlora.oracle.experts import PREFIX, Stack, in_experts, names_in_file, plain_name
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.reference import scalings
 from meshlora.oracle.reference_case import read_back
@@ -87,17 +87,11 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
 def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as stored:
-            keys = {key: key.removeprefix("base_model.model.") for key in stored.keys()}  # noqa: SIM118 - not a dict
+            keys = {key: key.removeprefix(PREFIX) for key in stored.keys()}  # noqa: SIM118 - not a dict
             of_experts = names_in_file(keys.values(), stacks)
-            return {of_experts.get(name, _plain(name)): stored.get_tensor(key) for key, name in keys.items()}
+            return {of_experts.get(name, plain_name(name)): stored.get_tensor(key) for key, name in keys.items()}
     except (OSError, SafetensorError):
         return {}  # every name is then missing
-
-
-def _plain(key: str) -> str:
-    """The name of a trained parameter in the model without PEFT, from a key without the prefix of PEFT's model."""
-    name = key.replace(".base_layer.", ".")
-    return name.removesuffix(".weight") if ".lora_" in name else name
 
 
 def _difference(ours: Path, theirs: Path) -> str:

@@ -26,11 +26,11 @@ from meshlora.common.proof_records import proofs_folder
 from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnosis.diagnose import Divergence, first_divergence, until_found
 from meshlora.oracle.judge import Evidence, judge
+from meshlora.oracle.reference_case import make_reference
 from meshlora.oracle.results import Phase, TensorResult
 from meshlora.oracle.saved import Saved, read_saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import by_expert, with_prints_of_each
-from meshlora.oracle.worker import make_reference
 from meshlora.plan.topology import Topology
 from meshlora.verify.at_once import LIMIT, Base, adapters_of, compare_at_once
 from meshlora.verify.faults.generated import NotPutInError

@@ -28,8 +28,8 @@ from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
-from meshlora.oracle.balance import has_load_balancing
 from meshlora.oracle.case import Case, batch_size_for, case_hash, file_fingerprint, num_sequences_for
+from meshlora.oracle.objectives import has_load_balancing
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
