@@ -52,15 +52,13 @@ def write_adapter(
 ) -> None:
     """The adapter that PEFT makes of `lora` on the model, with values drawn by name: A and B both non-zero."""
     pieces = pieces or {}
-    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        with targets_as_configured():
-            peft_model = get_peft_model(base, LoraConfig(**lora))
+    with targets_as_configured():
+        peft_model = without_values(model, LoraConfig(**lora), trust_remote_code=trust_remote_code)
     stacks = adapted_stacks(peft_model, is_shared=share_experts)
     stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     shapes = {key: tensor.shape for key, tensor in stored.items()}
     folder.mkdir(parents=True)
+    config = peft_model.get_base_model().config
     peft_model.peft_config["default"].save_pretrained(str(folder))
     drawn = {key: _draw(seed, key, tuple(shape)) for key, shape in shapes.items()}
     of_experts = names_in_file([key.removeprefix(PREFIX) for key in drawn], stacks)
@@ -77,6 +75,14 @@ def write_adapter(
         own_file = {"pieces": pieces} | ({"share_experts": True} if share_experts else {})
         (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
     save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def without_values(model: str | Path, lora: LoraConfig, *, trust_remote_code: bool) -> Any:
+    """PEFT's model of the configuration in the folder `model`; no weight is read."""
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return get_peft_model(base, lora)
 
 
 def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:

@@ -40,13 +40,11 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
         found = dict(zip(("gate", "up"), rows.view(2, -1), strict=True))
     elif family == "codegen":  # four groups of heads, each with its q, v and k
         found = {name: rows.view(4, 3, -1)[:, place].flatten() for place, name in enumerate("qvk")}
-    elif family in _PER_HEAD or (family == "gpt_bigcode" and not config.multi_query):
-        found = {name: rows.view(heads, 3, -1)[:, place].flatten() for place, name in enumerate("qkv")}
     elif family == "falcon" and config.new_decoder_architecture:
         groups = rows.view(config.num_kv_heads, heads // config.num_kv_heads + 2, -1)
         parts = groups.split([heads // config.num_kv_heads, 1, 1], dim=1)
         found = {name: part.flatten() for name, part in zip("qkv", parts, strict=True)}
-    elif family == "falcon" and not config.multi_query:
+    elif family in _PER_HEAD or (family in ("falcon", "gpt_bigcode") and not config.multi_query):
         found = {name: rows.view(heads, 3, -1)[:, place].flatten() for place, name in enumerate("qkv")}
     elif family in (*_BLOCKS, "falcon", "gpt_bigcode"):
         kv = 1 if family in ("falcon", "gpt_bigcode") else kv

@@ -162,15 +162,13 @@ def accumulate(
     return sum(float(each.detach()) for each in sums) / number, aux
 
 
-def train(
-    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig, masks: Masks | None = None
-) -> list[float]:
-    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. masks: as of `accumulate`."""
+def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig) -> list[float]:
+    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step."""
+    masks = Masks(model, seed=settings.seed)
     optimizer = make_optimizer(model, settings)
     losses = []
     for step, (batches, rate) in enumerate(zip(steps, linear_rates(settings), strict=False)):
-        if masks is not None:
-            masks.step = step
+        masks.step = step
         optimizer.zero_grad(set_to_none=True)
         loss, _ = accumulate(model, batches, settings, masks=masks)
         losses.append(loss)
@@ -263,7 +261,7 @@ def train_run(
     model = reference_model(config.model, adapter, dropouts=dropouts)
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
     freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
-    losses = train(model, batches, settings, Masks(model, seed=settings.seed))
+    losses = train(model, batches, settings)
     model.save_pretrained(str(out), save_embedding_layers=False)
     return losses
 

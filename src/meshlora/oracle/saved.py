@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from meshlora.common.errors import reason
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import PREFIX, Stack, in_experts, names_in_file, plain_name
+from meshlora.oracle.inputs import without_values
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.reference import scalings
 from meshlora.oracle.reference_case import read_back
@@ -73,7 +73,8 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
     except Exception as error:  # noqa: BLE001 - whatever PEFT says of a file that we wrote is the finding
         found.note = f"PEFT cannot read it: {reason(error)}"
     try:
-        found.fresh_scalings = _scalings_of(case, root / FRESH)
+        drawn = LoraConfig.from_pretrained(str(root / FRESH))
+        found.fresh_scalings = scalings(without_values(case.model, drawn, trust_remote_code=case.trust_remote_code))
     except Exception as error:  # noqa: BLE001 - the same
         found.fresh_note = f"PEFT cannot read it: {reason(error)}"
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
@@ -107,12 +108,3 @@ def _difference(ours: Path, theirs: Path) -> str:
 
 def _unordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
-
-
-def _scalings_of(case: Case, folder: Path) -> dict[str, float]:
-    """Where PEFT puts an adapter of the configuration in `folder`, and its scales; no weight is read."""
-    trust = case.trust_remote_code
-    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=trust)
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
-        return scalings(get_peft_model(base, LoraConfig.from_pretrained(str(folder))))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshlora.oracle.capture import CHOICES, MicroBatchCapture
+from meshlora.oracle.capture import CHOICES
 from meshlora.oracle.diagnosis.symptoms import (
     Failure,
     are_columns_moved,
@@ -31,8 +31,9 @@ from meshlora.oracle.diagnosis.symptoms import (
     squares_of_copies,
 )
 from meshlora.oracle.experts import stack_of
+from meshlora.oracle.judge import judge
 from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
-from meshlora.oracle.unshard import Ownership, Piece, ShapeError, Tokens, canonical, sequences_of, token_pieces
+from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
 
 _OTHER_MASK = "it drops other elements than one process: its mask knows the topology, or is another module's or step's"
 _NOT_SCALED = "what its dropout keeps is not divided by the share that is kept"
@@ -144,13 +145,9 @@ def _lora_part(case: Failure) -> str:
 
 def _canonical_base(case: Failure) -> Tensor | None:
     """Output of a target of the adapter without the adapter's term, where the reference keeps it apart."""
-    name, reference = case.result.name, case.evidence.reference
-    if any(name not in micro.base for micro in reference.micro_batches):
-        return None
-    stripped = [MicroBatchCapture(m.input_ids, m.attention_mask, {name: m.base[name]}) for m in reference.micro_batches]
-    found = canonical(type(reference)(micro_batches=stripped), Tokens(reference), "forward", name)
-    assert found is not None, name
-    return found[0]
+    reference = case.evidence.reference
+    found = canonical(reference, Tokens(reference), "base", case.result.name)
+    return None if found is None else found[0]
 
 
 def _wrong_sum(case: Failure, axis: str, what: str, done: str = "reduced") -> str:
@@ -188,7 +185,8 @@ def _experts(case: Failure) -> str:
     name = case.result.name
     if not any(stack.startswith(f"{name}.") for stack in case.evidence.reference.rows):
         return ""
-    if _choices_differ(case, name):
+    chosen = next((phase.results for phase in judge(case.evidence) if phase.name == "router_choices"), [])
+    if any(result.name == f"{name}{CHOICES}" and not result.passed for result in chosen):
         return "tokens are sent to other experts than the router's scores say"
     if case.result.whole is None:
         return ""
@@ -200,19 +198,6 @@ def _experts(case: Failure) -> str:
         "what experts make of their tokens: rows or routing weights that do not go together, a sum over etp that lacks "
         "a term or has the bias of every rank, another rank's experts, or an adapter's term"
     )
-
-
-def _choices_differ(case: Failure, experts: str) -> bool:
-    evidence, name = case.evidence, f"{experts}{CHOICES}"
-    ownership = Ownership(evidence.ranks, evidence.reference, evidence.topology)
-    found = canonical(evidence.reference, ownership.tokens, "forward", name)
-    if found is None:
-        return False
-    try:
-        pieces = token_pieces(ownership, "forward", name, *found)
-    except ShapeError:
-        return True
-    return not all(torch.equal(piece.values, piece.of(found[0])) for piece in pieces)
 
 
 def _logits(case: Failure) -> str:
