@@ -40,7 +40,8 @@ def test_both_sides_make_the_same_batches(step: int, seed: int, data: TokenizedD
 def test_label_of_a_position_is_the_trained_token_after_it() -> None:
     ids, is_trained = np.array([5, 6, 7, 8, 9], dtype=np.int32), np.array([True, False, True, True, False])
     data = TokenizedDataset(ids, is_trained, np.array([0, 3, 5]))
-    (batch,) = micro_batches(data, [0, 1], micro_batch_size=2, pad_token_id=0)
+    settings = TrainConfig("unused", steps=1, micro_batch_size=2)
+    (batch,) = micro_batches(data, [0, 1], settings, pad_token_id=0)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.labels.tolist() == [[UNTRAINED, 7, UNTRAINED], [UNTRAINED] * 3]

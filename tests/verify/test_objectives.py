@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from meshlora.cli.main import main
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Policy
+from meshlora.config.run import TrainConfig
 from meshlora.data import collate
 from meshlora.data.feedback import read_feedback
 from meshlora.data.preferences import read_preferences
@@ -123,7 +124,7 @@ def test_unknown_objective_is_refused() -> None:
 def test_losses_of_the_judge_are_those_of_the_papers() -> None:
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]], dtype=torch.float64))
     data = dataclasses.replace(
-        next(iter(micro_batches(_rollout(), [0], micro_batch_size=1, pad_token_id=0))),
+        next(iter(micro_batches(_rollout(), [0], TrainConfig("unused", steps=1), pad_token_id=0))),
         labels=torch.tensor([[0, 2]]),
         columns={
             "advantage": torch.tensor([[1.0, -2.0]]),

@@ -70,24 +70,18 @@ def micro_batches_of(
     order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
     chosen = order[first : first + batch_size]
-    options = {"micro_batch_size": settings.micro_batch_size, "pad_token_id": pad_token_id}
-    return list(micro_batches(data, chosen, trained_row=settings.objective.trained_row, **options))
+    return list(micro_batches(data, chosen, settings, pad_token_id=pad_token_id))
 
 
 def micro_batches(
-    data: TokenizedDataset,
-    indices: Sequence[int],
-    *,
-    micro_batch_size: int,
-    pad_token_id: int,
-    trained_row: int | None = None,
+    data: TokenizedDataset, indices: Sequence[int], settings: TrainConfig, *, pad_token_id: int
 ) -> Iterator[MicroBatch]:
-    """The sequences, or pairs, `indices` in pieces, padded on the right. trained_row: of each two rows only this one,
-    with the other ones beside.
+    """The sequences, or pairs, `indices` in pieces of the micro-batch size, padded on the right. Where the objective
+    trains one of each two rows, the other ones are beside.
     """
-    each = data.rows_per_example
-    for start in range(0, len(indices), micro_batch_size):
-        chosen = indices[start : start + micro_batch_size]
+    each, size, trained_row = data.rows_per_example, settings.micro_batch_size, settings.objective.trained_row
+    for start in range(0, len(indices), size):
+        chosen = indices[start : start + size]
         rows = [data[index * each + row] for index in chosen for row in range(each)]
         shape = (len(rows), max(len(row.input_ids) for row in rows))
         ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)

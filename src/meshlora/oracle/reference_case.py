@@ -6,6 +6,7 @@ which no layer of meshlora is ever made. Does not own: the model, its loss and i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,16 +113,14 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         masks.step = step
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
-        if step == 0:
-            before = before_losses(model, batches, case.objective)
-            with Capture(inner) as capture:
-                loss, aux = accumulate(model, batches, settings, before=before, masks=masks)
+        before = before_losses(model, batches, case.objective)
+        with Capture(inner) if step == 0 else contextlib.nullcontext() as capture:
+            loss, aux = accumulate(model, batches, settings, before=before, masks=masks)
+        if capture is not None:
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
             trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
             trace.gradients = _apart(case, model, {name: p.grad for name, p in factors.items()})
-        else:
-            loss, aux = accumulate(model, batches, settings, masks=masks)
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm_at(step))
         trace.clipped.append(_apart(case, model, {name: p.grad for name, p in factors.items()}))
         set_rate(optimizer, rate)
@@ -143,12 +142,9 @@ def _forget_head(trace: Trace, model: Any) -> None:
     head = model.get_output_embeddings()
     names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
     for micro in trace.micro_batches:
-        for name in names:
-            logits = micro.forward[""]
-            micro.forward.pop(name, None)
-            micro.backward.pop(name, None)
-            micro.base.pop(name, None)
-            micro.forward[""] = logits
+        for found in (micro.forward, micro.backward, micro.base):
+            for name in names:
+                found.pop(name, None)
         micro.backward.pop("", None)
 
 
@@ -176,13 +172,7 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 def evaluate(case: Case, model: Any) -> float:
     """Mean loss over what the objective counts in all sequences of the case."""
     total, number = 0.0, 0
-    found = micro_batches(
-        case.data,
-        range(case.data.num_examples),
-        micro_batch_size=case.micro_batch_size,
-        pad_token_id=case.pad_token_id,
-        trained_row=case.objective.trained_row,
-    )
+    found = micro_batches(case.data, range(case.data.num_examples), case.train, pad_token_id=case.pad_token_id)
     batches = [batch.to(case.device) for batch in found]
     bases, point = before_losses(model, batches, case.objective)
     for batch, base in zip(batches, bases, strict=True):

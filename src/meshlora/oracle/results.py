@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshlora.oracle.unshard import Piece, is_complete, sum_of
+from meshlora.oracle.unshard import Piece, assembled, is_complete
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
 
     Whichever is nearer: copies of a whole and terms of a sum are far apart, in every precision.
     """
-    total = [sum_of(pieces, whole)]
+    total = [Piece(0, (), assembled(pieces, whole, adds=True))]
     return min((pieces, total), key=lambda found: relative(found, whole))
 
 

@@ -287,12 +287,12 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
     return pieces
 
 
-def sum_of(pieces: list[Piece], whole: Tensor) -> Piece:
-    """All pieces added up where they belong, as one."""
-    total = torch.zeros(whole.shape, dtype=torch.float64)
+def assembled(pieces: list[Piece], whole: Tensor, *, adds: bool = False) -> Tensor:
+    """All pieces where they belong in a tensor of the shape of `whole`; where several do, the last or their sum."""
+    result = torch.zeros(whole.shape, dtype=torch.float64)
     for piece in pieces:
-        total.index_put_(piece.places(whole), piece.values.double(), accumulate=True)
-    return Piece(0, (), total)
+        result.index_put_(piece.places(whole), piece.values.double(), accumulate=adds)
+    return result
 
 
 def _sides(name: str) -> tuple[str, tuple[str, ...]]:

@@ -18,7 +18,6 @@ from meshlora.oracle.capture import CHOICES
 from meshlora.oracle.diagnosis.symptoms import (
     Failure,
     are_columns_moved,
-    assembled,
     centred,
     is_held_by_several,
     is_in_rank_order,
@@ -33,7 +32,7 @@ from meshlora.oracle.diagnosis.symptoms import (
 from meshlora.oracle.experts import stack_of
 from meshlora.oracle.judge import judge
 from meshlora.oracle.saved import CONFIG, FRESH, WEIGHTS
-from meshlora.oracle.unshard import Piece, Tokens, canonical, sequences_of
+from meshlora.oracle.unshard import Piece, Tokens, assembled, canonical, sequences_of
 
 _OTHER_MASK = "it drops other elements than one process: its mask knows the topology, or is another module's or step's"
 _NOT_SCALED = "what its dropout keeps is not divided by the share that is kept"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshlora.oracle.judge import Evidence
 from meshlora.oracle.results import Phase, TensorResult
-from meshlora.oracle.unshard import Piece, sum_of
+from meshlora.oracle.unshard import Piece, assembled
 from meshlora.plan.topology import Topology
 
 
@@ -86,10 +86,11 @@ class Failure:
             # Ranks elsewhere on the other axes have tokens of their own and copies of their own of each factor.
             others = [index for name, index in place(piece.rank).items() if name != axis and piece.rows is None]
             groups.setdefault((piece.dim, piece.start, *others), []).append(piece)
-        return all(
-            is_near(*(centred(own[0].along(of)) for of in (sum_of(own, whole).values, whole)), self.tolerance)
-            for own in groups.values()
-        )
+        for own in groups.values():
+            total, part = own[0].along(assembled(own, whole, adds=True)), own[0].along(whole)
+            if not is_near(centred(total), centred(part), self.tolerance):
+                return False
+        return True
 
 
 def rank_errors(result: TensorResult) -> dict[int, float]:
@@ -138,14 +139,6 @@ def is_permuted(result: TensorResult) -> bool:
         found += int((distance <= 1e-6 * ours.norm(dim=1)).sum())
         total += len(ours)
     return found > total / 2
-
-
-def assembled(pieces: list[Piece], whole: Tensor) -> Tensor:
-    """What the ranks hold, put where it belongs in a tensor of the shape of `whole`."""
-    result = torch.zeros(whole.shape, dtype=torch.float64)
-    for piece in pieces:
-        result[piece.places(whole)] = piece.values.double()
-    return result
 
 
 def is_scaled_by_column(pieces: list[Piece], whole: Tensor, tolerance: float) -> bool:
