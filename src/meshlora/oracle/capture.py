@@ -155,6 +155,18 @@ def spans(input_ids: Tensor, numbers: Tensor) -> list[tuple[int, int, tuple[int,
     return found
 
 
+def rows_of_tokens(input_ids: Tensor, numbers: Tensor, starts: Mapping[tuple[int, ...], int]) -> Tensor:
+    """For each of the B·S tokens of a batch its row where all sequences lie one after another, `[B*S]`.
+
+    numbers: as of `sequence_numbers`. starts: sequence -> row of its first token; a token of none of them has row -1.
+    """
+    rows = torch.full(input_ids.shape, -1, dtype=torch.int64)
+    for row, place, sequence in spans(input_ids, numbers):
+        if (start := starts.get(sequence)) is not None:
+            rows[row, place : place + len(sequence)] = torch.arange(start, start + len(sequence))
+    return rows.flatten()
+
+
 def first_tensor(output: Any) -> Tensor | None:
     """The tensor that a module returned, alone, first in a tuple, or first in a transformers output; its logits."""
     if isinstance(output, Tensor):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError
-from meshlora.common.routing import Routing, RoutingRecord
+from meshlora.common.routing import Routing
 from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
@@ -40,7 +40,7 @@ from meshlora.oracle.reference import (
     set_rate,
     trainable,
 )
-from meshlora.oracle.replay import after_step, at_step, is_replayed, new_record, record_file, routed
+from meshlora.oracle.replay import after_step, at_step, new_record, record_file, routed
 from meshlora.oracle.trace import Trace
 
 
@@ -83,12 +83,11 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
         if case.dtype == "float64" or not expert_modules(model):
             return _trace_case(case, model, None)
         if precision != "float64":
-            record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
-            with routed(model.get_base_model(), case, record, replays=True) as routing:
+            with routed(model.get_base_model(), case) as routing:
                 return _trace_case(case, model, routing)
         record = new_record(model.get_base_model(), case)
         try:
-            with routed(model.get_base_model(), case, record, replays=False) as routing:
+            with routed(model.get_base_model(), case, record) as routing:
                 trace = _trace_case(case, model, routing)
         except UnsupportedError:  # a router that does not choose by topk: everyone then routes by itself
             return _trace_case(case, _case_model(case, case.adapter, precision), None)
@@ -188,8 +187,7 @@ def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor,
     copies = {name: copy(parameter) for name, parameter in trainable(model).items()}
     stacks = adapted_stacks(model, is_shared=case.share_experts)
     factors = in_pieces(model.get_base_model().config, in_experts(copies, stacks, in_file=True), case.pieces)
-    record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
-    with routed(model.get_base_model(), case, record, replays=True) as routing:
+    with routed(model.get_base_model(), case) as routing:
         at_step(routing, case.steps)
         return factors, _first_logits(case, model), scalings(model)
 

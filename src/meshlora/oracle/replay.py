@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshlora.common.routing import Routing, RoutingRecord
-from meshlora.oracle.capture import sequence_numbers, spans
+from meshlora.oracle.capture import rows_of_tokens, sequence_numbers
 from meshlora.oracle.case import Case
 from meshlora.oracle.experts import expert_modules, matrices
 
@@ -23,11 +22,6 @@ from meshlora.oracle.experts import expert_modules, matrices
 def record_file(case: Case) -> Path:
     """Beside the adapter that both sides start from."""
     return Path(case.adapter).with_name("routing.safetensors")
-
-
-def is_replayed(case: Case) -> bool:
-    """Whether the runs of a case take the reference's choices."""
-    return case.dtype != "float64" and record_file(case).is_file()
 
 
 def new_record(model: nn.Module, case: Case) -> RoutingRecord:
@@ -52,28 +46,25 @@ def after_step(routing: Routing | None, step: int, case: Case) -> None:
 def routed(
     model: Any,
     case: Case,
-    record: RoutingRecord | None,
+    record: RoutingRecord | None = None,
     *,
-    replays: bool,
     cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
 ) -> Iterator[Routing | None]:
-    """Record or replay what a Hugging Face model does inside; the step is set by the caller. None: neither.
+    """Inside, what a Hugging Face model does goes into `record`, or without one is what that of the case says.
 
-    cut: what this rank's routers see of the tokens of a forward.
+    Yields None where neither is so; else the step is set by the caller. cut: what this rank's routers see of the
+    tokens of a forward.
     """
+    replays = record is None
     if record is None:
-        yield None
-        return
-    numbers = {tuple(s.input_ids.tolist()): start for s, start in zip(case.data, case.offsets, strict=False)}
+        if case.dtype == "float64" or not record_file(case).is_file():
+            yield None
+            return
+        record = RoutingRecord.load(record_file(case))
+    starts = {tuple(s.input_ids.tolist()): start for s, start in zip(case.data, case.offsets, strict=False)}
 
     def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"]
-        rows = torch.full(ids.shape, -1, dtype=torch.int64)
-        for row, place, sequence in spans(ids, sequence_numbers(kwargs)):
-            start = numbers.get(sequence)
-            if start is not None:
-                rows[row, place : place + len(sequence)] = torch.arange(start, start + len(sequence))
-        routing.tokens = cut(rows.flatten())
+        routing.tokens = cut(rows_of_tokens(kwargs["input_ids"], sequence_numbers(kwargs), starts))
 
     with Routing(model, record, replays=replays) as routing:
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)

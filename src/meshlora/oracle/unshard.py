@@ -11,6 +11,7 @@ Canonical: all real tokens of all sequences of a step, one after another, `[T, .
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.oracle.capture import MicroBatchCapture, spans
+from meshlora.oracle.capture import MicroBatchCapture, rows_of_tokens, spans
 from meshlora.oracle.experts import stack_of
 from meshlora.oracle.ownership import places
 from meshlora.oracle.trace import Trace
@@ -99,29 +100,18 @@ class Tokens:
     """The canonical order of a step's tokens, from the reference's micro-batches.
 
     Attributes:
-        sequences: the token ids of each; no two are alike. index: the way back.
-        offsets: where each sequence begins.
+        sequences: the token ids of each; no two are alike. starts: the row of the first token of each.
     """
 
     def __init__(self, reference: Trace) -> None:
         self.sequences: list[tuple[int, ...]] = [s for m in reference.micro_batches for s in sequences_of(m)]
-        self.offsets = [0]
-        for sequence in self.sequences:
-            self.offsets.append(self.offsets[-1] + len(sequence))
-        self.index = {sequence: index for index, sequence in enumerate(self.sequences)}
-        assert len(self.index) == len(self.sequences), "the sequences of a case differ from each other"
+        starts = itertools.accumulate(map(len, self.sequences), initial=0)
+        self.starts = dict(zip(self.sequences, starts, strict=False))
+        assert len(self.starts) == len(self.sequences), "the sequences of a case differ from each other"
 
     def rows(self, micros: Iterable[MicroBatchCapture]) -> list[Tensor]:
         """For each micro-batch the canonical row of each of its B·S tokens, -1 where it is none: int64 `[B*S]`."""
-        result = []
-        for micro in micros:
-            rows = torch.full(micro.input_ids.shape, -1, dtype=torch.int64)
-            for row, start, sequence in spans(micro.input_ids, micro.attention_mask):
-                if sequence in self.index:
-                    here = torch.arange(len(sequence)) + self.offsets[self.index[sequence]]
-                    rows[row, start : start + len(sequence)] = here
-            result.append(rows.flatten())
-        return result
+        return [rows_of_tokens(micro.input_ids, micro.attention_mask, self.starts) for micro in micros]
 
 
 def sequences_of(micro: MicroBatchCapture) -> list[tuple[int, ...]]:

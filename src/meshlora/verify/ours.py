@@ -25,7 +25,6 @@ from meshlora.adapter.formats import peft_format
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.comm.groups import Mesh
 from meshlora.common.float64 import lift
-from meshlora.common.routing import RoutingRecord
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import DataConfig, RunConfig
 from meshlora.layers.head import loss as vocabulary
@@ -37,7 +36,7 @@ from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.ownership import fingerprints
-from meshlora.oracle.replay import after_step, at_step, is_replayed, record_file, routed
+from meshlora.oracle.replay import after_step, at_step, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.plan.budget import first_forwards_budget, micro_batch_budget, step_budget
@@ -120,8 +119,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
         trace.clipped.append(_gradients(model))
         return norms
 
-    record = RoutingRecord.load(record_file(case)) if is_replayed(case) else None
-    replay = routed(model, case, record, replays=True, cut=runtime(model).mesh.own_tokens)
+    replay = routed(model, case, cut=runtime(model).mesh.own_tokens)
     recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
     with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
         is_finished = trainer.train()
