@@ -108,7 +108,7 @@ def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def expected_fresh(
-    name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, Stack] | None = None
+    name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, Stack]
 ) -> Tensor:
     """The factor `name`, as in `model.layers.0.mlp.up_proj.lora_A`, of a fresh adapter, whole.
 
@@ -118,7 +118,7 @@ def expected_fresh(
     `mlp.experts.gate_up_proj.lora_A.3`, and where PEFT takes the input side for the output, the sides change places.
     """
     module, _, part = name.rpartition(".lora_")
-    stack = (stacks or {}).get(stack_of(module))
+    stack = stacks.get(stack_of(module))
     if stack is not None and not stack.is_shared:
         name = f"{stack_of(module)}.lora_{part}.{module.split('.')[-2]}"
     part = part.partition(".")[0]

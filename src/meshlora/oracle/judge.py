@@ -67,7 +67,6 @@ PHASES = {
     "collectives": "collectives within the plan",
     "adapters": "several adapters at once",
 }
-OF_ROUTERS = ("router_scores", "router_choices")
 _AFTER_ADAM = ("deltas", "saved_file")
 _NOISE = 4.0
 
@@ -91,7 +90,8 @@ def judge(evidence: Evidence) -> Iterator[Phase]:
     """The phases in order, each as it is asked for; those of routers where there are some."""
     results = _Judge(evidence)
     has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
-    left_out = ["adapters"] if has_experts else ["adapters", *OF_ROUTERS]  # several adapters have runs of their own
+    left_out = ["adapters"]  # which have runs of their own
+    left_out += [] if has_experts else ["router_scores", "router_choices"]
     return (Phase(name, getattr(results, name)()) for name in PHASES if name not in left_out)
 
 

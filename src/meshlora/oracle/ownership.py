@@ -7,8 +7,6 @@ with follows from what its weights are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -24,7 +22,13 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
     """(rows, columns) of every weight of a base model: module -> int64 `[out]`, `[in]`; of experts `[E, ...]`."""
     rows: Prints = {}
     columns: Prints = {}
-    for name, module, weight in _weights(model):
+    inside = tuple(f"{name}." for name in expert_modules(model))
+    for path, module in model.named_modules():
+        if path.startswith(inside) or isinstance(module, ParamWrapper):
+            continue
+        weight, name = getattr(module, "weight", None), plain_name(path)
+        if not isinstance(weight, Tensor) or ".lora_" in path or ".modules_to_save." in path:
+            continue
         matrix = weight.detach().double()
         matrix = matrix.T if isinstance(module, Conv1D) else matrix.reshape(len(matrix), -1)
         rows[name] = _prints(matrix)
@@ -33,17 +37,6 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
         rows[name] = torch.stack([_prints(matrix) for matrix in stack.double()])
         columns[name] = torch.stack([_prints(matrix.T) for matrix in stack.double()])
     return rows, columns
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """(name in the model without adapters, module, weight)."""
-    experts = tuple(f"{name}." for name in expert_modules(model))
-    for path, module in model.named_modules():
-        if path.startswith(experts) or isinstance(module, ParamWrapper):
-            continue
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and ".lora_" not in path and ".modules_to_save." not in path:
-            yield plain_name(path), module, weight
 
 
 def _prints(matrix: Tensor) -> Tensor:
