@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.verify.faults.resuming import OF_RESUMING
+from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import DROPOUT
+
+
+def needing(word: str) -> list[str]:
+    """The faults that show only in a run that has it."""
+    return [name for name, fault in MUTATIONS.items() if word in fault.needs]
+
 
 _DORA = {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 _FIRST = "model.layers.0.self_attn.q_proj"
@@ -14,7 +20,7 @@ _MOMENTS = ("deltas", f"{_FIRST}.lora_A", "what the optimizer makes of them")
 RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "a run that is stopped and goes on": (
         {"family": "llama", "topologies": ("tp=2,sp",), "resume": True, "default_dropout": DROPOUT},
-        dict.fromkeys(OF_RESUMING, _MOMENTS)
+        dict.fromkeys(needing("resume"), _MOMENTS)
         | {
             "moments_of_another_rank": ("deltas", f"{_FIRST}.lora_B", "what the optimizer makes of them"),
             "resumed_one_step_late": ("deltas", f"{_FIRST}.lora_A", "2 optimizer steps were taken, not 3"),

@@ -288,7 +288,7 @@ class _Failing(_FaultyProcesses):
 
 
 def _ends(end: Callable[[], None], function: Callable[..., Any], *args: Any) -> Any:
-    from meshlora.verify.faults.wrong_code import rank
+    from meshlora.verify.faults.fault import rank
 
     if rank() == 1:
         end()

@@ -6,7 +6,7 @@ import pytest
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.verify.faults.objectives import PROVED
-from meshlora.verify.faults.packing import OF_PACKING
+from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 
@@ -29,7 +29,8 @@ def test_experts_with_load_balancing(dtype: str, prove: Prove) -> None:
 
 
 def test_without_packing_these_faults_are_not_tried() -> None:
-    proof = prepare_proof(Request(family="qwen3", topologies=("dp=2",), mutations=tuple(OF_PACKING)))
+    of_packing = tuple(name for name in MUTATIONS if name.startswith("packing"))
+    proof = prepare_proof(Request(family="qwen3", topologies=("dp=2",), mutations=of_packing))
     assert proof.mutations_on(proof.topologies[0]) == []
 
 

@@ -1,56 +1,63 @@
-"""What a step and an evaluation see: sequences in order, dealt to ranks, their labels."""
+"""What a step and an evaluation see: sequences in order, dealt to ranks, alone in a row or packed, their labels."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
-from meshlora.data import sampler
+from meshlora.data import Batch, Sequence, sampler
 from meshlora.data.sampler import GlobalBatches
-from meshlora.train import batches, objectives
+from meshlora.train import batches, losses, objectives, trainer
 from meshlora.train.batches import Batching
 from meshlora.train.trained import TrainedAdapter
-from meshlora.verify.faults import wrong_code
-from meshlora.verify.faults.fault import Change, by_name, in_call, mutation, then
+from meshlora.verify.faults.fault import after, around, instead_of
+
+EVALUATION = (TrainedAdapter, "evaluate")
 
 
-def _evaluated(change: Callable[[np.ndarray, int], np.ndarray]) -> Change:
-    """What is evaluated, changed by `change(indices, sequences that all ranks take at once)`."""
-
-    def of_indices(original: Any) -> Any:
-        def of(self: Batching, data: Any, indices: np.ndarray) -> Any:
-            return original(self, data, change(indices, self.micro_batch_size * self.mesh.dp.size))
-
-        return of
-
-    return TrainedAdapter, "evaluate", in_call(Batching, "batches", of_indices)
+def _dummy_counted(batch: Batch, sequences: Any) -> Batch:
+    if sequences:
+        return batch
+    return dataclasses.replace(batch, labels=batch.input_ids.clone(), num_trained_tokens=batch.input_ids.numel())
 
 
-def _smoothed(original: Any) -> Any:
-    def evaluate(self: TrainedAdapter, data: Any) -> Any:
-        own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_loss
-
-        def smoothed(*args: Any, label_smoothing: float, **rest: Any) -> Tensor:
-            return loss(*args, label_smoothing=own, **rest)
-
-        with mock.patch.object(objectives, "language_model_loss", smoothed):
-            return original(self, data)
-
-    return evaluate
+@around(batches, "share", needs="dp")
+def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int, **rest: Any) -> Any:
+    """each sequence of a global batch is taken by exactly one dp rank"""
+    return original(indices, dp_rank=0, **rest)
 
 
-def _filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.ndarray:
-    return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
+@after(batches, "collate")
+def labels_not_shifted(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the label of a position is the token after it"""
+    # A position is asked for its own token; as many labels as before.
+    labels = batch.labels.roll(1, 1)
+    return dataclasses.replace(batch, labels=torch.where(labels == -100, labels, batch.input_ids))
 
 
-def labels_lost_at_cuts(batch: Any, sequences: Any, *, token_multiple: int = 1, **_: Any) -> Any:
-    """Shifting inside a slice of the tokens leaves its last token without a label."""
+@around(sampler, "epoch_order", needs="steps")
+def epochs_in_one_order(original: Any, n: int, *, seed: int, epoch: int) -> Any:
+    """every epoch has an order of its own"""
+    return original(n, seed=seed, epoch=0)
+
+
+@after(*EVALUATION)
+def evaluation_per_sequence(result: tuple[float, int], self: TrainedAdapter, data: Any) -> tuple[float, int]:
+    """the evaluated loss is a mean over tokens"""
+    return result[0] * result[1] / len(data), result[1]
+
+
+@after(batches, "collate", needs="sp")
+def labels_shifted_after_the_split(batch: Batch, *_: Any, token_multiple: int = 1, **__: Any) -> Batch:
+    """labels are shifted before the tokens are cut over tp"""
+    # Shifting inside a slice of the tokens leaves its last token without a label.
     labels = batch.labels.clone()
     labels.view(token_multiple, -1)[:, -1] = -100
     # Padding has no labels to lose, so one is also lost where every slice ends in padding.
@@ -60,93 +67,98 @@ def labels_lost_at_cuts(batch: Any, sequences: Any, *, token_multiple: int = 1, 
     return dataclasses.replace(batch, labels=labels, num_trained_tokens=int((labels != -100).sum()))
 
 
-def labels_not_shifted(batch: Any, *_: Any, **__: Any) -> Any:
-    """A position is asked for its own token; as many labels as before."""
-    labels = batch.labels.roll(1, 1)
-    return dataclasses.replace(batch, labels=torch.where(labels == -100, labels, batch.input_ids))
+@around(Batching, "batches", within=EVALUATION)
+def evaluation_remainder_dropped(original: Any, self: Batching, data: Any, indices: np.ndarray) -> Any:
+    """an evaluation takes what is left after the last round of all ranks"""
+    at_once = self.micro_batch_size * self.mesh.dp.size
+    return original(self, data, indices[: len(indices) // at_once * at_once])
 
 
-def mean_over_sequences(result: tuple[float, int], trainer: Any, data: Any) -> tuple[float, int]:
-    return result[0] * result[1] / len(data), result[1]
+@around(Batching, "batches", within=EVALUATION)
+def evaluation_filled_up(original: Any, self: Batching, data: Any, indices: np.ndarray) -> Any:
+    """an evaluation takes no sequence twice"""
+    at_once = self.micro_batch_size * self.mesh.dp.size
+    return original(self, data, np.concatenate([indices, indices[: -len(indices) % at_once]]))
 
 
-OF_BATCHES = by_name(
-    mutation(
-        "accumulation_indices_of_rank_0",
-        "each sequence of a global batch is taken by exactly one dp rank",
-        "dp",
-        (batches, "share", lambda f: lambda indices, *, dp_rank, **rest: f(indices, dp_rank=0, **rest)),
-    ),
-    mutation(
-        "labels_not_shifted",
-        "the label of a position is the token after it",
-        "",
-        (batches, "collate", then(labels_not_shifted)),
-    ),
-    mutation(
-        "epochs_in_one_order",
-        "every epoch has an order of its own",
-        "steps",
-        (sampler, "epoch_order", lambda f: lambda n, *, seed, epoch: f(n, seed=seed, epoch=0)),
-    ),
-    mutation(
-        "evaluation_per_sequence",
-        "the evaluated loss is a mean over tokens",
-        "",
-        (TrainedAdapter, "evaluate", then(mean_over_sequences)),
-    ),
-    mutation(
-        "labels_shifted_after_the_split",
-        "labels are shifted before the tokens are cut over tp",
-        "sp",
-        (batches, "collate", then(labels_lost_at_cuts)),
-    ),
-    mutation(
-        "evaluation_remainder_dropped",
-        "an evaluation takes what is left after the last round of all ranks",
-        "",
-        _evaluated(lambda indices, size: indices[: len(indices) // size * size]),
-    ),
-    mutation(
-        "evaluation_filled_up",
-        "an evaluation takes no sequence twice",
-        "",
-        _evaluated(lambda indices, size: np.concatenate([indices, indices[: -len(indices) % size]])),
-    ),
-    mutation(
-        "evaluation_counts_dummies",
-        "a rank that has no sequence left adds nothing to an evaluation",
-        "dp",
-        (TrainedAdapter, "evaluate", in_call(batches, "collate", then(wrong_code.counted_dummy))),
-    ),
-    mutation(
-        "evaluation_smoothed",
-        "the evaluated loss is not smoothed",
-        "smoothing sft",
-        (TrainedAdapter, "evaluate", _smoothed),
-    ),
-    mutation(
-        "sampler_seed_ignored",
-        "the order of the sequences is that of the run's seed",
-        "seed",
-        (sampler, "epoch_order", lambda f: lambda n, *, seed, epoch: f(n, seed=0, epoch=epoch)),
-    ),
-    mutation(
-        "epoch_in_file_order",
-        "an epoch takes the sequences in a drawn order",
-        "",
-        (sampler, "epoch_order", then(lambda order, *_, **__: np.sort(order))),
-    ),
-    mutation(
-        "batch_filled_up",
-        "the last batch of an epoch has what is left, and nothing twice",
-        "short_batch",
-        (GlobalBatches, "batch", then(_filled_up)),
-    ),
-    mutation(
-        "label_smoothing_ignored",
-        "the loss is smoothed as configured",
-        "smoothing sft",
-        (objectives, "language_model_loss", lambda f: lambda *args, label_smoothing, **rest: f(*args, **rest)),
-    ),
-)
+@after(batches, "collate", needs="dp", within=EVALUATION)
+def evaluation_counts_dummies(batch: Batch, sequences: Any, **_: Any) -> Batch:
+    """a rank that has no sequence left adds nothing to an evaluation"""
+    return _dummy_counted(batch, sequences)
+
+
+@after(batches, "collate", needs="dp")
+def dummy_micro_batch_counted(batch: Batch, sequences: Any, **_: Any) -> Batch:
+    """a dummy micro-batch adds neither loss nor tokens"""
+    return _dummy_counted(batch, sequences)
+
+
+@around(*EVALUATION, needs="smoothing sft")
+def evaluation_smoothed(original: Any, self: TrainedAdapter, data: Any) -> Any:
+    """the evaluated loss is not smoothed"""
+    own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_loss
+
+    def smoothed(*args: Any, label_smoothing: float, **rest: Any) -> Tensor:
+        return loss(*args, label_smoothing=own, **rest)
+
+    with mock.patch.object(objectives, "language_model_loss", smoothed):
+        return original(self, data)
+
+
+@around(sampler, "epoch_order", needs="seed")
+def sampler_seed_ignored(original: Any, n: int, *, seed: int, epoch: int) -> Any:
+    """the order of the sequences is that of the run's seed"""
+    return original(n, seed=0, epoch=epoch)
+
+
+@after(sampler, "epoch_order")
+def epoch_in_file_order(order: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
+    """an epoch takes the sequences in a drawn order"""
+    return np.sort(order)
+
+
+@after(GlobalBatches, "batch", needs="short_batch")
+def batch_filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.ndarray:
+    """the last batch of an epoch has what is left, and nothing twice"""
+    return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
+
+
+@around(objectives, "language_model_loss", needs="smoothing sft")
+def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float, **rest: Any) -> Any:
+    """the loss is smoothed as configured"""
+    return original(*args, **rest)
+
+
+@around(trainer, "Batching", needs="packing")
+def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, *only: Any) -> Any:
+    """sequences share rows where that is asked for"""
+    return original(mesh, size, pad_token_id, None, *only)
+
+
+@after(batches, "with_positions", needs="packing")
+def packing_positions_run_on(batch: Batch, *_: Any) -> Batch:
+    """position ids begin again with each sequence of a row"""
+    ids = batch.input_ids
+    return dataclasses.replace(batch, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
+
+
+@instead_of(masking_utils, "find_packed_sequence_indices", needs="packing")
+def packing_seen_across(position_ids: Tensor) -> None:
+    """a token attends to its own sequence alone"""
+
+
+@after(losses, "model_inputs", needs="packing")
+def packing_with_a_mask(inputs: dict[str, Any], ids: Any, mask: Any, positions: Any) -> dict[str, Any]:
+    """transformers is given no mask, with which it does not look for borders"""
+    return {**inputs, "attention_mask": mask}
+
+
+@after(batches, "joined", needs="packing")
+def packing_labels_across(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
+    """the last token of a sequence predicts nothing of the next one"""
+    # The last token of each sequence is to predict the first of the next.
+    is_trained, start = joined.is_trained.copy(), 0
+    for sequence in sequences[:-1]:
+        start += len(sequence.input_ids)
+        is_trained[start] = True
+    return dataclasses.replace(joined, is_trained=is_trained)

@@ -12,101 +12,65 @@ from transformers import PreTrainedModel
 from meshlora.layers import linear, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
 from meshlora.train import trained, trainer
-from meshlora.verify.faults.fault import by_name, in_call, instead, mutation, then
+from meshlora.verify.faults.fault import after, around, instead_of
 
 
-def _local_tokens(mask: Mask, *_: Any) -> Mask:
+@after(ForwardTokens, "mask", needs="dropout other_tokens")
+def dropout_by_local_token(mask: Mask, *_: Any) -> Mask:
+    """a mask goes by the place in the global batch and the position, not by the row on the rank"""
     return dataclasses.replace(mask, tokens=torch.arange(len(mask.tokens), device=mask.tokens.device))
 
 
-def _local_features(features: Tensor, *_: Any) -> Tensor:
+@after(linear, "input_features", needs="lora_dropout tp row_target")
+def dropout_by_local_feature(features: Tensor, *_: Any) -> Tensor:
+    """the mask of an input that is split goes by the features of the whole matrix"""
     return torch.arange(len(features))
 
 
-def _always_first_step(original: Any) -> Any:
-    return lambda seed, step, module: original(seed, 0, module)
+@around(tokens, "mask_key", needs="dropout steps")
+def dropout_same_in_every_step(original: Any, seed: int, step: int, module: str) -> Any:
+    """each optimizer step has masks of its own"""
+    return original(seed, 0, module)
 
 
-def _one_for_all_modules(original: Any) -> Any:
-    return lambda seed, step, module: original(seed, step, "")
+@around(tokens, "mask_key", needs="dropout")
+def dropout_same_in_every_module(original: Any, seed: int, step: int, module: str) -> Any:
+    """each module has masks of its own"""
+    return original(seed, step, "")
 
 
-def _of_rank(mask: Mask, own: ForwardTokens, *_: Any) -> Mask:
-    return Mask(mask.key ^ own.tp.rank, mask.tokens, mask.features, mask.p)
+@after(ForwardTokens, "mask", needs="dropout tp")
+def dropout_per_tp_rank(mask: Mask, own: ForwardTokens, *_: Any) -> Mask:
+    """a mask does not depend on the tp rank"""
+    return dataclasses.replace(mask, key=mask.key ^ own.tp.rank)
 
 
-def _unscaled(original: Any) -> Any:
-    return lambda self, x: original(self, x) * (1 - self.p)
+@after(Mask, "drop", needs="dropout")
+def dropout_not_scaled(found: Tensor, self: Mask, x: Tensor) -> Tensor:
+    """what is kept is divided by the share that is kept"""
+    return found * (1 - self.p)
 
 
-def _left_in_evaluation(found: Any, model: Any, *_: Any) -> Any:
+@instead_of(PreTrainedModel, "eval", needs="base model_dropout", within=(trainer, "base_log_probabilities"))
+def base_with_dropout(self: Any) -> Any:
+    """what the frozen base says is without dropout"""
+    return self
+
+
+@after(trained, "mean_loss", needs="dropout steps")
+def evaluation_ends_dropout(found: Any, model: Any, *_: Any) -> Any:
+    """after an evaluation training goes on with dropout"""
     model.eval()
     return found
 
 
-def _rounded_rate(mask: Mask, *_: Any) -> Mask:
+@around(tokens, "mask_key", needs="dropout seed")
+def dropout_seed_ignored(original: Any, seed: int, step: int, module: str) -> Any:
+    """masks are those of the run's seed"""
+    return original(0, step, module)
+
+
+@after(ForwardTokens, "mask", needs="odd_dropout")
+def dropout_rate_in_tenths(mask: Mask, *_: Any) -> Mask:
+    """the dropout rate of an adapter is the configured one"""
     return dataclasses.replace(mask, p=round(mask.p, 1))
-
-
-OF_DROPOUT = by_name(
-    mutation(
-        "dropout_by_local_token",
-        "a mask goes by the place in the global batch and the position, not by the row on the rank",
-        "dropout other_tokens",
-        (ForwardTokens, "mask", then(_local_tokens)),
-    ),
-    mutation(
-        "dropout_by_local_feature",
-        "the mask of an input that is split goes by the features of the whole matrix",
-        "lora_dropout tp row_target",
-        (linear, "input_features", then(_local_features)),
-    ),
-    mutation(
-        "dropout_same_in_every_step",
-        "each optimizer step has masks of its own",
-        "dropout steps",
-        (tokens, "mask_key", _always_first_step),
-    ),
-    mutation(
-        "dropout_same_in_every_module",
-        "each module has masks of its own",
-        "dropout",
-        (tokens, "mask_key", _one_for_all_modules),
-    ),
-    mutation(
-        "dropout_per_tp_rank",
-        "a mask does not depend on the tp rank",
-        "dropout tp",
-        (ForwardTokens, "mask", then(_of_rank)),
-    ),
-    mutation(
-        "dropout_not_scaled",
-        "what is kept is divided by the share that is kept",
-        "dropout",
-        (Mask, "drop", _unscaled),
-    ),
-    mutation(
-        "base_with_dropout",
-        "what the frozen base says is without dropout",
-        "base model_dropout",
-        (trainer, "base_log_probabilities", in_call(PreTrainedModel, "eval", instead(lambda self: self))),
-    ),
-    mutation(
-        "evaluation_ends_dropout",
-        "after an evaluation training goes on with dropout",
-        "dropout steps",
-        (trained, "mean_loss", then(_left_in_evaluation)),
-    ),
-    mutation(
-        "dropout_seed_ignored",
-        "masks are those of the run's seed",
-        "dropout seed",
-        (tokens, "mask_key", lambda f: lambda seed, step, module: f(0, step, module)),
-    ),
-    mutation(
-        "dropout_rate_in_tenths",
-        "the dropout rate of an adapter is the configured one",
-        "odd_dropout",
-        (ForwardTokens, "mask", then(_rounded_rate)),
-    ),
-)

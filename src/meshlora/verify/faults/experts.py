@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from meshlora.adapter import initialization
+from meshlora.adapter.attach import Factor
 from meshlora.adapter.formats import file_tensors
 from meshlora.comm.collectives import reduce_each_to_one
+from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.module import ParallelExperts
 from meshlora.model import inject, weights
@@ -19,246 +21,151 @@ from meshlora.plan.grads import Segment
 from meshlora.plan.topology import ETP
 from meshlora.train import balance, gradsync, trainer
 from meshlora.train.balance import LoadBalancing
-from meshlora.verify.faults import wrong_code
-from meshlora.verify.faults.fault import by_name, in_call, instead, mutation, then
+from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 
 
-def _segments(change: Callable[[Any, Segment], Segment]) -> Callable[[Any], Any]:
-    """What of an expert's factor is summed over which axes, changed."""
-
-    def replace(original: Any) -> Any:
-        def segments(factor: Any, mesh: Any) -> list[Segment]:
-            found: list[Segment] = original(factor, mesh)
-            return [change(factor, segment) for segment in found] if factor.rule.is_expert else found
-
-        return segments
-
-    return replace
+@after(gradsync, "_segments", needs="expert_target etp")
+def experts_first_a_not_summed_over_etp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+    """each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp"""
+    is_it = factor.rule.is_expert and ".lora_A" in factor.name
+    return [without_axis(segment, "etp") if is_it else segment for segment in found]
 
 
-def _without(axis: str, *, side: str) -> Callable[[Any, Segment], Segment]:
-    """Not summed over `axis`; side: "A" or "B", on whose side the factor is."""
-
-    def change(factor: Any, segment: Segment) -> Segment:
-        is_side = f".lora_{side}" in factor.name
-        return dataclasses.replace(segment, grad_axes=segment.grad_axes - {axis}) if is_side else segment
-
-    return change
+@after(gradsync, "_segments", needs="expert_target etp")
+def experts_second_b_not_summed_over_etp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+    """x A^T of down is a sum over etp, so the gradient of its B is one too"""
+    is_it = factor.rule.is_expert and ".lora_B" in factor.name
+    return [without_axis(segment, "etp") if is_it else segment for segment in found]
 
 
-def _over_dense_dp(_: Any, segment: Segment) -> Segment:
-    axes = {"dp" if axis == "edp" else axis for axis in segment.grad_axes}
-    return dataclasses.replace(segment, grad_axes=frozenset(axes) - ({"etp", "ep"} if "dp" in axes else set()))
+@after(gradsync, "_segments", needs="expert_target edp")
+def experts_not_summed_over_edp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+    """the gradient of an expert's factor is a sum over the ranks that hold the same part of it"""
+    return [without_axis(segment, "edp") if factor.rule.is_expert else segment for segment in found]
 
 
-def _other_experts(original: Any) -> Any:
-    """Each ep rank reads the experts of the next."""
-
-    def parts(dim: int, layout: Any, *, rank: int, size: int) -> Any:
-        return original(dim, layout, rank=(rank + 1) % size if dim == 0 else rank, size=size)
-
-    return parts
-
-
-def _in_experts_read(original: Any) -> Any:
-    """Only where experts are read."""
-    wrong = in_call(weights, "_parts", _other_experts)(original)
-    return lambda name, where, source, mesh: (wrong if where.num_experts else original)(name, where, source, mesh)
+@after(gradsync, "_segments", needs="expert_target dense_dp_is_not_edp")
+def experts_summed_over_dense_dp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+    """the data-parallel ranks of experts are not those of attention"""
+    if not factor.rule.is_expert:
+        return found
+    changed = []
+    for segment in found:
+        axes = {"dp" if axis == "edp" else axis for axis in segment.grad_axes}
+        over = frozenset(axes) - ({"etp", "ep"} if "dp" in axes else set())
+        changed.append(dataclasses.replace(segment, grad_axes=over))
+    return changed
 
 
-def _reduced_again(rows: Tensor, self: Any, *_: Any) -> Tensor:
+@around(weights, "_read_local", needs="experts ep")
+def experts_permuted_over_ep(original: Any, name: str, where: Any, source: Any, mesh: Any) -> Any:
+    """ep rank i holds the i-th share of the experts"""
+    parts = weights._parts
+
+    def of_the_next(dim: int, layout: Any, *, rank: int, size: int) -> Any:
+        return parts(dim, layout, rank=(rank + 1) % size if dim == 0 else rank, size=size)
+
+    with mock.patch.object(weights, "_parts", of_the_next if where.num_experts else parts):
+        return original(name, where, source, mesh)
+
+
+@after(ParallelExperts, "_run", needs="experts etp")
+def experts_reduced_twice(rows: Tensor, self: Any, *_: Any) -> Tensor:
+    """what an expert gives is summed over etp once, on the way back"""
     return reduce_each_to_one(rows, self.mesh.over({ETP}))
 
 
-def _without_last_token(original: Any) -> Any:
-    """A capacity: what comes last is not computed."""
-
-    def weighted_sum(self: Slots, rows: Tensor, given: Tensor) -> Tensor:
-        keep = torch.ones_like(given)
-        keep[-1:] = 0
-        out: Tensor = original(self, rows, given * keep)
-        return out
-
-    return weighted_sum
+@around(Slots, "weighted_sum", needs="experts expert_axes routing_last")
+def routing_weight_applied_twice(original: Any, self: Slots, rows: Tensor, given: Tensor) -> Any:
+    """an expert's output is multiplied by its routing weight once"""
+    return original(self, rows, given * given)
 
 
-def _left_in_order(_: None, self: Journey, *args: Any) -> None:
-    """Rows go home in the order in which experts took them."""
+@around(inject, "parallelize_experts", needs="experts sp")
+def tokens_cut_twice(original: Any, module: Any, rule: Any, mesh: Any, **options: Any) -> None:
+    """under sp each tp rank sends all the tokens that it has"""
+    original(module, rule, mesh, **options)
+    module.cuts_tokens = mesh.tp.size > 1
+
+
+@after(Journey, "__init__", needs="experts expert_axes")
+def rows_combined_in_order_of_arrival(_: None, self: Journey, *args: Any) -> None:
+    """a row goes back to the token that it came from, whatever the order in which experts take rows"""
     index = self.by_expert.index
     self.by_expert = Places(index, torch.arange(len(index), device=index.device).unsqueeze(1))
 
 
-def _cut_again(original: Any) -> Any:
-    def parallelize_experts(module: Any, rule: Any, mesh: Any, **options: Any) -> None:
-        original(module, rule, mesh, **options)
-        module.cuts_tokens = mesh.tp.size > 1
-
-    return parallelize_experts
-
-
-def _swapped(inner: Tensor, rule: Any) -> Tensor:
-    """gate for up and up for gate."""
-    if rule.fused.groups > 1:
-        return inner.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.cat(inner.chunk(2, -1)[::-1], -1)
+@around(Slots, "weighted_sum", needs="experts expert_axes routing_last")
+def token_dropped(original: Any, self: Slots, rows: Tensor, given: Tensor) -> Any:
+    """no token is dropped: there is no capacity"""
+    keep = torch.ones_like(given)
+    keep[-1:] = 0
+    return original(self, rows, given * keep)
 
 
-def _gate_and_up_swapped(original: Any) -> Any:
-    def gated(self: Any, inner: Tensor) -> Tensor:
-        first = self.rule.first
-        out: Tensor = original(self, inner if first.fused is None else _swapped(inner, first))
-        return out
-
-    return gated
+@around(file_tensors, "to_peft", needs="expert_target")
+def experts_b_stored_expert_major(original: Any, a: Tensor, b: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """in PEFT's files B of experts is expert-minor"""
+    left, right = original(a, b, **options)
+    return left, right.unflatten(1, (b.shape[2], -1)).mT.flatten(1).contiguous()
 
 
-def _expert_major(original: Any) -> Any:
-    """B as A is: one expert after another."""
-
-    def to_peft(a: Tensor, b: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        left, right = original(a, b, **options)
-        rank = b.shape[2]
-        return left, right.unflatten(1, (rank, -1)).mT.flatten(1).contiguous()
-
-    return to_peft
-
-
-def _local_counts(original: Any) -> Any:
-    """The shares of experts among this rank's own tokens."""
-
-    def add_up(self: Any, counts: Tensor) -> None:
-        own = counts.clone()
-        original(self, counts)
-        rows = float(own[-2]) or 1.0
-        self._shares = (own[:-2] / rows).to(self._shares.dtype)
-
-    return add_up
+@around(ParallelExperts, "_gated", needs="gated_experts")
+def experts_gate_and_up_swapped(original: Any, self: Any, inner: Tensor) -> Any:
+    """the first half of an expert's first projection goes through the activation, the second does not"""
+    fused = self.rule.first.fused
+    if fused is None:
+        return original(self, inner)
+    if fused.groups > 1:
+        return original(self, inner.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
+    return original(self, torch.cat(inner.chunk(2, -1)[::-1], -1))
 
 
-def _same_for_all(original: Any) -> Any:
-    """One draw for all experts."""
-    return lambda seed, name: original(seed, name.rpartition(".")[0] if name.rpartition(".")[2].isdecimal() else name)
+@around(LoadBalancing, "_add_up", needs="aux_loss other_tokens")
+def aux_loss_of_local_tokens(original: Any, self: Any, counts: Tensor) -> None:
+    """the load-balancing loss counts the choices of all tokens of a step, of all ranks"""
+    own = counts.clone()
+    original(self, counts)
+    rows = float(own[-2]) or 1.0
+    self._shares = (own[:-2] / rows).to(self._shares.dtype)
 
 
-OF_EXPERTS = by_name(
-    mutation(
-        "experts_first_a_not_summed_over_etp",
-        "each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp",
-        "expert_target etp",
-        (gradsync, "_segments", _segments(_without("etp", side="A"))),
-    ),
-    mutation(
-        "experts_second_b_not_summed_over_etp",
-        "x A^T of down is a sum over etp, so the gradient of its B is one too",
-        "expert_target etp",
-        (gradsync, "_segments", _segments(_without("etp", side="B"))),
-    ),
-    mutation(
-        "experts_not_summed_over_edp",
-        "the gradient of an expert's factor is a sum over the ranks that hold the same part of it",
-        "expert_target edp",
-        (gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, grad_axes=s.grad_axes - {"edp"}))),
-    ),
-    mutation(
-        "experts_summed_over_dense_dp",
-        "the data-parallel ranks of experts are not those of attention",
-        "expert_target dense_dp_is_not_edp",
-        (gradsync, "_segments", _segments(_over_dense_dp)),
-    ),
-    mutation(
-        "experts_permuted_over_ep",
-        "ep rank i holds the i-th share of the experts",
-        "experts ep",
-        (weights, "_read_local", _in_experts_read),
-    ),
-    mutation(
-        "experts_reduced_twice",
-        "what an expert gives is summed over etp once, on the way back",
-        "experts etp",
-        (ParallelExperts, "_run", then(_reduced_again)),
-    ),
-    mutation(
-        "routing_weight_applied_twice",
-        "an expert's output is multiplied by its routing weight once",
-        "experts expert_axes routing_last",
-        (Slots, "weighted_sum", lambda f: lambda self, rows, given: f(self, rows, given * given)),
-    ),
-    mutation(
-        "tokens_cut_twice",
-        "under sp each tp rank sends all the tokens that it has",
-        "experts sp",
-        (inject, "parallelize_experts", _cut_again),
-    ),
-    mutation(
-        "rows_combined_in_order_of_arrival",
-        "a row goes back to the token that it came from, whatever the order in which experts take rows",
-        "experts expert_axes",
-        (Journey, "__init__", then(_left_in_order)),
-    ),
-    mutation(
-        "token_dropped",
-        "no token is dropped: there is no capacity",
-        "experts expert_axes routing_last",
-        (Slots, "weighted_sum", _without_last_token),
-    ),
-    mutation(
-        "experts_b_stored_expert_major",
-        "in PEFT's files B of experts is expert-minor",
-        "expert_target",
-        (file_tensors, "to_peft", _expert_major),
-    ),
-    mutation(
-        "experts_gate_and_up_swapped",
-        "the first half of an expert's first projection goes through the activation, the second does not",
-        "gated_experts",
-        (ParallelExperts, "_gated", _gate_and_up_swapped),
-    ),
-    mutation(
-        "aux_loss_of_local_tokens",
-        "the load-balancing loss counts the choices of all tokens of a step, of all ranks",
-        "aux_loss other_tokens",
-        (balance.LoadBalancing, "_add_up", _local_counts),
-    ),
-    mutation(
-        "aux_loss_left_out",
-        "a load-balancing loss that is asked for has a gradient",
-        "aux_loss",
-        (balance.LoadBalancing, "term", then(lambda term, *_: term * 0)),
-    ),
-    mutation(
-        "experts_drawn_alike",
-        "each expert's factors are drawn by themselves, by its number",
-        "expert_target",
-        (initialization, "_generator", _same_for_all),
-    ),
-    mutation(
-        "experts_norm_counted_per_rank",
-        "in the norm of the gradient each element of an expert counts once, however many ranks hold it",
-        "expert_target edp",
-        (
-            trainer,
-            "clip_gradients_on_device",
-            in_call(
-                gradsync, "_segments", _segments(lambda f, s: dataclasses.replace(s, replicas=s.replicas - {"edp"}))
-            ),
-        ),
-    ),
-    mutation(
-        "aux_loss_at_default",
-        "the load-balancing loss weighs as configured",
-        "aux_loss",
-        (trainer, "LoadBalancing", lambda f: lambda model, *, coef: f(model, coef=0.001)),
-    ),
-    mutation(
-        "shared_experts_not_summed_over_ep",
-        "one adapter for all experts has the gradient of the experts of all ranks",
-        "ep shared_experts_adapter",
-        (gradsync, "_segments", wrong_code.segments_with(wrong_code.without_axes(lambda axis: axis == "ep"))),
-    ),
-    mutation(
-        "balance_of_one_micro_batch_counted_locally",
-        "how often each expert is chosen is counted over all ranks, of a single micro-batch too",
-        "aux_loss one_micro_batch other_tokens",
-        (LoadBalancing, "count_here", in_call(balance, "all_reduce_sum", instead(lambda counts, _: counts))),
-    ),
+@after(LoadBalancing, "term", needs="aux_loss")
+def aux_loss_left_out(term: Tensor, *_: Any) -> Tensor:
+    """a load-balancing loss that is asked for has a gradient"""
+    return term * 0
+
+
+@around(initialization, "_generator", needs="expert_target")
+def experts_drawn_alike(original: Any, seed: int, name: str) -> Any:
+    """each expert's factors are drawn by themselves, by its number"""
+    of_all, _, number = name.rpartition(".")
+    return original(seed, of_all if number.isdecimal() else name)
+
+
+@after(gradsync, "_segments", needs="expert_target edp", within=(trainer, "clip_gradients_on_device"))
+def experts_norm_counted_per_rank(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+    """in the norm of the gradient each element of an expert counts once, however many ranks hold it"""
+    if not factor.rule.is_expert:
+        return found
+    return [dataclasses.replace(segment, replicas=segment.replicas - {"edp"}) for segment in found]
+
+
+@around(trainer, "LoadBalancing", needs="aux_loss")
+def aux_loss_at_default(original: Any, model: Any, *, coef: float) -> Any:
+    """the load-balancing loss weighs as configured"""
+    return original(model, coef=0.001)
+
+
+@after(gradsync, "_segments", needs="ep shared_experts_adapter")
+def shared_experts_not_summed_over_ep(found: list[Segment], *_: Any) -> list[Segment]:
+    """one adapter for all experts has the gradient of the experts of all ranks"""
+    return [without_axis(segment, "ep") for segment in found]
+
+
+@instead_of(
+    balance, "all_reduce_sum", needs="aux_loss one_micro_batch other_tokens", within=(LoadBalancing, "count_here")
 )
+def balance_of_one_micro_batch_counted_locally(counts: Tensor, axis: Axis) -> Tensor:
+    """how often each expert is chosen is counted over all ranks, of a single micro-batch too"""
+    return counts

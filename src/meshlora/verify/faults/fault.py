@@ -1,20 +1,32 @@
 """A mutation: one deliberate fault, and how it is put in.
 
-Owns: the word, and replacing functions of the product inside a context manager. The product knows nothing of it.
-Does not own: which faults there are, each with its wrong code (the other files of this folder).
+    @around(batches, "share", needs="dp")
+    def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int, **rest: Any) -> Any:
+        '''each sequence of a global batch is taken by exactly one dp rank'''
+        return original(indices, dp_rank=0, **rest)
+
+Wrong code has the fault's name, and for a docstring its invariant: what is true of the product and not with this fault.
+
+Owns: the word, replacing functions of the product inside a context manager, what wrong code of several themes needs.
+The product knows nothing of it. Does not own: which faults there are (the other files of this folder).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from meshlora.comm.groups import launcher_place
+
 # (owner, name, original -> replacement): what a fault replaces.
 Change = tuple[Any, str, Callable[[Any], Any]]
+Code = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -52,39 +64,74 @@ class Mutation:
     def apply(self) -> Iterator[None]:
         """The fault is in while the block runs."""
         with ExitStack() as stack:
-            for owner, name, replace in self.changes:
-                stack.enter_context(mock.patch.object(owner, name, replace(getattr(owner, name))))
+            for change in self.changes:
+                stack.enter_context(_replaced(change))
             yield
 
 
-def mutation(name: str, invariant: str, needs: str, *changes: Change) -> Mutation:
-    """A fault; `needs` in words, as in "tp row_target"."""
-    return Mutation(name, invariant, frozenset(needs.split()), changes)
+def fault(
+    put_in: Callable[[Code, Any], Any],
+    owner: Any,
+    *names: str,
+    needs: str = "",
+    within: tuple[Any, str] | None = None,
+    also: tuple[Change, ...] = (),
+) -> Callable[[Code], Mutation]:
+    """A decorator: the fault of wrong code that replaces each of `names` of `owner`.
+
+    put_in(wrong code, original): the replacement. needs: in words, as in "tp row_target". within: (owner, name) of a
+    function; what is replaced is so in its calls alone. also: what is replaced besides.
+    """
+
+    def of(wrong: Code) -> Mutation:
+        changes: list[Change] = [(owner, name, functools.partial(put_in, wrong)) for name in names]
+        if within is not None:
+            changes = [(*within, functools.partial(_with, change)) for change in changes]
+        return Mutation(wrong.__name__, wrong.__doc__ or "", frozenset(needs.split()), (*also, *changes))
+
+    return of
 
 
-def by_name(*faults: Mutation) -> dict[str, Mutation]:
-    """The faults of a theme."""
-    return {fault.name: fault for fault in faults}
+def _around(wrong: Code, original: Code) -> Code:
+    return lambda *args, **rest: wrong(original, *args, **rest)
 
 
-def then(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A replacement that calls the original and passes its result, and the arguments, to `function`."""
-    return lambda original: lambda *args, **kwargs: function(original(*args, **kwargs), *args, **kwargs)
+def _after(wrong: Code, original: Code) -> Code:
+    return lambda *args, **rest: wrong(original(*args, **rest), *args, **rest)
 
 
-def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A replacement that does not look at the original."""
-    return lambda original: function
+def _instead_of(wrong: Code, original: Code) -> Code:
+    return wrong
 
 
-def in_call(owner: Any, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A replacement that calls the original, and in that call alone `owner.name` is replaced."""
+# `fault` of wrong code that gets the original, then its arguments; the original's result, then its arguments; only
+# the arguments.
+around = functools.partial(fault, _around)
+after = functools.partial(fault, _after)
+instead_of = functools.partial(fault, _instead_of)
 
-    def wrap(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(owner, name, replace(getattr(owner, name))):
-                return original(*args, **kwargs)
 
-        return call
+def _replaced(change: Change) -> AbstractContextManager[Any]:
+    owner, name, replace = change
+    return mock.patch.object(owner, name, replace(getattr(owner, name)))
 
-    return wrap
+
+def _with(change: Change, original: Code) -> Code:
+    """`original`, during whose calls `change` is in."""
+
+    def call(*args: Any, **rest: Any) -> Any:
+        with _replaced(change):
+            return original(*args, **rest)
+
+    return call
+
+
+def rank() -> int:
+    """Of this process among all."""
+    place = launcher_place()
+    return place.rank if place else 0
+
+
+def without_axis(found: Any, axis: str) -> Any:
+    """A rule or a segment of a factor whose gradient is not summed over `axis`."""
+    return dataclasses.replace(found, grad_axes=found.grad_axes - {axis})

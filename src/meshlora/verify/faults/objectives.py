@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable
+import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshlora.common.errors import UserError, did_you_mean
@@ -14,7 +15,7 @@ from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.train import batches, objectives, trainer
 from meshlora.train.trainer import Trainer
-from meshlora.verify.faults.fault import Change, by_name, instead, mutation, then
+from meshlora.verify.faults.fault import after, fault, instead_of
 
 # Kind -> what the command proves it with: no value at its default, nor at that of another parameter.
 PROVED: dict[str, Objective] = {
@@ -37,201 +38,162 @@ def as_proved(kind: str) -> Objective:
     return PROVED[kind]
 
 
-def of_formula(change: Callable[[Any], Any]) -> Change:
-    """`change` of the formula of the run's objective."""
-    return objectives, "FORMULAS", lambda found: {kind: change(formula) for kind, formula in found.items()}
+def _in_each(wrong: Any, formulas: Any) -> Any:
+    return {kind: functools.partial(wrong, formula) for kind, formula in formulas.items()}
 
 
-def with_parameters(**fields: Callable[[Any], Any]) -> Change:
-    """The formula is given each parameter of `fields` by a function of the objective as it should be."""
-
-    def change(formula: Any) -> Any:
-        def of_changed(objective: Any, *seen: Any) -> Any:
-            return formula(
-                dataclasses.replace(objective, **{name: of(objective) for name, of in fields.items()}), *seen
-            )
-
-        return of_changed
-
-    return of_formula(change)
+# The formula of the run's objective: wrong code gets it, the objective, and what it sees.
+of_formula = functools.partial(fault, _in_each, objectives, "FORMULAS")
 
 
-def _columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
-    columns = {name: column.roll(1, 1) for name, column in batch.columns.items()}
-    return dataclasses.replace(batch, columns=columns)
+@after(batches, "collate", needs="policy")
+def policy_columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """ratio, advantage and weight of a token are its own"""
+    return replace(batch, columns={name: column.roll(1, 1) for name, column in batch.columns.items()})
 
 
-def _without(name: str, value: float) -> Any:
-    def change(batch: Batch, *_: Any, **__: Any) -> Batch:
-        column = batch.columns[name]
-        return dataclasses.replace(batch, columns={**batch.columns, name: column.new_full(column.shape, value)})
-
-    return change
+@of_formula(needs="policy")
+def policy_not_clipped(original: Any, objective: Policy, seen: Any) -> Any:
+    """a ratio that has left its interval gains nothing"""
+    return original(replace(objective, clip_low=1.0, clip_high=1e6), seen)
 
 
-def _of_other_row(batch: Batch, *_: Any, **__: Any) -> Batch:
-    """The worse answer of each pair as the better one."""
+@after(batches, "collate", needs="policy")
+def policy_ratio_always_one(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the ratio is to the policy that wrote the record"""
+    unknown = torch.full_like(batch.columns["old_log_prob"], float("nan"))
+    return replace(batch, columns={**batch.columns, "old_log_prob": unknown})
+
+
+@after(batches, "collate", needs="policy")
+def policy_weights_ignored(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the loss of each token has its weight"""
+    return replace(batch, columns={**batch.columns, "weight": torch.ones_like(batch.columns["weight"])})
+
+
+@of_formula(needs="policy")
+def policy_sign(original: Any, objective: Policy, seen: Any) -> Any:
+    """what had an advantage becomes more likely"""
+    losses, values = original(objective, seen)
+    return -losses, values
+
+
+@instead_of(objectives, "disable_adapter", needs="base")
+def base_with_adapter_on(model: Any) -> Any:
+    """the divergence is from the frozen base, without the adapter"""
+    return contextlib.nullcontext()
+
+
+@after(Trainer, "_of_base", needs="base")
+def base_halved(base: Tensor | None, *_: Any) -> Tensor | None:
+    """the log-probabilities of the base are those of whole tokens"""
+    return None if base is None else base * 0.5
+
+
+@after(batches, "collate", needs="dpo")
+def dpo_pairs_swapped(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the first of a pair is the better answer"""
     if batch.is_dummy:
         return batch
     order = [row ^ 1 for row in range(len(batch.input_ids))]
     ids, mask, labels = (t[order] for t in (batch.input_ids, batch.attention_mask, batch.labels))
-    return dataclasses.replace(batch, input_ids=ids, attention_mask=mask, labels=labels)
+    return replace(batch, input_ids=ids, attention_mask=mask, labels=labels)
 
 
-def _liked_the_other_way_round(batch: Batch, *_: Any, **__: Any) -> Batch:
+@instead_of(trainer, "count", needs="dpo")
+def dpo_per_token(objective: Objective, batch: Batch) -> int:
+    """the loss of pairs is a mean over the pairs of all ranks"""
+    return batch.num_trained_tokens
+
+
+@of_formula(needs="dpo smoothing")
+def dpo_labels_not_smoothed(original: Any, objective: Dpo, seen: Any) -> Any:
+    """the loss of pairs is smoothed as configured"""
+    return original(replace(objective, label_smoothing=0.0), seen)
+
+
+@of_formula(needs="policy")
+def policy_clip_sides_swapped(original: Any, objective: Policy, seen: Any) -> Any:
+    """a ratio is clipped below at 1 - clip_low, above at 1 + clip_high"""
+    return original(replace(objective, clip_low=objective.clip_high, clip_high=objective.clip_low), seen)
+
+
+@of_formula(needs="policy")
+def policy_clip_at_default(original: Any, objective: Policy, seen: Any) -> Any:
+    """a ratio is clipped as configured"""
+    return original(replace(objective, clip_low=0.2, clip_high=0.2), seen)
+
+
+@of_formula(needs="policy base")
+def policy_kl_doubled(original: Any, objective: Policy, seen: Any) -> Any:
+    """the divergence from the base weighs as configured"""
+    return original(replace(objective, kl_coef=2 * objective.kl_coef), seen)
+
+
+@of_formula(needs="dpo")
+def dpo_beta_at_default(original: Any, objective: Dpo, seen: Any) -> Any:
+    """pairs are held to the base as configured"""
+    return original(replace(objective, beta=0.1), seen)
+
+
+@instead_of(objectives, "mean_log_p", needs="orpo")
+def orpo_not_length_normalised(seen: Any) -> Tensor:
+    """odds are of the mean over the tokens of an answer"""
+    return seen.log_p.sum(1)
+
+
+@after(objectives, "log_odds", needs="orpo")
+def orpo_odds_upside_down(found: Tensor, *_: Any) -> Tensor:
+    """the odds of the better answer are to exceed those of the worse"""
+    return -found
+
+
+@instead_of(objectives, "log_odds", needs="orpo")
+def orpo_odds_of_probabilities(log_p: Tensor) -> Tensor:
+    """odds are p / (1 - p)"""
+    return log_p
+
+
+@of_formula(needs="orpo")
+def orpo_without_likelihood(original: Any, objective: Orpo, seen: Any) -> Any:
+    """the better answer is trained as text too"""
+    losses, values = original(objective, seen)
+    return losses - values["nll"], values
+
+
+@of_formula(needs="orpo")
+def orpo_beta_at_default(original: Any, objective: Orpo, seen: Any) -> Any:
+    """the odds ratio weighs as configured"""
+    return original(replace(objective, beta=0.1), seen)
+
+
+@after(batches, "collate", needs="kto")
+def kto_labels_swapped(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """what is liked becomes more likely"""
     columns = {name: -column if name == "desirable" else column for name, column in batch.columns.items()}
-    return dataclasses.replace(batch, columns=columns)
+    return replace(batch, columns=columns)
 
 
-def _base_in_halves(base: Tensor | None, *_: Any) -> Tensor | None:
-    return None if base is None else base * 0.5
+@of_formula(needs="kto")
+def kto_weights_swapped(original: Any, objective: Kto, seen: Any) -> Any:
+    """what is liked and what is not have each their own weight"""
+    liked, disliked = objective.desirable_weight, objective.undesirable_weight
+    return original(replace(objective, desirable_weight=disliked, undesirable_weight=liked), seen)
 
 
-OF_OBJECTIVES = by_name(
-    mutation(
-        "policy_columns_of_next_token",
-        "ratio, advantage and weight of a token are its own",
-        "policy",
-        (batches, "collate", then(_columns_of_next_token)),
-    ),
-    mutation(
-        "policy_not_clipped",
-        "a ratio that has left its interval gains nothing",
-        "policy",
-        with_parameters(clip_low=lambda o: 1.0, clip_high=lambda o: 1e6),
-    ),
-    mutation(
-        "policy_ratio_always_one",
-        "the ratio is to the policy that wrote the record",
-        "policy",
-        (batches, "collate", then(_without("old_log_prob", float("nan")))),
-    ),
-    mutation(
-        "policy_weights_ignored",
-        "the loss of each token has its weight",
-        "policy",
-        (batches, "collate", then(_without("weight", 1.0))),
-    ),
-    mutation(
-        "policy_sign",
-        "what had an advantage becomes more likely",
-        "policy",
-        of_formula(then(lambda found, *_: (-found[0], found[1]))),
-    ),
-    mutation(
-        "base_with_adapter_on",
-        "the divergence is from the frozen base, without the adapter",
-        "base",
-        (objectives, "disable_adapter", instead(contextlib.nullcontext)),
-    ),
-    mutation(
-        "base_halved",
-        "the log-probabilities of the base are those of whole tokens",
-        "base",
-        (Trainer, "_of_base", then(_base_in_halves)),
-    ),
-    mutation(
-        "dpo_pairs_swapped",
-        "the first of a pair is the better answer",
-        "dpo",
-        (batches, "collate", then(_of_other_row)),
-    ),
-    mutation(
-        "dpo_per_token",
-        "the loss of pairs is a mean over the pairs of all ranks",
-        "dpo",
-        (trainer, "count", instead(lambda objective, batch: batch.num_trained_tokens)),
-    ),
-    mutation(
-        "dpo_labels_not_smoothed",
-        "the loss of pairs is smoothed as configured",
-        "dpo smoothing",
-        with_parameters(label_smoothing=lambda o: 0.0),
-    ),
-    mutation(
-        "policy_clip_sides_swapped",
-        "a ratio is clipped below at 1 - clip_low, above at 1 + clip_high",
-        "policy",
-        with_parameters(clip_low=lambda o: o.clip_high, clip_high=lambda o: o.clip_low),
-    ),
-    mutation(
-        "policy_clip_at_default",
-        "a ratio is clipped as configured",
-        "policy",
-        with_parameters(clip_low=lambda o: 0.2, clip_high=lambda o: 0.2),
-    ),
-    mutation(
-        "policy_kl_doubled",
-        "the divergence from the base weighs as configured",
-        "policy base",
-        with_parameters(kl_coef=lambda o: 2 * o.kl_coef),
-    ),
-    mutation(
-        "dpo_beta_at_default",
-        "pairs are held to the base as configured",
-        "dpo",
-        with_parameters(beta=lambda o: 0.1),
-    ),
-    mutation(
-        "orpo_not_length_normalised",
-        "odds are of the mean over the tokens of an answer",
-        "orpo",
-        (objectives, "mean_log_p", instead(lambda seen: seen.log_p.sum(1))),
-    ),
-    mutation(
-        "orpo_odds_upside_down",
-        "the odds of the better answer are to exceed those of the worse",
-        "orpo",
-        (objectives, "log_odds", then(lambda found, *_: -found)),
-    ),
-    mutation(
-        "orpo_odds_of_probabilities",
-        "odds are p / (1 - p)",
-        "orpo",
-        (objectives, "log_odds", instead(lambda log_p: log_p)),
-    ),
-    mutation(
-        "orpo_without_likelihood",
-        "the better answer is trained as text too",
-        "orpo",
-        of_formula(then(lambda found, *_: (found[0] - found[1]["nll"], found[1]))),
-    ),
-    mutation(
-        "orpo_beta_at_default",
-        "the odds ratio weighs as configured",
-        "orpo",
-        with_parameters(beta=lambda o: 0.1),
-    ),
-    mutation(
-        "kto_labels_swapped",
-        "what is liked becomes more likely",
-        "kto",
-        (batches, "collate", then(_liked_the_other_way_round)),
-    ),
-    mutation(
-        "kto_weights_swapped",
-        "what is liked and what is not have each their own weight",
-        "kto",
-        with_parameters(
-            desirable_weight=lambda o: o.undesirable_weight, undesirable_weight=lambda o: o.desirable_weight
-        ),
-    ),
-    mutation(
-        "kto_point_of_one_rank",
-        "rewards are compared with the divergence over the sequences of all ranks",
-        "kto dp",
-        (objectives, "all_reduce_sum", instead(lambda tensor, axis: tensor)),
-    ),
-    mutation(
-        "kto_point_of_base_from_policy",
-        "rewards are compared with the divergence of the policy from the base",
-        "kto",
-        (objectives, "gained", then(lambda found, *_: -found)),
-    ),
-    mutation(
-        "kto_beta_at_default",
-        "answers are held to the base as configured",
-        "kto",
-        with_parameters(beta=lambda o: 0.1),
-    ),
-)
+@instead_of(objectives, "all_reduce_sum", needs="kto dp")
+def kto_point_of_one_rank(tensor: Tensor, axis: Any) -> Tensor:
+    """rewards are compared with the divergence over the sequences of all ranks"""
+    return tensor
+
+
+@after(objectives, "gained", needs="kto")
+def kto_point_of_base_from_policy(found: Tensor, *_: Any) -> Tensor:
+    """rewards are compared with the divergence of the policy from the base"""
+    return -found
+
+
+@of_formula(needs="kto")
+def kto_beta_at_default(original: Any, objective: Kto, seen: Any) -> Any:
+    """answers are held to the base as configured"""
+    return original(replace(objective, beta=0.1), seen)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,146 +15,106 @@ from meshlora.train import trained, trainer
 from meshlora.train.gradsync import Adapters
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
-from meshlora.verify.faults.fault import Change, by_name, in_call, instead, mutation, then
+from meshlora.verify.faults.fault import after, around, instead_of
+
+Groups = list[dict[str, Any]]
 
 
-def _groups_with(change: Callable[[Any], Any]) -> Change:
-    return trained, "parameter_groups", lambda original: lambda model, options: original(model, change(options))
+def _adamw(original: Any, groups: Groups, given: dict[str, Any], **options: Any) -> Any:
+    """With `options` in the place of those that are given."""
+    return original([{**group, **options} for group in groups], **{**given, **options})
 
 
-def _without_last_step(original: Any) -> Any:
-    def train(self: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            for one in self.adapters:
-                stack.enter_context(
-                    mock.patch.object(one, "run", dataclasses.replace(one.run, steps=one.run.steps - 1))
-                )
-            original(self)
-
-    return train
+@around(trained, "learning_rate", needs="steps")
+def warmup_skipped(original: Any, step: int, *, options: Any, steps: int) -> Any:
+    """the learning rate falls from the end of the warm-up, not from the start"""
+    return original(step, options=replace(options, warmup_steps=0), steps=steps)
 
 
-def _state_forgotten(original: Any) -> Any:
-    def update(self: TrainedAdapter, step: int, **rest: Any) -> Any:
-        self.optimizer.state.clear()
-        return original(self, step, **rest)
-
-    return update
+@around(torch.optim, "AdamW", needs="digits")
+def weight_decay_skipped(original: Any, groups: Groups, **given: Any) -> Any:
+    """weights decay as configured"""
+    return _adamw(original, groups, given, weight_decay=0.0)
 
 
-def _flipped_at_last(original: Any) -> Any:
-    def flipped(clip: Any) -> Any:
-        def call(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Any:
-            for factors in adapters:
-                gradient = factors[-1].parameter.grad
-                assert gradient is not None
-                gradient.neg_()
-            return clip(mesh, adapters, limits)
-
-        return call
-
-    flips = in_call(trainer, "clip_gradients_on_device", flipped)(original)
-
-    def train_step(self: Trainer, adapters: list[TrainedAdapter]) -> Any:
-        is_last = 0 < adapters[0].done == adapters[0].run.steps - 1
-        return (flips if is_last else original)(self, adapters)
-
-    return train_step
+@around(torch.optim, "AdamW", needs="steps digits")
+def default_betas(original: Any, groups: Groups, **given: Any) -> Any:
+    """AdamW has the configured betas"""
+    return _adamw(original, groups, given, betas=(0.9, 0.999))
 
 
-def _one_step_further(found: Any, self: TrainedAdapter, *_: Any, **__: Any) -> Any:
+@around(Trainer, "train", needs="steps")
+def last_step_left_out(original: Any, self: Trainer) -> Any:
+    """a run takes as many optimizer steps as configured"""
+    with contextlib.ExitStack() as stack:
+        for one in self.adapters:
+            stack.enter_context(mock.patch.object(one, "run", replace(one.run, steps=one.run.steps - 1)))
+        return original(self)
+
+
+@around(Trainer, "train_step", needs="steps")
+def gradient_flipped_in_the_last_step(original: Any, self: Trainer, adapters: list[TrainedAdapter]) -> Any:
+    """the gradients of every step are those of one process"""
+    clip = trainer.clip_gradients_on_device
+
+    def flipped(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Any:
+        for factors in adapters:
+            gradient = factors[-1].parameter.grad
+            assert gradient is not None
+            gradient.neg_()
+        return clip(mesh, adapters, limits)
+
+    is_last = 0 < adapters[0].done == adapters[0].run.steps - 1
+    with mock.patch.object(trainer, "clip_gradients_on_device", flipped if is_last else clip):
+        return original(self, adapters)
+
+
+@around(TrainedAdapter, "update", needs="steps digits")
+def optimizer_state_forgotten(original: Any, self: TrainedAdapter, step: int, **rest: Any) -> Any:
+    """AdamW goes on from the moments of the step before"""
+    self.optimizer.state.clear()
+    return original(self, step, **rest)
+
+
+@after(TrainedAdapter, "update", needs="steps digits")
+def bias_correction_runs_ahead(found: Any, self: TrainedAdapter, *_: Any, **__: Any) -> Any:
+    """the bias correction of step n is that of n"""
     for state in self.optimizer.state.values():
         state["step"] += 1
     return found
 
 
-def optimizer_with(**options: Any) -> Change:
-    def replace(original: Any) -> Any:
-        def adamw(groups: list[dict[str, Any]], **given: Any) -> Any:
-            return original([{**group, **options} for group in groups], **{**given, **options})
-
-        return adamw
-
-    return torch.optim, "AdamW", replace
+@around(torch.optim, "AdamW", needs="digits")
+def default_eps(original: Any, groups: Groups, **given: Any) -> Any:
+    """AdamW has the configured eps"""
+    return _adamw(original, groups, given, eps=1e-8)
 
 
-def at_one_rate(groups: list[dict[str, Any]], *_: Any) -> list[dict[str, Any]]:
+@instead_of(trained, "learning_rate", needs="steps")
+def learning_rate_constant(step: int, *, options: Any, steps: int) -> float:
+    """the learning rate follows its schedule"""
+    return options.lr
+
+
+@around(trained, "learning_rate", needs="steps")
+def learning_rate_one_step_late(original: Any, step: int, **rest: Any) -> Any:
+    """step n has the learning rate of step n"""
+    return original(max(0, step - 1), **rest)
+
+
+@around(trained, "parameter_groups", needs="trained digits")
+def norms_not_decayed(original: Any, model: Any, options: Any) -> Any:
+    """biases and norms decay as configured"""
+    return original(model, replace(options, decay_biases_and_norms=not options.decay_biases_and_norms))
+
+
+@after(trained, "parameter_groups", needs="lora_plus")
+def lora_plus_ratio_ignored(groups: Groups, *_: Any) -> Groups:
+    """with LoRA+ B learns faster than A"""
     return [{**group, "times_lr": 1.0} for group in groups]
 
 
-OF_OPTIMIZER = by_name(
-    mutation(
-        "warmup_skipped",
-        "the learning rate falls from the end of the warm-up, not from the start",
-        "steps",
-        (
-            trained,
-            "learning_rate",
-            lambda f: lambda step, *, options, steps: f(step, options=replace(options, warmup_steps=0), steps=steps),
-        ),
-    ),
-    mutation("weight_decay_skipped", "weights decay as configured", "digits", optimizer_with(weight_decay=0.0)),
-    mutation(
-        "default_betas",
-        "AdamW has the configured betas",
-        "steps digits",
-        optimizer_with(betas=(0.9, 0.999)),
-    ),
-    mutation(
-        "last_step_left_out",
-        "a run takes as many optimizer steps as configured",
-        "steps",
-        (Trainer, "train", _without_last_step),
-    ),
-    mutation(
-        "gradient_flipped_in_the_last_step",
-        "the gradients of every step are those of one process",
-        "steps",
-        (Trainer, "train_step", _flipped_at_last),
-    ),
-    mutation(
-        "optimizer_state_forgotten",
-        "AdamW goes on from the moments of the step before",
-        "steps digits",
-        (TrainedAdapter, "update", _state_forgotten),
-    ),
-    mutation(
-        "bias_correction_runs_ahead",
-        "the bias correction of step n is that of n",
-        "steps digits",
-        (TrainedAdapter, "update", then(_one_step_further)),
-    ),
-    mutation("default_eps", "AdamW has the configured eps", "digits", optimizer_with(eps=1e-8)),
-    mutation(
-        "learning_rate_constant",
-        "the learning rate follows its schedule",
-        "steps",
-        (trained, "learning_rate", instead(lambda step, *, options, steps: options.lr)),
-    ),
-    mutation(
-        "learning_rate_one_step_late",
-        "step n has the learning rate of step n",
-        "steps",
-        (trained, "learning_rate", lambda f: lambda step, **rest: f(max(0, step - 1), **rest)),
-    ),
-    mutation(
-        "norms_not_decayed",
-        "biases and norms decay as configured",
-        "trained digits",
-        _groups_with(
-            lambda options: dataclasses.replace(options, decay_biases_and_norms=not options.decay_biases_and_norms)
-        ),
-    ),
-    mutation(
-        "lora_plus_ratio_ignored",
-        "with LoRA+ B learns faster than A",
-        "lora_plus",
-        (trained, "parameter_groups", then(at_one_rate)),
-    ),
-    mutation(
-        "lora_plus_embedding_rate_ignored",
-        "with LoRA+ the embedding has a learning rate of its own",
-        "lora_plus embedding_target",
-        _groups_with(lambda options: dataclasses.replace(options, lora_plus_embedding_lr=options.peak_lr)),
-    ),
-)
+@around(trained, "parameter_groups", needs="lora_plus embedding_target")
+def lora_plus_embedding_rate_ignored(original: Any, model: Any, options: Any) -> Any:
+    """with LoRA+ the embedding has a learning rate of its own"""
+    return original(model, replace(options, lora_plus_embedding_lr=options.peak_lr))

@@ -1,9 +1,10 @@
-"""What lies where: shards of matrices and biases, pieces of fused matrices, heads of keys and values."""
+"""What lies where: shards of matrices and biases, pieces of fused matrices, heads of keys and values, a base over dp,
+blocks of a quantised one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,20 @@ from torch import Tensor
 
 from meshlora.adapter import attach
 from meshlora.comm.groups import Axis
+from meshlora.common.compat import running_backward
+from meshlora.layers import linear
 from meshlora.layers.linear import ParallelLinear
-from meshlora.model import regions, weights
+from meshlora.layers.quantized import Packed
+from meshlora.model import dp_shard, regions, weights
 from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
-from meshlora.verify.faults.fault import by_name, mutation
+from meshlora.plan.quantization import BLOCK
+from meshlora.verify.faults.fault import after, around, fault
+
+
+def _is_split(placement: Placement) -> bool:
+    """Over tp, and not among experts."""
+    return placement.layout is not None and not placement.num_experts
 
 
 def _seen_as(mesh: Any, rank: int) -> Any:
@@ -24,169 +34,141 @@ def _seen_as(mesh: Any, rank: int) -> Any:
     return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank))
 
 
-def read_as(rank: Callable[[Axis], int], *, where: Callable[[str, Placement], bool]) -> Callable[[Any], Any]:
-    """Reading the base as another tp rank, where `where(name, placement)`."""
-
-    def replace(original: Any) -> Any:
-        def read(name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
-            wrong = placement.layout is not None and not placement.num_experts and where(name, placement)
-            return original(name, placement, source, _seen_as(mesh, rank(mesh.tp)) if wrong else mesh)
-
-        return read
-
-    return replace
-
-
-def reversed_rank(tp: Axis) -> int:
-    return tp.size - 1 - tp.rank
-
-
-def rank_0(tp: Axis) -> int:
-    return 0
-
-
-def is_row_weight(name: str, placement: Placement) -> bool:
-    return placement.dim == 1 and name.endswith(".weight")
-
-
-def is_column_bias(name: str, placement: Placement) -> bool:
-    return name.endswith(".bias")
-
-
-def is_wide_norm(name: str, placement: Placement) -> bool:
-    return not name.endswith(".bias") and len(placement.shape) == 1
-
-
-def pieces_reversed(names: str) -> Callable[[Any], Any]:
-    """The rows of a fused matrix are held piece by piece, but in the reversed order of pieces. names: of its pieces."""
-
-    def replace(original: Any) -> Any:
-        def read(name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
-            value: Tensor = original(name, placement, source, mesh)
-            if placement.layout is None or placement.num_experts or not _is_fused(placement.layout, names):
-                return value
-            sizes = [run.size for run in placement.layout.runs(rank=mesh.tp.rank, size=mesh.tp.size)]
-            return torch.cat(value.split(sizes, placement.dim)[::-1], placement.dim or 0)
-
-        return read
-
-    return replace
-
-
-def _is_fused(layout: Layout, names: str) -> bool:
-    return sorted(piece.name for piece in layout.pieces) == sorted(names.split())
+def _pieces_reversed(value: Tensor, placement: Placement, mesh: Any, names: str) -> Tensor:
+    """The rows of a fused matrix piece by piece, but in the reversed order of pieces. names: of its pieces."""
+    layout = placement.layout
+    if layout is None or placement.num_experts or sorted(p.name for p in layout.pieces) != sorted(names.split()):
+        return value
+    sizes = [run.size for run in layout.runs(rank=mesh.tp.rank, size=mesh.tp.size)]
+    return torch.cat(value.split(sizes, placement.dim)[::-1], placement.dim or 0)
 
 
 def _as_one_matrix(layout: Layout | None) -> Layout | None:
     return Layout.plain(layout.size) if layout is not None and len(layout.pieces) > 1 else layout
 
 
-def read_as_one_matrix(original: Any) -> Any:
-    """A fused matrix is cut as if it had no pieces."""
-
-    def read(name: str, placement: Placement, source: Any, mesh: Any) -> Any:
-        if not placement.num_experts:
-            placement = dataclasses.replace(placement, layout=_as_one_matrix(placement.layout))
-        return original(name, placement, source, mesh)
-
-    return read
+@around(weights, "_read_local", needs="tp")
+def base_shards_reversed(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """tp rank i holds the i-th slice of a row-parallel weight"""
+    if _is_split(placement) and placement.dim == 1 and name.endswith(".weight"):
+        mesh = _seen_as(mesh, mesh.tp.size - 1 - mesh.tp.rank)
+    return original(name, placement, source, mesh)
 
 
-def factor_as_one_matrix(original: Any) -> Any:
-    def local_part(full: Tensor, rule: Any, mesh: Any) -> Any:
-        cuts = tuple(dataclasses.replace(cut, layout=_as_one_matrix(cut.layout)) for cut in rule.cuts)
-        return original(full, rule if rule.is_expert else dataclasses.replace(rule, cuts=cuts), mesh)
-
-    return local_part
-
-
-def units_dealt_round(original: Any) -> Any:
-    """Of replicated heads rank i has the i-th, counted round and round, and not that of its query heads."""
-
-    def share(self: Piece, *, rank: int, size: int) -> range:
-        return (
-            original(self, rank=rank % self.num_units * (size // self.num_units), size=size)
-            if (self.copies(size) > 1)
-            else original(self, rank=rank, size=size)
-        )
-
-    return share
+@around(weights, "_read_local", needs="tp column_bias")
+def column_bias_of_rank_0(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """tp rank i holds the i-th slice of the bias of a column-parallel linear"""
+    is_it = _is_split(placement) and name.endswith(".bias")
+    return original(name, placement, source, _seen_as(mesh, 0) if is_it else mesh)
 
 
-def arguments_of_rank_0(original: Any) -> Any:
-    return lambda module, of, tp: original(module, of, dataclasses.replace(tp, rank=0))
+@after(weights, "_read_local", needs="tp fused_qkv")
+def qkv_pieces_reversed(value: Tensor, name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
+    """a rank holds the rows of a fused matrix in the order q, k, v"""
+    return _pieces_reversed(value, placement, mesh, "q k v")
 
 
-def one_piece_further(original: Any) -> Any:
-    """The rows of B land where the next piece is."""
-
-    def piece_rows(self: ParallelLinear, piece: str) -> Tensor:
-        rows: Tensor = original(self, piece)
-        return (rows + len(rows)) % self.out_features
-
-    return piece_rows
+@after(weights, "_read_local", needs="tp fused_gate_up")
+def gate_and_up_swapped(value: Tensor, name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
+    """a rank holds its rows of gate before those of up"""
+    return _pieces_reversed(value, placement, mesh, "gate up")
 
 
-OF_SHARDS = by_name(
-    mutation(
-        "base_shards_reversed",
-        "tp rank i holds the i-th slice of a row-parallel weight",
-        "tp",
-        (weights, "_read_local", read_as(reversed_rank, where=is_row_weight)),
-    ),
-    mutation(
-        "column_bias_of_rank_0",
-        "tp rank i holds the i-th slice of the bias of a column-parallel linear",
-        "tp column_bias",
-        (weights, "_read_local", read_as(rank_0, where=is_column_bias)),
-    ),
-    mutation(
-        "qkv_pieces_reversed",
-        "a rank holds the rows of a fused matrix in the order q, k, v",
-        "tp fused_qkv",
-        (weights, "_read_local", pieces_reversed("q k v")),
-    ),
-    mutation(
-        "gate_and_up_swapped",
-        "a rank holds its rows of gate before those of up",
-        "tp fused_gate_up",
-        (weights, "_read_local", pieces_reversed("gate up")),
-    ),
-    mutation(
-        "fused_base_cut_as_one_matrix",
-        "of a fused matrix each rank holds a share of every piece",
-        "tp fused_blocks",
-        (weights, "_read_local", read_as_one_matrix),
-        (attach, "local_part", factor_as_one_matrix),
-    ),
-    mutation(
-        "fused_b_cut_as_one_matrix",
-        "the rows of B go with the rows of the base",
-        "tp fused_blocks fused_target",
-        (attach, "local_part", factor_as_one_matrix),
-    ),
-    mutation(
-        "piece_lands_on_the_next",
-        "an adapter on a piece adds to the rows of that piece",
-        "pieces",
-        (ParallelLinear, "_piece_rows", one_piece_further),
-    ),
-    mutation(
-        "kv_head_of_another_rank",
-        "a rank holds the key/value heads that its query heads go with",
-        "kv_replicas",
-        (Piece, "share", units_dealt_round),
-    ),
-    mutation(
-        "heads_of_rank_0_in_arguments",
-        "of an argument with a dim of heads each rank sees its own",
-        "sliced",
-        (regions, "_cut_arguments", arguments_of_rank_0),
-    ),
-    mutation(
-        "wide_norm_weight_of_rank_0",
-        "tp rank i holds the i-th slice of the weight of a norm over a split width",
-        "tp wide_norm",
-        (weights, "_read_local", read_as(rank_0, where=is_wide_norm)),
-    ),
+@around(attach, "local_part", needs="tp fused_blocks fused_target")
+def fused_b_cut_as_one_matrix(original: Any, full: Tensor, rule: Any, mesh: Any) -> Any:
+    """the rows of B go with the rows of the base"""
+    cuts = tuple(dataclasses.replace(cut, layout=_as_one_matrix(cut.layout)) for cut in rule.cuts)
+    return original(full, rule if rule.is_expert else dataclasses.replace(rule, cuts=cuts), mesh)
+
+
+@around(weights, "_read_local", needs="tp fused_blocks", also=fused_b_cut_as_one_matrix.changes)
+def fused_base_cut_as_one_matrix(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """of a fused matrix each rank holds a share of every piece"""
+    if not placement.num_experts:
+        placement = dataclasses.replace(placement, layout=_as_one_matrix(placement.layout))
+    return original(name, placement, source, mesh)
+
+
+@after(ParallelLinear, "_piece_rows", needs="pieces")
+def piece_lands_on_the_next(rows: Tensor, self: ParallelLinear, piece: str) -> Tensor:
+    """an adapter on a piece adds to the rows of that piece"""
+    return (rows + len(rows)) % self.out_features
+
+
+@around(Piece, "share", needs="kv_replicas")
+def kv_head_of_another_rank(original: Any, self: Piece, *, rank: int, size: int) -> Any:
+    """a rank holds the key/value heads that its query heads go with"""
+    # Of replicated heads rank i has the i-th, counted round and round.
+    if self.copies(size) > 1:
+        rank = rank % self.num_units * (size // self.num_units)
+    return original(self, rank=rank, size=size)
+
+
+@around(regions, "_cut_arguments", needs="sliced")
+def heads_of_rank_0_in_arguments(original: Any, module: Any, of: Any, tp: Axis) -> Any:
+    """of an argument with a dim of heads each rank sees its own"""
+    return original(module, of, dataclasses.replace(tp, rank=0))
+
+
+@around(weights, "_read_local", needs="tp wide_norm")
+def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """tp rank i holds the i-th slice of the weight of a norm over a split width"""
+    is_it = _is_split(placement) and not name.endswith(".bias") and len(placement.shape) == 1
+    return original(name, placement, source, _seen_as(mesh, 0) if is_it else mesh)
+
+
+@around(
+    linear,
+    "pack",
+    needs="quantized",
+    also=((Packed, "whole", lambda whole: lambda self: whole(self).roll(-(BLOCK // 2), 1)),),
 )
+def quantized_blocks_straddle(original: Any, weight: Tensor, kind: str) -> Any:
+    """the blocks of a rank are blocks of the whole matrix"""
+    # Blocks begin in the midst of those that one process has; what is unpacked is rolled back.
+    return original(weight.roll(BLOCK // 2, 1), kind)
+
+
+@after(linear, "pack", needs="quantized")
+def quantized_scale_of_neighbour(packed: Packed, *_: Any) -> Packed:
+    """each block has its own scale"""
+    return dataclasses.replace(packed, absmax=packed.absmax.roll(1, 0))
+
+
+@after(Packed, "whole", needs="quantized digits")
+def quantized_otherwise_in_backward(found: Tensor, self: Packed) -> Tensor:
+    """a backward computes with the numbers of its forward"""
+    return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
+
+
+@after(dp_shard, "all_gather_into", needs="dp_shard")
+def dp_shards_gathered_in_reverse(_: None, result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """the parts of a layer's weights are put together in the order of the dp ranks"""
+    result.copy_(torch.cat(result.chunk(axis.size)[::-1]))
+
+
+# A new list each time that the fault is put in.
+@fault(lambda wrong, gather: functools.partial(wrong, gather, []), dp_shard, "all_gather_into", needs="dp_shard")
+def dp_shard_stale_in_backward(original: Any, last: list[Tensor], result: Tensor, tensor: Tensor, axis: Axis) -> None:
+    """a layer's backward computes with the weights of its forward"""
+    # Backwards find in the freed memory what the last forward left there: the weights of the last layer.
+    original(result, tensor, axis)
+    if running_backward() < 0:
+        last[:] = [result.clone()]
+    elif last[0].shape == result.shape:
+        result.copy_(last[0])
+
+
+@around(weights, "shard_unit", needs="dp_shard")
+def dp_shard_of_another_layer(original: Any, model: Any, unit: str, plan: Any, mesh: Any) -> None:
+    """each dp rank holds its part of the layer that it is sharded as"""
+    # dp rank 1 shards what it has read of the layer before; of the first layer its own.
+    number = plan.units.index(unit)
+    if number and mesh.data.rank:
+        before = dict(model.get_submodule(plan.units[number - 1]).named_parameters())
+        for name, parameter in model.get_submodule(unit).named_parameters():
+            if hasattr(before[name], "to_local"):
+                part = before[name].to_local()
+                first = mesh.data.rank * -(-len(parameter) // mesh.data.size)
+                parameter[first : first + len(part)] = part
+    original(model, unit, plan, mesh)

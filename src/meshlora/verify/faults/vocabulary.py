@@ -15,127 +15,70 @@ from meshlora.layers import embedding, linear
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.head import loss as vocabulary
 from meshlora.plan.grads import Side
-from meshlora.verify.faults import wrong_code
-from meshlora.verify.faults.fault import by_name, instead, mutation, then
+from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+
+LOSS = (vocabulary._ChunkLoss, "__call__")
 
 
-def _padding_trained(original: Any) -> Any:
-    def lora(self: ParallelEmbedding, *args: Any) -> Tensor:
-        with mock.patch.object(self, "padding_idx", None):
-            return original(self, *args)
-
-    return lora
-
-
-def output_without_tp(found: Any, rule: Any, side: Side) -> Any:
-    return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}) if side is Side.OUTPUT else found
-
-
-def next_rank(tp: Axis) -> int:
+def _next_rank(tp: Axis) -> int:
     return (tp.rank + 1) % tp.size
 
 
-def rows_of_next_rank(original: Any) -> Any:
-    """Each rank takes the tokens of another for its own."""
-
-    def local(self: ParallelEmbedding, ids: Tensor) -> Any:
-        with mock.patch.object(self, "first_id", next_rank(self.tp) * self.num_embeddings):
-            return original(self, ids)
-
-    return local
+@around(ParallelEmbedding, "_local", needs="tp")
+def embedding_rows_of_another_rank(original: Any, self: ParallelEmbedding, ids: Tensor) -> Any:
+    """a rank looks up the tokens of its own part of the vocabulary"""
+    with mock.patch.object(self, "first_id", _next_rank(self.tp) * self.num_embeddings):
+        return original(self, ids)
 
 
-def nothing_masked(found: tuple[Tensor, Tensor | None], *_: Any) -> tuple[Tensor, Tensor | None]:
+@after(ParallelEmbedding, "_local", needs="tp")
+def embedding_of_others_not_masked(found: tuple[Tensor, Tensor | None], *_: Any) -> tuple[Tensor, Tensor | None]:
+    """a rank adds nothing for tokens that are another's"""
     ids, is_other = found
     return ids, None if is_other is None else torch.zeros_like(is_other)
 
 
-def labels_of_next_rank(original: Any) -> Any:
-    def loss(self: Any, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        other = dataclasses.replace(self.axis, rank=next_rank(self.axis))
-        return original(dataclasses.replace(self, axis=other), logits, labels, gradient)
-
-    return loss
+@instead_of(embedding, "reduce_each_to_one", needs="tp")
+def embedding_not_reduced(x: Tensor, axis: Axis) -> Tensor:
+    """the embedding of a token is the sum over tp"""
+    return x
 
 
-def padding_in_softmax(original: Any) -> Any:
-    def loss(self: Any, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        padded = dataclasses.replace(self, vocab=self.axis.size * logits.shape[1])
-        return original(padded, logits, labels, gradient)
-
-    return loss
+@after(adapter_plan, "embedding_rule", needs="tp embedding_target")
+def embedding_b_not_summed(found: Any, rule: Any, side: Side) -> Any:
+    """the gradient of B on the embedding is summed over tp"""
+    return without_axis(found, "tp") if side is Side.OUTPUT else found
 
 
-def smoothed_over_local_vocabulary(original: Any) -> Any:
-    """Each rank takes the mean over its own logits for that over all."""
-
-    def own_total(tensor: Tensor, axis: Axis) -> Tensor:
-        by_rank: Tensor = gather(tensor, axis)
-        by_rank.view(axis.size, *tensor.shape)[:, 3] = tensor[3]
-        return by_rank
-
-    gather = vocabulary.all_gather
-
-    def loss(self: Any, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        with mock.patch.object(vocabulary, "all_gather", own_total):
-            return original(self, logits, labels, gradient)
-
-    return loss
+@after(linear, "gather_each_to_one", needs="tp")
+def logits_gathered_in_another_order(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
+    """logits are gathered in the order of the tp ranks"""
+    return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-OF_VOCABULARY = by_name(
-    mutation(
-        "embedding_rows_of_another_rank",
-        "a rank looks up the tokens of its own part of the vocabulary",
-        "tp",
-        (ParallelEmbedding, "_local", rows_of_next_rank),
-    ),
-    mutation(
-        "embedding_of_others_not_masked",
-        "a rank adds nothing for tokens that are another's",
-        "tp",
-        (ParallelEmbedding, "_local", then(nothing_masked)),
-    ),
-    mutation(
-        "embedding_not_reduced",
-        "the embedding of a token is the sum over tp",
-        "tp",
-        (embedding, "reduce_each_to_one", instead(lambda x, axis: x)),
-    ),
-    mutation(
-        "embedding_b_not_summed",
-        "the gradient of B on the embedding is summed over tp",
-        "tp embedding_target",
-        (adapter_plan, "embedding_rule", then(output_without_tp)),
-    ),
-    mutation(
-        "logits_gathered_in_another_order",
-        "logits are gathered in the order of the tp ranks",
-        "tp",
-        (linear, "gather_each_to_one", then(wrong_code.blocks_reversed)),
-    ),
-    mutation(
-        "labels_of_another_rank",
-        "a rank finds the labels of its own part of the vocabulary",
-        "tp",
-        (vocabulary._ChunkLoss, "__call__", labels_of_next_rank),
-    ),
-    mutation(
-        "padding_in_softmax",
-        "the padding of a vocabulary is no part of the softmax",
-        "padded_vocabulary",
-        (vocabulary._ChunkLoss, "__call__", padding_in_softmax),
-    ),
-    mutation(
-        "smoothed_over_local_vocabulary",
-        "label smoothing takes the mean over the whole vocabulary",
-        "tp smoothing sft",
-        (vocabulary._ChunkLoss, "__call__", smoothed_over_local_vocabulary),
-    ),
-    mutation(
-        "embedding_padding_trained",
-        "as in PEFT an adapter on the embedding has no gradient from the padding token",
-        "embedding_padding",
-        (ParallelEmbedding, "_lora", _padding_trained),
-    ),
-)
+@around(*LOSS, needs="tp")
+def labels_of_another_rank(original: Any, self: Any, *seen: Tensor) -> Any:
+    """a rank finds the labels of its own part of the vocabulary"""
+    other = dataclasses.replace(self.axis, rank=_next_rank(self.axis))
+    return original(dataclasses.replace(self, axis=other), *seen)
+
+
+@around(*LOSS, needs="padded_vocabulary")
+def padding_in_softmax(original: Any, self: Any, logits: Tensor, *seen: Tensor) -> Any:
+    """the padding of a vocabulary is no part of the softmax"""
+    return original(dataclasses.replace(self, vocab=self.axis.size * logits.shape[1]), logits, *seen)
+
+
+@after(vocabulary, "all_gather", needs="tp smoothing sft", within=LOSS)
+def smoothed_over_local_vocabulary(by_rank: Tensor, tensor: Tensor, axis: Axis) -> Tensor:
+    """label smoothing takes the mean over the whole vocabulary"""
+    # Each rank takes the mean over its own logits for that over all.
+    by_rank.view(axis.size, *tensor.shape)[:, 3] = tensor[3]
+    return by_rank
+
+
+@around(ParallelEmbedding, "_lora", needs="embedding_padding")
+def embedding_padding_trained(original: Any, self: ParallelEmbedding, *args: Any) -> Any:
+    """as in PEFT an adapter on the embedding has no gradient from the padding token"""
+    with mock.patch.object(self, "padding_idx", None):
+        return original(self, *args)

@@ -1,0 +1,135 @@
+"""Runs of several parts: what one that goes on from a checkpoint forgets, exchanges or does twice, what one of several
+adapters has from another or from all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from meshlora.adapter.formats import peft_format
+from meshlora.layers.experts import module as experts
+from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.tokens import ForwardTokens
+from meshlora.train import gradsync, trained, trainer
+from meshlora.train.checkpoint import state as checkpoint
+from meshlora.train.checkpoint.resuming import FOLDER
+from meshlora.train.trained import TrainedAdapter
+from meshlora.train.trainer import Trainer
+from meshlora.verify.faults.fault import after, around, fault, instead_of
+
+
+@around(peft_format, "read_adapter", needs="resume")
+def resumed_from_the_first_adapter(original: Any, model: Any, name: str, planned: Any) -> Any:
+    """a run goes on with the adapter of its checkpoint"""
+    if planned.folder.parent.name == FOLDER:
+        planned = replace(planned, folder=planned.folder.parents[1] / "initial")
+    return original(model, name, planned)
+
+
+@instead_of(trained, "restore_optimizer", needs="resume")
+def moments_not_restored(*_: Any) -> None:
+    """AdamW goes on with the moments of the checkpoint"""
+
+
+@after(trained, "restore_optimizer", needs="resume")
+def moments_exchanged(_: None, model: Any, optimizer: torch.optim.Optimizer, *__: Any) -> None:
+    """each moment is restored as what it was"""
+    for state in optimizer.state.values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
+
+
+@around(checkpoint, "local_part", needs="resume tp")
+def moments_of_another_rank(original: Any, tensor: Tensor, rule: Any, mesh: Any) -> Any:
+    """each rank takes its own part of the moments"""
+    own = original(tensor, rule, mesh)
+    if rule.split_dim is None:
+        return own
+    return original(tensor.roll(own.shape[rule.split_dim], rule.split_dim), rule, mesh)
+
+
+@after(trained, "restore_optimizer", needs="resume")
+def bias_correction_begins_again(_: None, model: Any, optimizer: torch.optim.Optimizer, *__: Any) -> None:
+    """AdamW counts its steps on"""
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+@fault(lambda wrong, _: property(wrong), TrainedAdapter, "start", needs="resume")
+def resumed_one_step_late(self: TrainedAdapter) -> int:
+    """the first step after a checkpoint is the next one"""
+    return self.run.resume.step + 1 if self.run.resume is not None else 0
+
+
+@around(TrainedAdapter, "update", needs="resume")
+def schedule_begins_again(original: Any, self: TrainedAdapter, step: int, **rest: Any) -> Any:
+    """the learning rate goes on where it was"""
+    return original(self, step - self.start, **rest)
+
+
+@after(TrainedAdapter, "__post_init__", needs="resume")
+def order_begins_again(_: None, self: TrainedAdapter) -> None:
+    """the next step takes the next sequences"""
+    batches, start = self.batches, self.start
+
+    class Anew:
+        def batch(self, step: int) -> Any:
+            return batches.batch(step - start)
+
+    self.batches = Anew()  # type: ignore[assignment]
+
+
+@after(TrainedAdapter, "share", needs="resume dropout")
+def masks_begin_again(share: Any, self: TrainedAdapter, *_: Any) -> Any:
+    """dropout is that of the step, however often a run was stopped"""
+    return replace(share, step=share.step - self.start)
+
+
+@around(gradsync, "_sum_bucket", needs="adapters")
+def adapters_divided_by_tokens_of_all(original: Any, *of: Any, scales: Tensor) -> Any:
+    """each adapter's gradients are divided by the number of its own tokens"""
+    return original(*of, scales=(1 / (1 / scales).sum()).expand_as(scales))
+
+
+@around(trainer, "clip_gradients_on_device", needs="adapters")
+def adapters_clipped_as_the_next(original: Any, mesh: Any, adapters: Any, limits: Any) -> Any:
+    """each adapter is clipped to a norm of its own"""
+    return original(mesh, adapters, [*limits[1:], *limits[:1]])
+
+
+@around(Trainer, "train_step", needs="adapters")
+def adapters_gradients_kept(original: Any, self: Trainer, adapters: Any) -> Any:
+    """a step begins without the gradients of the last one"""
+
+    def kept(self: torch.optim.Optimizer, **_: object) -> None:
+        """Gradients stay; they are not marked as finished any more, which would be refused."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
+    if len(adapters) == 1:
+        return original(self, adapters)
+    with mock.patch.object(torch.optim.AdamW, "zero_grad", kept):
+        return original(self, adapters)
+
+
+@around(ForwardTokens, "of", needs="adapters lora_dropout")
+def adapters_dropped_as_the_first(original: Any, self: ForwardTokens, shares: Any, adapters: Any) -> Any:
+    """each adapter's dropout is drawn by its own seed"""
+    mixed = [replace(share, seed=1) for share in shares] if len(adapters) > 1 else shares
+    return original(self, mixed, adapters)
+
+
+@after(experts, "owners", needs="adapters expert_target")
+def adapters_exchanged_at_experts(found: Tensor, parts: Any, names: Any) -> Tensor:
+    """at an expert each row gets the product of its own adapter"""
+    return (found + 1) % len(names)
+
+
+@around(ParallelLinear, "weight_norm", needs="adapters dora", within=(ParallelLinear, "_ratio"))
+def adapters_scaled_by_the_norm_of_the_first(original: Any, self: ParallelLinear, _: str) -> Any:
+    """each adapter's rows are scaled by magnitudes over norms of its own"""
+    return original(self, next(iter(self.scaling)))
