@@ -12,3 +12,4 @@ def test_what_a_fault_replaces_is_there(name: str) -> None:
     gone = [(owner, attribute) for owner, attribute, _ in MUTATIONS[name].changes if not hasattr(owner, attribute)]
     assert not gone, f"{name} replaces what there is no more: {gone}"
     assert MUTATIONS[name].changes
+    assert MUTATIONS[name].invariant

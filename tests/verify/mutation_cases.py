@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshlora.verify.faults.objectives import PROVED
-from tests.verify.run_cases import RUNS
+from tests.verify.run_cases import RUNS, needing
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
 LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
@@ -306,18 +306,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "a clipped policy gradient, held to the base": (
         {"family": "qwen3", "objective": PROVED["policy"], "topologies": ("dp=2",)},
-        {
-            "policy_columns_of_next_token": LOSS,
-            "policy_not_clipped": LOSS,
-            "policy_ratio_always_one": LOSS,
-            "policy_weights_ignored": LOSS,
-            "policy_sign": LOSS,
-            "policy_clip_sides_swapped": LOSS,
-            "policy_clip_at_default": LOSS,
-            "policy_kl_doubled": LOSS,
-            "base_with_adapter_on": LOSS,
-            "base_halved": LOSS,
-        },
+        dict.fromkeys(needing("policy"), LOSS) | {"base_with_adapter_on": LOSS, "base_halved": LOSS},
     ),
     "sequences that share a row": (
         {"family": "qwen3", "packing": True, "topologies": ("dp=2",)},
@@ -331,32 +320,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "pairs of answers": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},
-        {
-            "dpo_pairs_swapped": LOSS,
-            "dpo_per_token": LOSS,
-            "dpo_labels_not_smoothed": LOSS,
-            "dpo_beta_at_default": LOSS,
-        },
+        dict.fromkeys(needing("dpo"), LOSS),
     ),
     "pairs of answers, without a base": (
         {"family": "qwen3", "objective": PROVED["orpo"], "topologies": ("dp=2",)},
-        {
-            "orpo_not_length_normalised": LOSS,
-            "orpo_odds_upside_down": LOSS,
-            "orpo_odds_of_probabilities": LOSS,
-            "orpo_without_likelihood": LOSS,
-            "orpo_beta_at_default": LOSS,
-        },
+        dict.fromkeys(needing("orpo"), LOSS),
     ),
     "answers that were liked or not": (
         {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",)},
-        {
-            "kto_labels_swapped": LOSS,
-            "kto_weights_swapped": LOSS,
-            "kto_point_of_one_rank": LOSS,
-            "kto_point_of_base_from_policy": LOSS,
-            "kto_beta_at_default": LOSS,
-        },
+        dict.fromkeys(needing("kto"), LOSS),
     ),
     "dropout of the adapter and of the model, held to the base": (
         {
