@@ -9,91 +9,71 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean
 
 PROJECT = "meshlora"
 
 
-class Tracker(Protocol):
-    """What gets the numbers of a run, on rank 0."""
+@dataclass(frozen=True)
+class Tracker:
+    """What gets the numbers of a run, on rank 0.
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers of optimizer step `step`, by names as in `train/loss` and `eval/loss`."""
+    log: is told numbers of an optimizer step, by names as in `train/loss` and `eval/loss`, and the step. close: that
+    the run is over, or has failed.
+    """
 
-    def close(self) -> None:
-        """The run is over, or has failed."""
+    log: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
 
 
-class _Tensorboard:
-    def __init__(self, folder: Path, config: Mapping[str, Any], done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier start recorded of later steps is hidden.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+    # What an earlier start recorded of later steps is hidden.
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(log, writer.close)
 
 
-class _Wandb:
+def _wandb(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
     """Offline: `wandb sync` sends it."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], done: int) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=PROJECT, name=folder.name, dir=str(folder), config=dict(config), mode="offline", reinit=True
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    wandb: Any = importlib.import_module("wandb")
+    run = wandb.init(
+        project=PROJECT, name=folder.name, dir=str(folder), config=dict(config), mode="offline", reinit=True
+    )
+    return Tracker(lambda values, step: run.log(values, step=step), run.finish)
 
 
-class _Mlflow:
+def _mlflow(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
     """Into a folder beside the run."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], done: int) -> None:
-        self._mlflow: Any = importlib.import_module("mlflow")
-        self._mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
-        self._mlflow.set_experiment(PROJECT)
-        self._mlflow.start_run(run_name=folder.name)
-        self._mlflow.log_dict(dict(config), "run.json")
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics({name: float(value) for name, value in values.items()}, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    mlflow: Any = importlib.import_module("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+    mlflow.set_experiment(PROJECT)
+    mlflow.start_run(run_name=folder.name)
+    mlflow.log_dict(dict(config), "run.json")
+    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
 
 
-class _Trackio:
+def _trackio(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
     """In trackio's own store on this machine."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], done: int) -> None:
-        self._trackio: Any = importlib.import_module("trackio")
-        self._trackio.init(project=PROJECT, name=folder.name, config=dict(config))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+    trackio: Any = importlib.import_module("trackio")
+    trackio.init(project=PROJECT, name=folder.name, config=dict(config))
+    return Tracker(lambda values, step: trackio.log(values, step=step), trackio.finish)
 
 
 _TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
-    "tensorboard": _Tensorboard,
-    "wandb": _Wandb,
-    "mlflow": _Mlflow,
-    "trackio": _Trackio,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
 }
 
 
