@@ -133,7 +133,7 @@ def _stopped_after(step: int | None, file: Path, world: int, resume: str | None,
     def asked(self: Any, number: int, batch: Any, *, is_only: bool) -> Any:
         if (now[0], number, self.mesh.rank) == (step, 1, world - 1):
             os.kill(os.getpid(), signal.SIGTERM)
-            while not self.stop.is_asked:
+            while not self.stop.is_set():
                 time.sleep(0.001)
         return backward(self, number, batch, is_only=is_only)
 

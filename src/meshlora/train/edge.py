@@ -1,7 +1,8 @@
-"""The edge of a rank's process: how what became of it is said, to the terminal and to whoever started it.
+"""The edge of a rank's process: what reaches it from outside, and how what became of it is said.
 
-Owns: the last line of a rank, its word to its launcher (ours, or torchrun's), its log, and its end. Does not own: the
-launcher (`train.launch`), what a rank does.
+Owns: signals while a run trains: the first SIGINT or SIGTERM is a request to stop, the second one ends this process;
+the last line of a rank, its word to its launcher (ours, or torchrun's), its log, and its end. Does not own: the
+launcher (`train.launch`), what a rank does, about a request too (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,9 @@ LOST_PEER = (
 # Variables that our own launcher sets: its process number; the command of the user; a socket for words.
 LAUNCHER, COMMAND, WORDS = "MESHLORA_LAUNCHER", "MESHLORA_COMMAND", "MESHLORA_WORDS"
 _RANK_0_FIRST_S = 5.0
+_ASKING = (signal.SIGINT, signal.SIGTERM)
+# A signal to all processes of a job comes to a rank twice, directly and from its launcher: that is one request.
+_ONE_REQUEST_S = 0.3
 
 
 def launched_by_us() -> bool:
@@ -62,7 +67,7 @@ def _tell(**words: Any) -> None:
         end.send(json.dumps({"rank": place.rank, **words}).encode())
 
 
-def another_rank_failed() -> bool:
+def _another_rank_failed() -> bool:
     """Whether a rank of this machine has left word of a failure with torchrun, which then ends the others."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}"))
@@ -94,8 +99,66 @@ def how_to_go_on(words: str) -> str:
     return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
 
 
-def end_at_once(number: int) -> None:
-    """End this process by a second signal. What a save has begun stays under a temporary name, for the next run."""
+@contextlib.contextmanager
+def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], None]) -> Iterator[Mapping[int, Any]]:
+    """Inside the block `handler` gets the signals `numbers`; yields what handled each before.
+
+    What is ignored stays so, as SIGHUP under nohup, and SIGINT in a script's background job. Nothing is handled, nor
+    yielded, outside of the main thread, which alone can.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    known = {number: signal.getsignal(number) for number in numbers if in_main_thread}
+    before = {number: handled for number, handled in known.items() if handled is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield before
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
+
+
+@contextlib.contextmanager
+def noticing_signals() -> Iterator[threading.Event]:
+    """Yields what is set once this process is asked to stop, inside the block. Where a rank has failed elsewhere, and
+    the launcher ends what is left, the first signal ends this process already.
+
+    A thread reads them from a pipe: Python's own handlers wait until a collective has returned, and one that waits for
+    a rank that hangs does not return.
+    """
+    asked = threading.Event()
+    with handling_signals(_ASKING, lambda *_: None) as handled:
+        if not handled:
+            yield asked
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)  # as set_wakeup_fd demands
+
+        def listen() -> None:
+            asked_at = 0.0
+            while number := reader.recv(1)[0]:
+                if number not in _ASKING:
+                    continue
+                if _another_rank_failed() or (asked.is_set() and time.monotonic() - asked_at > _ONE_REQUEST_S):
+                    _end_by(number)
+                if not asked.is_set():
+                    asked_at = time.monotonic()
+                    asked.set()
+
+        thread = threading.Thread(target=listen, daemon=True, name="signals")
+        with reader, writer:
+            old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            thread.start()
+            try:
+                yield asked
+            finally:
+                signal.set_wakeup_fd(old)
+                os.write(writer.fileno(), b"\0")
+                thread.join()
+
+
+def _end_by(number: int) -> None:
+    """End this process by a signal. What a save has begun stays under a temporary name, for the next run."""
     place = launcher_place()
     if number == signal.SIGINT and not launched_by_us() and (place is None or place.rank == 0):
         print("interrupted", file=sys.stderr)
@@ -113,10 +176,7 @@ def rank_edge() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        place = launcher_place()
-        if not launched_by_us() and (place is None or place.rank == 0):
-            print("interrupted", file=sys.stderr)
-        _end(130)
+        _end_by(signal.SIGINT)
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise

@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import Any
 from meshlora.comm.groups import place_in_environment
 from meshlora.common.errors import MeshloraError, RankFailedError, UserError
 from meshlora.common.lifetime import Janitor
-from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS
+from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS, handling_signals
 
 # After one rank failed, how long the others may take to say why: the cause may be theirs.
 _GRACE_S = 1.0
@@ -73,7 +72,8 @@ def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s
         KeyboardInterrupt, MeshloraError: SIGINT or another signal came; the ranks have been ended first.
     """
     ranks: list[_Rank] = []
-    with signals_end_what_was_started(), _folder_of_run() as (folder, janitor), _words() as (ours, theirs):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # words of ranks arrive whole
+    with ours, theirs, signals_end_what_was_started(), _folder_of_run() as (folder, janitor):
         try:
             with _first_signal_handed_on(ranks, nproc):
                 for number in range(nproc):
@@ -123,15 +123,6 @@ def _folder_of_run() -> Iterator[tuple[Path, Janitor]]:
         janitor.dismiss()
 
 
-@contextlib.contextmanager
-def _words() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """(where words of ranks arrive, where ranks leave them), each word whole."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ours.setblocking(False)
-    with ours, theirs:
-        yield ours, theirs
-
-
 def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: Janitor, timeout_s: float) -> None:
     """Until all ranks have ended: by themselves, or killed some seconds after the first that failed.
 
@@ -163,7 +154,7 @@ def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: Janitor, timeo
 def _read(ranks: Sequence[_Rank], words: socket.socket) -> None:
     with contextlib.suppress(BlockingIOError):
         while True:
-            said = json.loads(words.recv(_LONGEST_WORD))
+            said = json.loads(words.recv(_LONGEST_WORD, socket.MSG_DONTWAIT))
             rank = ranks[said.pop("rank")]
             rank.trains |= said.pop("trains", False)
             rank.said |= said
@@ -174,31 +165,19 @@ def _read(ranks: Sequence[_Rank], words: socket.socket) -> None:
 @contextlib.contextmanager
 def _first_signal_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None]:
     """Inside the block the first SIGINT or SIGTERM goes to the ranks, where all train; any other ends the launch."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can handle signals
-        return
-    asking = (signal.SIGINT, signal.SIGTERM)
-    before = {number: handler for number in asking if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
     handed_on: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
         if handed_on or len(ranks) < nproc or not all(rank.trains for rank in ranks):
-            handler = before[signal.Signals(number)]
-            assert callable(handler)
-            handler(number, frame)
+            before[number](number, frame)
+            return
         handed_on.append(number)
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
-    for number in before:
-        signal.signal(number, handle)
-    try:
+    with handling_signals((signal.SIGINT, signal.SIGTERM), handle) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is handle:  # else one came, and those that follow wait
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -210,30 +189,20 @@ def signals_end_what_was_started() -> Iterator[None]:
     Raises:
         KeyboardInterrupt, MeshloraError: SIGINT or another signal came.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can handle signals
-        return
-    # What is ignored stays so: SIGHUP under nohup, SIGINT in a script's background job.
-    before = {number: handler for number in _ENDING if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    came: list[int] = []
 
     def first(number: int, _: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else _ended_by(signal.Signals(number))
+        if came:
+            return
+        came.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        ended = MeshloraError(f"ended by signal {number:d} ({signal.Signals(number).name})")
+        ended.exit_code = 128 + number
+        raise ended
 
-    for number in before:
-        signal.signal(number, first)
-    try:
+    with handling_signals(_ENDING, first):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ended_by(number: signal.Signals) -> MeshloraError:
-    ended = MeshloraError(f"ended by signal {number:d} ({number.name})")
-    ended.exit_code = 128 + number
-    return ended
 
 
 def _first_cause(failed: Sequence[_Rank]) -> RankFailedError:

@@ -32,9 +32,8 @@ from meshlora.loading.load import load_blueprint
 from meshlora.model.weights import checkpoint_files
 from meshlora.train.checkpoint.identity import Contents, identity_of_contents
 from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
-from meshlora.train.edge import another_rank_failed, end_at_once, say_in_training
+from meshlora.train.edge import noticing_signals, say_in_training
 from meshlora.train.prepare import Prepared
-from meshlora.train.stopping import noticing_signals
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Reporter
 from meshlora.train.watch.samples import FILE as SAMPLES
@@ -67,7 +66,7 @@ def train(runs: Mapping[str, Prepared], *, console: Console | None = None, go_on
             notes = [*run.notes, *(prepare_output(run) if is_main else ())]
             reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
             introduce(run, notes, reporters[name])
-        stop = opened.enter_context(noticing_signals(end_at_once, is_lost=another_rank_failed))
+        stop = opened.enter_context(noticing_signals())
         opened.enter_context(mesh.patient_for(first.config.train.timeout_s))
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
         of_adapters = {names[name]: run for name, run in runs.items()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,6 @@ from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.routing import RunRouting
 from meshlora.train.step_sums import StepResult, StepSums
-from meshlora.train.stopping import StopRequest
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.watch.metrics import Reporter, StepMetrics
 from meshlora.train.watch.nonfinite import find_not_finite
@@ -46,14 +46,14 @@ from meshlora.train.watch.nonfinite import find_not_finite
 class Trainer:
     """Trains the adapters of `model` that `runs` names.
 
-    reporters: of each. names: what they are called in what is said, where there are several. stop: whether this rank
-    was asked to stop. check: called with the folder of each adapter that training starts from.
+    reporters: of each. names: what they are called in what is said, where there are several. stop: set once this
+    rank is asked to stop. check: called with the folder of each adapter that training starts from.
     """
 
     runs: Mapping[str, Prepared]
     model: Any
     reporters: Mapping[str, Reporter]
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop: threading.Event = field(default_factory=threading.Event)
     check: Callable[[Path], None] | None = None
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Trainer:
             if one.loss_scale is not None:
                 one.loss_scale.unscale(one.factors)
         norms = clip_gradients_on_device(self.mesh, factors, [one.run.config.train.max_grad_norm for one in adapters])
-        results = sums.read(totals, norms, is_asked=self.stop.is_asked)
+        results = sums.read(totals, norms, is_asked=self.stop.is_set())
         return [
             self._updated(one, result, batches, aux_loss, started)
             for one, result in zip(adapters, results, strict=True)

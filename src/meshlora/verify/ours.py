@@ -105,7 +105,8 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
     def watched(adapters: list[TrainedAdapter]) -> list[StepMetrics]:
         step = adapters[0].done
         at_step(routing, step)
-        trainer.stop.is_asked = case.resumes and run.resume is None and step == case.steps - 2
+        if case.resumes and run.resume is None and step == case.steps - 2:
+            trainer.stop.set()
         with contextlib.nullcontext() if step == 0 else _in_parts():  # collectives are counted in the first
             metrics = train_step(adapters) if step > 0 else _first_step(trainer, train_step, trace)
         after_step(routing, step, case)
