@@ -39,7 +39,7 @@ from meshlora.layers.tokens import Share
 from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.topology import Topology
-from meshlora.train.losses import Answers
+from meshlora.train.losses import language_model_losses
 from meshlora.train.prepare import Prepared
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
@@ -130,8 +130,8 @@ def check_parity(folder: Path, vocab: int, quantization: str | None) -> float:
     labels = torch.cat([ids[:, 1:], torch.full((K, 1), -100)], 1)
     with runtime(model).dropout.of([Share(name, torch.arange(SEQ)) for name in NAMES], NAMES):
         batch = Batch(ids, torch.ones_like(ids), labels, K * (SEQ - 1), torch.arange(K * SEQ).view(K, SEQ))
-        own = [batch.rows(number, number + 1) for number in range(K)]
-        losses = Answers(model, batch, own, NAMES).losses(0.0)
+        own = [(name, batch.rows(number, number + 1)) for number, name in enumerate(NAMES)]
+        losses = language_model_losses(model, batch, own, label_smoothing=0.0)
         torch.autograd.backward(losses)
     worst = 0.0
     for number, name in enumerate(NAMES):

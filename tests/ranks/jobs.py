@@ -48,20 +48,20 @@ if "RANK" in os.environ:
         """Call `fault` in the middle of `step` (from 1) of rank `on_rank`: after its loss, before its backward."""
         if rank != on_rank:
             return
-        train_step, loss_sum, now = trainer.Trainer.train_step, trainer.Trainer._loss_sum, [0]
+        train_step, losses, now = trainer.Trainer.train_step, trainer.Trainer._losses, [0]
 
         def noticed_step(self, adapters):
             now[0] = adapters[0].done + 1
             return train_step(self, adapters)
 
-        def faulty_loss(self, *given):
-            loss, sums = loss_sum(self, *given)
+        def faulty_losses(self, *given):
+            ((loss, sums),) = losses(self, *given)
             if now[0] != step:
-                return loss, sums
+                return [(loss, sums)]
             (here / "fault-at").write_text(str(time.time()))
-            return fault(loss), sums
+            return [(fault(loss), sums)]
 
-        trainer.Trainer.train_step, trainer.Trainer._loss_sum = noticed_step, faulty_loss
+        trainer.Trainer.train_step, trainer.Trainer._losses = noticed_step, faulty_losses
 
     def die(_=None):
         os.kill(os.getpid(), signal.SIGKILL)

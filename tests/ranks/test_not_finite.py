@@ -36,7 +36,7 @@ def _run_with_nan(file: Path, world: int, sequences: list[int], module: str, whe
     """Every rank of the pool trains; `module` makes NaN of these sequences, in its output or in the gradient of it."""
     data = prepare_run(read_run(file, ["train.overwrite=true"]), world=world).train_data
     wanted = [torch.from_numpy(sequence.input_ids.copy()) for n in sequences for sequence in data.example(n)]
-    init, loss_sum = trainer.Trainer.__post_init__, trainer.Trainer._loss_sum
+    init, losses = trainer.Trainer.__post_init__, trainer.Trainer._losses
     here = [False]
 
     def broken(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -52,15 +52,15 @@ def _run_with_nan(file: Path, world: int, sequences: list[int], module: str, whe
         init(self, *args)
         self.model.get_submodule(module).register_forward_hook(broken)
 
-    def noticed(self: Any, own: Any, *given: Any) -> Any:
-        batch = own.batch
+    def noticed(self: Any, micro: Any, *given: Any) -> Any:
+        batch = micro.batch
         rows = [row[mask.bool()] for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
         here[0] = any(len(row) == len(w) and bool((row == w).all()) for row in rows for w in wanted)
-        return loss_sum(self, own, *given)
+        return losses(self, micro, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "__post_init__", watched)
-        patch.setattr(trainer.Trainer, "_loss_sum", noticed)
+        patch.setattr(trainer.Trainer, "_losses", noticed)
         run_and_keep_groups(file, world)
 
 

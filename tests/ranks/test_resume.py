@@ -149,13 +149,13 @@ def _put_in(fault: str, patch: pytest.MonkeyPatch) -> None:
     if fault.endswith("four are too many"):
         patch.setattr(trained, "_MOST_SKIPPED", 4)
     if fault.startswith("every loss is NaN"):
-        loss_sum = trainer.Trainer._loss_sum
+        losses = trainer.Trainer._losses
 
         def broken(self: Any, *given: Any) -> Any:
-            loss, sums = loss_sum(self, *given)
-            return loss * (float("nan") if torch.is_grad_enabled() else 1.0), sums
+            ((loss, sums),) = losses(self, *given)
+            return [(loss * (float("nan") if torch.is_grad_enabled() else 1.0), sums)]
 
-        patch.setattr(trainer.Trainer, "_loss_sum", broken)
+        patch.setattr(trainer.Trainer, "_losses", broken)
     if fault == "data position off by one":
         patch.setattr(GlobalBatches, "batch", lambda self, step: batch(self, step + 1))
     if fault == "dropout begins again":

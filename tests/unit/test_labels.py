@@ -12,8 +12,9 @@ from torch import Tensor
 
 import meshlora
 from meshlora.common.errors import UserError
+from meshlora.data import Batch
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.losses import check_shifted, language_model_loss, log_probabilities
+from meshlora.train.losses import batch_log_probabilities, check_shifted, language_model_loss
 
 TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]
 MASK = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
@@ -35,9 +36,13 @@ def model() -> Any:
     return meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules=["q_proj"]))
 
 
+def _log_probabilities(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    return batch_log_probabilities(model, Batch(ids, mask, labels, int((labels >= 0).sum()), ids))
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "language_model_loss": language_model_loss,
-    "log_probabilities": log_probabilities,
+    "batch_log_probabilities": _log_probabilities,
 }
 
 

@@ -12,7 +12,7 @@ from meshlora.common.float64 import lift
 from meshlora.config.objective import KINDS, Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.train import losses, objectives
-from meshlora.train.objectives import Seen, count, loss_sum
+from meshlora.train.objectives import Seen, count, loss_sums
 
 # Sequences of unequal length, with starts that are not trained.
 ROWS, LENGTH, VOCAB = 4, 6, 7
@@ -132,10 +132,9 @@ def test_objective_is_the_formula_of_its_paper(kind: str, model: Model) -> None:
     with lift(True):
         base = None
         if objective.needs_base:
-            base = losses.log_probabilities(
-                type("Base", (), {"logits": model.of_base})(), batch.input_ids, None, LABELS, trained=batch.trained
-            )
-        total, _ = loss_sum(objective, model, batch, base, torch.tensor(POINT, dtype=torch.float64))
+            base = losses.batch_log_probabilities(type("Base", (), {"logits": model.of_base})(), batch)
+        point = torch.tensor(POINT, dtype=torch.float64)
+        ((total, _),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
     found = total / count(objective, batch)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     assert torch.allclose(torch.autograd.grad(found, model.logits)[0], gradient, rtol=1e-10, atol=1e-14)

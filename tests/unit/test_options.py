@@ -20,7 +20,7 @@ from meshlora.config.file import read_run
 from meshlora.config.run import _MOST, DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import read_records, tokenize
 from meshlora.loading.blueprint import read_model_config
-from meshlora.train.batches import Own
+from meshlora.train.batches import MicroBatch
 from meshlora.train.prepare import Prepared
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
@@ -153,13 +153,13 @@ def test_the_most_of_an_option_is_taken_and_no_more(option: str) -> None:
 
 def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[tuple[int, torch.dtype]]:
     """(rows, dtype of the model) of each micro-batch of a run of one step on one process."""
-    found, loss_sum = [], Trainer._loss_sum
+    found, losses = [], Trainer._losses
 
-    def noted(self: Trainer, own: Own, *given: Any) -> Any:
-        found.append((len(own.batch.input_ids), self.model.dtype))
-        return loss_sum(self, own, *given)
+    def noted(self: Trainer, micro: MicroBatch, *given: Any) -> Any:
+        found.append((len(micro.batch.input_ids), self.model.dtype))
+        return losses(self, micro, *given)
 
-    monkeypatch.setattr(Trainer, "_loss_sum", noted)
+    monkeypatch.setattr(Trainer, "_losses", noted)
     train({"": prepared(setup, train__steps=1, topology="", **options)})
     return found
 

@@ -22,11 +22,9 @@ Row = tuple[int, list[int]]  # the adapter, by its place among the steps; the pl
 
 @dataclass(frozen=True)
 class Own:
-    """The rows `start:stop` of a micro-batch, by themselves: those of adapter `number` of the step."""
+    """The rows of adapter `number` of the step in a micro-batch, by themselves."""
 
     number: int
-    start: int
-    stop: int
     batch: Batch
 
 
@@ -108,11 +106,11 @@ class Batching:
             sizes = [(number, len(list(group))) for number, group in groups]
             whole = batch.to(self.mesh.device)
             if len(sizes) == 1:
-                yield MicroBatch(whole, (Own(sizes[0][0], 0, len(whole.input_ids), whole),))
+                yield MicroBatch(whole, (Own(sizes[0][0], whole),))
                 continue
             stops = list(itertools.accumulate(size for _, size in sizes))
             owners = [
-                Own(number, stop - size, stop, batch.rows(stop - size, stop).to(self.mesh.device))
+                Own(number, batch.rows(stop - size, stop).to(self.mesh.device))
                 for (number, size), stop in zip(sizes, stops, strict=True)
             ]
             yield MicroBatch(whole, tuple(owners))

@@ -33,7 +33,7 @@ from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.batches import Batching
-from meshlora.train.objectives import base_log_probabilities, count, loss_sum, reference_point
+from meshlora.train.objectives import base_log_probabilities, count, loss_sums, reference_point
 from meshlora.train.prepare import check_fits, read_data
 
 
@@ -53,7 +53,7 @@ def mean_loss(
     for batch in batches:
         with lift(model.dtype == torch.float64):
             base = base_log_probabilities(model, batch) if objective.needs_base else None
-            loss, _ = loss_sum(objective, model, batch, base, point)
+            ((loss, _),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
         sums[0] += loss
         sums[1] += count(objective, batch)
     model.train(is_training)

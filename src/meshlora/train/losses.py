@@ -7,8 +7,7 @@ objective makes of log-probabilities (`train.objectives`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from meshlora.layers.linear import ParallelHead
 # What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given.
 _Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]
 _Found = Tensor | _Lazy  # or logits `[B, S, V]`
+Rows = Sequence[tuple[str, Batch]]  # whose rows a batch has: adapter, its rows; neighbours, in order
 
 
 def language_model_loss(
@@ -53,131 +53,83 @@ def language_model_loss(
         UserError: labels that are not shifted, as Hugging Face's models take them. Whoever says what is `trained` knows
             what labels are, and is not checked: a GPU would have to be asked.
     """
-    if isinstance(model, Answer):
-        return model.every.losses(label_smoothing)[model.place]
-    if trained is None:
-        check_shifted(input_ids, labels, attention_mask, position_ids)
-    found = _forward(model, input_ids, attention_mask, position_ids)
+    found = _forward(model, input_ids, attention_mask, labels, position_ids, trained)
+    return _summed(found, labels, trained, label_smoothing)
+
+
+def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothing: float) -> Sequence[Tensor]:
+    """`language_model_loss` of the rows of each of K adapters, from one forward.
+
+    Unless it is trained the head, too, runs once for all.
+    """
+    found = _forward_batch(model, batch)
+    if len(own) == 1 or isinstance(found, Tensor) or found[2]["parameters"]:
+        each = zip(_of_each(model, found, own), own, strict=True)
+        return [_summed(one, rows.labels, rows.trained, label_smoothing) for one, (_, rows) in each]
+    hidden, head, options = found
+    summed = cross_entropies_from_hidden(
+        hidden,
+        head,
+        batch.labels.flatten(),
+        [rows.labels.numel() for _, rows in own],
+        **{name: value for name, value in options.items() if name != "parameters"},
+        label_smoothing=label_smoothing,
+        trained=batch.trained,
+    )
+    return summed.unbind()
+
+
+def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
+    """log p(label) of each token, `[B, S]`, 0 where untrained. own: the rows of each, where several adapters are run.
+
+    Raises:
+        UserError: as of `language_model_loss`.
+    """
+    found = _forward_batch(model, batch)
+    if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
+        return _log_probabilities(found, batch.labels, batch.trained)
+    each = zip(_of_each(model, found, own), own, strict=True)
+    return torch.cat([_log_probabilities(one, rows.labels, rows.trained) for one, (_, rows) in each])
+
+
+def _of_each(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
+    """What the head gets of the rows of each adapter, with that adapter on the head; or their logits."""
+    if isinstance(found, Tensor):
+        return found.split([len(rows.labels) for _, rows in own])
+    hidden, head, options = found
+    leaf = model.get_submodule(runtime(model).plan.head)
+    assert isinstance(leaf, ParallelHead)
+    if leaf.active is not None:  # all rows are of one adapter
+        return [found]
+    parts = hidden.split([rows.labels.numel() for _, rows in own])
+    return [
+        (part, _on_head(leaf, name, head), {**options, "parameters": _requiring_grad(leaf.trained(name).values())})
+        for part, (name, _) in zip(parts, own, strict=True)
+    ]
+
+
+def _on_head(leaf: ParallelHead, name: str, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(hidden: Tensor) -> Tensor:  # in a backward too
+        before, leaf.active = leaf.active, name
+        try:
+            return head(hidden)
+        finally:
+            leaf.active = before
+
+    return run
+
+
+def _requiring_grad(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _summed(found: _Found, labels: Tensor, trained: Tensor | None, label_smoothing: float) -> Tensor:
     if isinstance(found, Tensor):
         return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
     hidden, head, options = found
     return summed_cross_entropy_from_hidden(
         hidden, head, labels.flatten(), **options, label_smoothing=label_smoothing, trained=trained
     )
-
-
-class Answers:
-    """What `model` says of a micro-batch of K adapters, from one forward; `of` one of them stands for a model of it.
-
-    own: the rows of each, neighbours in `batch`. adapters: whose they are.
-    """
-
-    def __init__(self, model: Any, batch: Batch, own: Sequence[Batch], adapters: Sequence[str]) -> None:
-        self.training, self._own, self._adapters = model.training, own, adapters
-        self._rows = [len(one.labels) for one in own]
-        self._batch = batch
-        self._found = _forward(model, batch.input_ids, batch.attention_mask, batch.position_ids)
-        head = runtime(model).plan.head
-        self._head = model.get_submodule(head) if head else None
-        self._losses: Sequence[Tensor] = ()
-        self._log_probabilities: Sequence[Tensor] = ()
-
-    def of(self, place: int) -> Answer:
-        """What is said to the adapter at `place`."""
-        return Answer(self, place)
-
-    def losses(self, label_smoothing: float) -> Sequence[Tensor]:
-        """The summed cross-entropy of each: the head runs once for all. They are smoothed alike."""
-        if not self._losses:
-            self._losses = self._summed(label_smoothing)
-        return self._losses
-
-    def _summed(self, label_smoothing: float) -> Sequence[Tensor]:
-        found, labels = self._found, self._batch.labels
-        if isinstance(found, Tensor):
-            parts = zip(found.split(self._rows), self._own, strict=True)
-            return [summed_cross_entropy(one, own.labels, label_smoothing=label_smoothing) for one, own in parts]
-        smoothing: dict[str, Any] = {"label_smoothing": label_smoothing}
-        if found[2]["parameters"]:
-            every = zip(self._of_own_heads(found), self._own, strict=True)
-            return [
-                summed_cross_entropy_from_hidden(h, head, own.labels.flatten(), **how, **smoothing, trained=own.trained)
-                for (h, head, how), own in every
-            ]
-        hidden, head, options = found
-        sizes = [number * labels.shape[1] for number in self._rows]
-        how = {name: value for name, value in options.items() if name != "parameters"}
-        trained = self._batch.trained
-        summed = cross_entropies_from_hidden(hidden, head, labels.flatten(), sizes, **how, **smoothing, trained=trained)
-        return summed.unbind()
-
-    def log_probabilities(self) -> Sequence[Tensor]:
-        """`log_probabilities` of the rows of each."""
-        if not self._log_probabilities:
-            found = self._found
-            if not isinstance(found, Tensor) and found[2]["parameters"]:
-                every = zip(self._of_own_heads(found), self._own, strict=True)
-                self._log_probabilities = [_log_probabilities(one, own.labels, own.trained) for one, own in every]
-            else:
-                every_row = _log_probabilities(found, self._batch.labels, self._batch.trained)
-                self._log_probabilities = every_row.split(self._rows)
-        return self._log_probabilities
-
-    def _of_own_heads(self, found: _Lazy) -> list[_Lazy]:
-        """What the head gets of each adapter's rows, with that adapter on the head."""
-        hidden, head, options = found
-        sizes = [one.labels.numel() for one in self._own]
-        return [
-            (h, self._head_of(name, head), {**options, "parameters": self._trained_of_head(name)})
-            for h, name in zip(hidden.split(sizes), self._adapters, strict=True)
-        ]
-
-    def _head_of(self, name: str, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        leaf = self._head
-        assert isinstance(leaf, ParallelHead)
-
-        def run(hidden: Tensor) -> Tensor:  # in a backward too
-            before, leaf.active = leaf.active, name
-            try:
-                return head(hidden)
-            finally:
-                leaf.active = before
-
-        return run
-
-    def _trained_of_head(self, name: str) -> list[Tensor]:
-        assert isinstance(self._head, ParallelHead)
-        return [p for p in self._head.trained(name).values() if p.requires_grad]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model said to one of several adapters: a loss takes it in the place of a model, with that one's rows."""
-
-    every: Answers
-    place: int
-
-    @property
-    def training(self) -> bool:
-        """Whether the model was."""
-        return bool(self.every.training)
-
-
-def log_probabilities(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    labels: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    trained: Tensor | None = None,
-) -> Tensor:
-    """log p(label) of each token, `[B, S]`, 0 where untrained; arguments and errors as of `language_model_loss`."""
-    if isinstance(model, Answer):
-        return model.every.log_probabilities()[model.place]
-    if trained is None:
-        check_shifted(input_ids, labels, attention_mask, position_ids)
-    return _log_probabilities(_forward(model, input_ids, attention_mask, position_ids), labels, trained)
 
 
 def _log_probabilities(found: _Found, labels: Tensor, trained: Tensor | None) -> Tensor:
@@ -224,7 +176,20 @@ def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids:
     return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
 
 
-def _forward(model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> _Found:
+def _forward_batch(model: Any, batch: Batch) -> _Found:
+    return _forward(model, batch.input_ids, batch.attention_mask, batch.labels, batch.position_ids, batch.trained)
+
+
+def _forward(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    position_ids: Tensor | None,
+    trained: Tensor | None,
+) -> _Found:
+    if trained is None:
+        check_shifted(input_ids, labels, attention_mask, position_ids)
     state = runtime(model)
     inputs = model_inputs(input_ids, attention_mask, position_ids)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
@@ -250,8 +215,8 @@ def _forward(model: Any, input_ids: Tensor, attention_mask: Tensor | None, posit
     def local_logits(hidden: Tensor) -> Tensor:
         return recipe.replay(head.local_logits(hidden))
 
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad and torch.is_grad_enabled()]
-    options = {"parameters": trained, "axis": state.mesh.tp, "vocab": head.rule.out_features}
+    parameters = _requiring_grad(head.parameters()) if torch.is_grad_enabled() else []
+    options = {"parameters": parameters, "axis": state.mesh.tp, "vocab": head.rule.out_features}
     return recipe.hidden.flatten(0, -2), local_logits, options
 
 

@@ -10,7 +10,7 @@ Legend: pi the model with its adapter, ref the frozen base without; t trained to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.train.batches import Batching
-from meshlora.train.losses import language_model_loss, log_probabilities
+from meshlora.train.losses import Rows, batch_log_probabilities, language_model_losses
 
 Sums = Mapping[str, Tensor]  # name -> a sum whose mean over the step is reported
 
@@ -56,32 +56,29 @@ def count(objective: Objective, batch: Batch) -> int:
     return 0 if batch.is_dummy else len(batch.input_ids) // (2 if objective.per == "pair" else 1)
 
 
-def loss_sum(
-    objective: Objective, model: Any, batch: Batch, base: Tensor | None, point: Tensor | None = None
-) -> tuple[Tensor, Sums]:
-    """(the summed loss of a batch on the model's device, sums to report).
+def loss_sums(
+    objective: Objective, model: Any, batch: Batch, own: Rows, base: Tensor | None, points: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Sums]]:
+    """(the summed loss on the model's device, sums to report) of the rows of each of K adapters in a batch.
 
-    base: log-probabilities `[B, S]` of the frozen base, where the objective needs them. point: `reference_point` of the
-    step.
+    base: log-probabilities `[B, S]` of the frozen base, where the objective needs them. points: `reference_point` of
+    the step of each.
     """
     if isinstance(objective, Sft):  # its logits never exist, nor the log-probabilities of single tokens
-        loss = language_model_loss(
-            model,
-            batch.input_ids,
-            batch.attention_mask,
-            batch.labels,
-            label_smoothing=objective.label_smoothing if model.training else 0.0,
-            position_ids=batch.position_ids,
-            trained=batch.trained,
-        )
-        return loss, {}
-    rows = slice(0, 0) if batch.is_dummy else slice(None)
-    log_p = batch_log_probabilities(model, batch)[rows]
-    columns = {name: column[rows].to(log_p.dtype) for name, column in batch.columns.items()}
-    log_ref = None if base is None else base[rows]
-    seen = Seen(log_p, log_ref, batch.labels[rows] >= 0, columns, model.training, point)
-    losses, values = FORMULAS[type(objective)](objective, seen)
-    return losses.sum(), {name: value.detach().sum() for name, value in values.items()}
+        smoothing = objective.label_smoothing if model.training else 0.0
+        return [(loss, {}) for loss in language_model_losses(model, batch, own, label_smoothing=smoothing)]
+    sizes = [len(rows.labels) for _, rows in own]
+    log_ps = batch_log_probabilities(model, batch, own).split(sizes)
+    log_refs = [None] * len(own) if base is None else base.split(sizes)
+    found: list[tuple[Tensor, Sums]] = []
+    for (_, part), log_p, log_ref, point in zip(own, log_ps, log_refs, points, strict=True):
+        rows = slice(0, 0) if part.is_dummy else slice(None)
+        columns = {name: column[rows].to(log_p.dtype) for name, column in part.columns.items()}
+        ref = None if log_ref is None else log_ref[rows]
+        seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point)
+        losses, values = FORMULAS[type(objective)](objective, seen)
+        found.append((losses.sum(), {name: value.detach().sum() for name, value in values.items()}))
+    return found
 
 
 def policy(objective: Policy, seen: Seen) -> tuple[Tensor, Sums]:
@@ -192,18 +189,6 @@ def reference_point(
 def gained(model: Any, batch: Batch) -> Tensor:
     """`[]`: log pi over log ref of all trained tokens of a batch together."""
     return (batch_log_probabilities(model, batch) - base_log_probabilities(model, batch)).sum()
-
-
-def batch_log_probabilities(model: Any, batch: Batch) -> Tensor:
-    """What `model` says of the labels: `[B, S]`, 0 where untrained."""
-    return log_probabilities(
-        model,
-        batch.input_ids,
-        batch.attention_mask,
-        batch.labels,
-        position_ids=batch.position_ids,
-        trained=batch.trained,
-    )
 
 
 @torch.no_grad()

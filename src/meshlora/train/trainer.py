@@ -29,10 +29,10 @@ from meshlora.common.float64 import lift
 from meshlora.data import Batch
 from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.balance import LoadBalancing
-from meshlora.train.batches import Batching, MicroBatch, Own, Step
+from meshlora.train.batches import Batching, MicroBatch, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
-from meshlora.train.losses import Answer, Answers
-from meshlora.train.objectives import Sums, base_log_probabilities, batch_log_probabilities, count, loss_sum
+from meshlora.train.losses import batch_log_probabilities
+from meshlora.train.objectives import Sums, base_log_probabilities, count, loss_sums
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.routing import RunRouting
@@ -189,14 +189,14 @@ class Trainer:
             rows = self.batching.rows([(data, indices)], dp_rank=dp_rank)[number]
             return [int(indices[place // data.rows_per_example]) for _, places in rows for place in places]
 
-        cause = find_not_finite(self.model, batches, functools.partial(self._loss_again, one), examples=examples)
+        cause = find_not_finite(self.model, batches, self._loss_again, examples=examples)
         one.leave_out(f"step {one.done + 1}: {what}: {cause}")
 
-    def _loss_again(self, one: TrainedAdapter, micro: MicroBatch) -> Tensor:
-        """The summed loss of a micro-batch of the step of `one`, by itself."""
-        with self.masks([one], micro):
-            (own,) = micro.owners
-            return self._loss_sum(own, self.model, self._of_base(micro.batch))[0]
+    def _loss_again(self, micro: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch of the one adapter that is trained, by itself."""
+        with self.masks(self._training, micro):
+            ((loss, _),) = self._losses(micro, self._of_base(micro.batch))
+            return loss
 
     def masks(self, adapters: Sequence[TrainedAdapter], micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Inside, each adapter is run on its rows, and what is in training mode has the dropout of its own step."""
@@ -236,21 +236,11 @@ class Trainer:
 
     def _losses(self, micro: MicroBatch, base: Tensor | None) -> list[tuple[Tensor, Sums]]:
         """The summed loss of each owner of rows, and what it reports besides. base: `_of_base`."""
-        if len(self._training) == 1:
-            return [self._loss_sum(micro.owners[0], self.model, base)]
+        owners = [self._training[own.number] for own in micro.owners]
+        rows = [(one.adapter, own.batch) for one, own in zip(owners, micro.owners, strict=True)]
+        points = [one.point for one in owners]
         with lift(self.model.dtype == torch.float64):
-            names = [self._training[own.number].adapter for own in micro.owners]
-            answers = Answers(self.model, micro.batch, [own.batch for own in micro.owners], names)
-        return [
-            self._loss_sum(own, answers.of(place), None if base is None else base[own.start : own.stop])
-            for place, own in enumerate(micro.owners)
-        ]
-
-    def _loss_sum(self, own: Own, model: Any | Answer, base: Tensor | None) -> tuple[Tensor, Sums]:
-        """That of one owner's rows, of what `model` says of them."""
-        with lift(self.model.dtype == torch.float64):
-            one = self._training[own.number]
-            return loss_sum(one.objective, model, own.batch, base, one.point)
+            return loss_sums(owners[0].objective, self.model, micro.batch, rows, base, points)
 
     def _of_base(self, batch: Batch) -> Tensor | None:
         """What the frozen base says of a batch, where the objective needs it."""

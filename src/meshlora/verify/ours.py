@@ -187,7 +187,7 @@ def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) -> Iterator[None]:
     """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
     clip, finish = trainer_module.clip_gradients_on_device, trainer_module.finish_gradients_on_device
-    loss = Trainer._loss_sum
+    losses = Trainer._losses
     counter = CollectiveCounter()
 
     def recording_clip(*given: Any) -> Tensor:
@@ -201,10 +201,10 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         finally:
             counter.phase = None
 
-    def counted_loss(*args: Any) -> Any:
-        value = loss(*args)
+    def counted_losses(*args: Any) -> Any:
+        found = losses(*args)
         counter.phase = "backward"
-        return value
+        return found
 
     def apart(owner: type, name: str) -> Any:
         """Counted by itself, and the forwards in it are not those of the step."""
@@ -230,7 +230,7 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         stack.callback(end.remove)
         stack.enter_context(mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip))
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish))
-        stack.enter_context(mock.patch.object(Trainer, "_loss_sum", counted_loss))
+        stack.enter_context(mock.patch.object(Trainer, "_losses", counted_losses))
         capture = stack.enter_context(Capture(model))
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))

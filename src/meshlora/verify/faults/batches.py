@@ -96,12 +96,12 @@ def dummy_micro_batch_counted(batch: Batch, sequences: Any, **_: Any) -> Batch:
 @around(*EVALUATION, needs="smoothing sft")
 def evaluation_smoothed(original: Any, self: TrainedAdapter, data: Any) -> Any:
     """the evaluated loss is not smoothed"""
-    own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_loss
+    own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_losses
 
-    def smoothed(*args: Any, label_smoothing: float, **rest: Any) -> Tensor:
-        return loss(*args, label_smoothing=own, **rest)
+    def smoothed(*args: Any, label_smoothing: float) -> AbstractSequence[Tensor]:
+        return loss(*args, label_smoothing=own)
 
-    with mock.patch.object(objectives, "language_model_loss", smoothed):
+    with mock.patch.object(objectives, "language_model_losses", smoothed):
         return original(self, data)
 
 
@@ -123,10 +123,10 @@ def batch_filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.nda
     return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
 
 
-@around(objectives, "language_model_loss", needs="smoothing sft")
-def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float, **rest: Any) -> Any:
+@around(objectives, "language_model_losses", needs="smoothing sft")
+def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float) -> Any:
     """the loss is smoothed as configured"""
-    return original(*args, **rest)
+    return original(*args, label_smoothing=0.0)
 
 
 @around(trainer, "Batching", needs="packing")

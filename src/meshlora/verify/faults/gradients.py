@@ -82,11 +82,11 @@ def local_token_count(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens
     return totals
 
 
-@after(objectives, "language_model_loss", needs="sft")
-def micro_batch_means(loss: Tensor, model: Any, ids: Tensor, mask: Any, labels: Tensor, **_: Any) -> Tensor:
+@after(objectives, "language_model_losses", needs="sft")
+def micro_batch_means(losses: Sequence[Tensor], model: Any, batch: Any, own: Any, **_: Any) -> list[Tensor]:
     """the loss is a sum over tokens: micro-batches of unequal length weigh unequally"""
     # Every micro-batch weighs as if it had ten tokens.
-    return loss * 10 / (labels != -100).sum().clamp(min=1)
+    return [loss * 10 / (rows.labels != -100).sum().clamp(min=1) for loss, (_, rows) in zip(losses, own, strict=True)]
 
 
 @after(gradsync, "_sum_of_squares", needs="tp")
