@@ -125,7 +125,7 @@ def _check(ranks: list[dict[str, int]]) -> None:
         micro_batches = found.pop("micro-batches")
         masks = found.pop("masking_utils.py:_ignore_causal_mask_sdpa")
         assert micro_batches <= masks <= 2 * micro_batches
-        assert found == {"step_sums.py:read_step": 1}
+        assert found == {"step_sums.py:read": 1}
 
 
 @pytest.mark.parametrize(("topology", "world"), [("", 1), ("tp=2,sp", 2), ("dp=2,tp=2", 4)])

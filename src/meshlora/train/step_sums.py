@@ -7,7 +7,6 @@ a step that is not finite (`train.trainer`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,38 +18,6 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.data import Batch
 from meshlora.train.gradsync import check_total
-
-
-@dataclass(frozen=True)
-class Read:
-    """What the step of each of K adapters came to, the same on all ranks.
-
-    losses, norms: `[K]`. are_finite: `[K]`, both are, on all ranks. is_to_stop: a rank was asked to stop.
-    numbers: what was read besides.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    are_finite: list[bool]
-    is_to_stop: bool
-    numbers: list[float]
-
-
-def read_step(losses: Tensor, norms: Tensor, numbers: Tensor, *, mesh: Mesh, is_asked: bool) -> Read:
-    """All numbers of a step. Collective; waits for the device.
-
-    losses, norms: `[K]`, float64, the mean losses and the norms of the gradients, over all ranks.
-    numbers: `[N]`, float64, what else is to be read. is_asked: this rank, to stop.
-    """
-    is_broken = ~(torch.isfinite(losses) & torch.isfinite(norms))
-    asked = torch.full((1,), float(is_asked), dtype=torch.float64, device=mesh.device)  # a copy from here would wait
-    flags = all_reduce_sum(torch.cat([is_broken.double(), asked]), mesh.world)
-    parts = [losses, norms, flags, numbers]
-    read: list[float] = torch.cat(parts).tolist()
-    by_part = iter(read)
-    values = [list(itertools.islice(by_part, len(part))) for part in parts]
-    *num_broken, num_asked = values[2]
-    return Read(values[0], values[1], [number == 0 for number in num_broken], num_asked > 0, values[3])
 
 
 @dataclass(frozen=True)
@@ -75,7 +42,7 @@ class StepSums:
     names: of the adapters, where there are several.
     """
 
-    def __init__(self, mesh: Mesh, names: Sequence[str] = ("",)) -> None:
+    def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
         self._mesh, self._names = mesh, names
         self._tokens, self.counts = [0] * len(names), [0] * len(names)
         self._sums: dict[str, list[Any]] = {}
@@ -100,17 +67,16 @@ class StepSums:
         # Filled: a copy from the host would wait. Of which this rank has had no row it has no tensor.
         own = [*self._tokens, *(value for of_each in self._sums.values() for value in of_each)]
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
-        summed = all_reduce_sum(torch.stack(filled), self._mesh.data)
-        means = summed[number:].view(-1, number) / totals
-        others = torch.cat([totals, summed[:number], means[1:].flatten()])
-        read = read_step(means[0], norms, others, mesh=self._mesh, is_asked=is_asked)
-        rows = [read.numbers[start : start + number] for start in range(0, len(read.numbers), number)]
+        summed = all_reduce_sum(torch.stack(filled), self._mesh.data).view(-1, number)
+        tokens, means = summed[:1], summed[1:] / totals  # the loss comes first
+        is_broken = ~(torch.isfinite(means[0]) & torch.isfinite(norms))
+        asked = torch.full((number,), float(is_asked), dtype=torch.float64, device=device)
+        flags = all_reduce_sum(torch.stack([is_broken.double(), asked]), self._mesh.world)
+        read = torch.cat([flags, norms.unsqueeze(0), totals.unsqueeze(0), tokens, means]).T.tolist()
         results = []
-        for place, (name, count, tokens, *rest) in enumerate(zip(self._names, *rows, strict=True)):
+        for name, (num_broken, num_asked, norm, count, num_tokens, *of_loss) in zip(self._names, read, strict=True):
             check_total(int(count), name)
-            named = dict(zip([key for key in self._sums if key != "loss"], rest, strict=True))
-            is_finite = read.are_finite[place]
-            results.append(
-                StepResult(read.losses[place], named, read.norms[place], int(tokens), is_finite, read.is_to_stop)
-            )
+            named = dict(zip(self._sums, of_loss, strict=True))
+            loss = named.pop("loss")
+            results.append(StepResult(loss, named, norm, int(num_tokens), num_broken == 0, num_asked > 0))
         return results
