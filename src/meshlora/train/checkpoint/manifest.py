@@ -25,6 +25,7 @@ from typing import Any, Literal
 from meshlora.common.errors import MeshloraError, UserError, reason
 from meshlora.common.file_hash import sha256_of
 from meshlora.common.files import write_json_atomically
+from meshlora.common.reading import parse_json, read_text
 from meshlora.plan.topology import Topology
 from meshlora.train.checkpoint.identity import shown
 
@@ -191,24 +192,10 @@ def _read(folder: Path, what: str, way_out: str) -> Any:
         if (folder / _EARLIER_FILE).is_file():
             raise NotWholeError(f"{what} {folder}", f"its format is 1, this meshlora reads {FORMAT}", "start a new run")
         raise NotWholeError(f"{what} {folder}", f"it has no {FILE}", "give a folder that a run saved")
-    with file.open("rb") as stream:
-        text = stream.read(_LARGEST + 1)
-    if len(text) > _LARGEST:
-        raise NotWholeError(f"{what} {folder}", f"{FILE} is damaged: it has more than {_LARGEST:,} bytes", way_out)
     try:
-        return json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
-    except (ValueError, RecursionError, MemoryError) as error:  # a number of 5,000 digits is a ValueError too
+        return parse_json(read_text(file, most_bytes=_LARGEST))
+    except ValueError as error:
         raise NotWholeError(f"{what} {folder}", f"{FILE} is damaged: {reason(error)}", way_out) from None
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("it has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
 
 
 def _mistake(content: Any) -> str | None:
