@@ -38,6 +38,7 @@ _TRIES, _BETWEEN_TRIES_S = 3, 0.1
 _LARGEST, _LONGEST_NAME = 1024, 255
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ def hold(output: Path, *, say: Callable[[str], None] = print) -> Iterator[int]:
     file = output / FILE
     try:
         try:
-            _make(output, made)
+            for folder in reversed([each for each in (output, *output.parents) if not each.is_dir()]):
+                with contextlib.suppress(FileExistsError):  # another run has just made it
+                    folder.mkdir()
+                    made.append(folder)
             descriptor = _take(file, say)
         except OSError as error:
             way_out = "free some space" if error.errno == errno.ENOSPC else "choose another folder"
@@ -101,24 +105,12 @@ def holder_of(output: Path) -> Holder | None:
     Of another machine it is not known whether it is still there.
     """
     try:
-        descriptor = os.open(output / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with _opened(output / FILE) as descriptor:
+            holder = _read(descriptor)
+            is_free = _lock(descriptor, fcntl.LOCK_SH)
     except OSError:
         return None
-    try:
-        holder = _read(descriptor)
-        is_free = _lock(descriptor, fcntl.LOCK_SH)
-        return None if is_free and holder is not None and holder.boot == _boot() else holder
-    finally:
-        os.close(descriptor)
-
-
-def _make(folder: Path, made: list[Path]) -> None:
-    if folder.is_dir():
-        return
-    _make(folder.parent, made)
-    with contextlib.suppress(FileExistsError):  # another run has just made it
-        folder.mkdir()
-        made.append(folder)
+    return None if is_free and holder is not None and holder.boot == _boot() else holder
 
 
 def _take(file: Path, say: Callable[[str], None]) -> int:
@@ -128,14 +120,13 @@ def _take(file: Path, say: Callable[[str], None]) -> int:
         UserError: another run holds it. OSError: the file system refuses.
     """
     while True:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         is_new = True
         try:
-            descriptor = os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o644)
+            descriptor = os.open(file, os.O_RDWR | _OPENED | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             is_new = False
             try:
-                descriptor = os.open(file, flags)
+                descriptor = os.open(file, os.O_RDWR | _OPENED)
             except FileNotFoundError:
                 continue  # given back in between
         try:
@@ -156,8 +147,8 @@ def _take(file: Path, say: Callable[[str], None]) -> int:
             own = _write(descriptor)
             if is_of_others:
                 time.sleep(_SETTLE_S)
-                if (now := _read_anew(file)) != own:
-                    raise _refusal(file, now)
+                if (now := _state(file)) is None or now[-1] != own:
+                    raise _refusal(file, now and now[-1])
             return descriptor
         except BaseException:
             if is_new and _is_same(file, descriptor):  # as where its content found no room
@@ -181,21 +172,27 @@ def _watch(file: Path, before: Holder | None, say: Callable[[str], None]) -> Non
         if (now := _state(file)) != first:
             if now is None:
                 return
-            raise _refusal(file, _read_anew(file))
+            raise _refusal(file, now[-1])
 
 
-def _state(file: Path) -> tuple[int, int] | None:
-    """(Which file it is, its time); None where it is gone."""
-    # Opened each time: that is when a network file system asks its server.
+def _state(file: Path) -> tuple[int, int, Holder | None] | None:
+    """(Which file it is, its time, who says that it holds it); None where it is gone."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with _opened(file) as descriptor:
+            found = os.fstat(descriptor)
+            return found.st_ino, found.st_mtime_ns, _read(descriptor)
     except FileNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    """Anew each time: that is when a network file system asks its server."""
+    descriptor = os.open(file, os.O_RDONLY | _OPENED)
     try:
-        found = os.fstat(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
-    return found.st_ino, found.st_mtime_ns
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -242,14 +239,6 @@ def _write(descriptor: int) -> Holder:
     os.pwrite(descriptor, json.dumps(vars(holder)).encode(), 0)
     os.fsync(descriptor)
     return holder
-
-
-def _read_anew(file: Path) -> Holder | None:
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return _read(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(descriptor: int) -> Holder | None:
