@@ -38,8 +38,8 @@ OF_ROUTING: dict[str, Fault] = {
     "rows_of_a_micro_batch_exchanged": Fault(
         "a row of a micro-batch has the numbers of its own tokens",
         _OF_RUN,
-        "whole[: tokens.shape[0], : tokens.shape[1]] = tokens",
-        "whole[: tokens.shape[0], : tokens.shape[1]] = tokens.flip(0)",
+        "zip(whole, self._tokens[number], strict=False)",
+        "zip(whole, self._tokens[number][::-1], strict=False)",
         f"{_RECORDED}[dp=2,ep=2]",
     ),
     "slice_of_the_first_rank": Fault(
@@ -138,8 +138,8 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     "remainder_not_evaluated": Fault(
         "every sequence is evaluated",
         _EVALUATE,
-        "np.arange(run.data.num_examples)",
-        "np.arange(run.data.num_examples // run.config.train.micro_batch_size * run.config.train.micro_batch_size)",
+        "np.arange(data.num_examples)",
+        "np.arange(data.num_examples // batching.micro_batch_size * batching.micro_batch_size)",
         _LOSS,
     ),
     "moments_of_the_neighbouring_expert": Fault(

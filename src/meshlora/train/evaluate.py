@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.adapter.formats.peft_format import CONFIG_FILE
@@ -26,7 +25,7 @@ from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
 from meshlora.config.objective import COUNTED, Objective
 from meshlora.config.run import RunConfig
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data import TokenizedDataset
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.families.proved import check_proved_here
@@ -39,23 +38,30 @@ from meshlora.train.prepare import check_fits, read_data
 
 @torch.no_grad()
 def mean_loss(
-    model: Any, batches: Iterable[Batch], objective: Objective, point: Tensor | None = None
+    model: Any,
+    data: TokenizedDataset,
+    objective: Objective,
+    batching: Batching,
+    *,
+    advance: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
-    """(mean loss over what the objective counts, and how many these are), over all ranks.
+    """(mean loss over what the objective counts of `data`, and how many these are), over all ranks.
 
-    batches: this dp rank's share, of which every rank has the same number. point: `reference_point` of all of
-    them. Collective. Sums are float64.
+    advance: called after each micro-batch. Collective. Sums are float64.
     """
-    mesh = runtime(model).mesh
+    mesh, indices = runtime(model).mesh, np.arange(data.num_examples)
+    with lift(model.dtype == torch.float64):
+        point = reference_point(objective, model, batching, data, indices)
     is_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in batches:
+    for batch in batching.batches(data, indices):
         with lift(model.dtype == torch.float64):
             base = base_log_probabilities(model, batch) if objective.needs_base else None
             ((loss, _),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
         sums[0] += loss
         sums[1] += count(objective, batch)
+        advance()
     model.train(is_training)
     total, number = all_reduce_sum(sums, mesh.data).tolist()
     return total / number, int(number)
@@ -123,11 +129,9 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     join(run.config.device)
     model = load_for_evaluation(run)
     objective = run.config.train.objective
-    size, indices = run.config.train.micro_batch_size, np.arange(run.data.num_examples)
+    size = run.config.train.micro_batch_size
     batching = Batching(runtime(model).mesh, size, run.pad_token_id, only=objective.trained_row)
-    with lift(model.dtype == torch.float64):
-        point = reference_point(objective, model, batching, run.data, indices)
-    loss, number = mean_loss(model, batching.batches(run.data, indices), objective, point)
+    loss, number = mean_loss(model, run.data, objective, batching)
     adapter = run.blueprint.adapter
     found: dict[str, Any] = {
         "model": run.config.model.path,

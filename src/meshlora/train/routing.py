@@ -28,28 +28,19 @@ from meshlora.common.files import is_writable, write_atomically
 from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.plan.rules import ModelPlan
+from meshlora.train.batches import Batching
 
 
 class RunRouting:
     """Records the choices of a run in a folder, or replays those of another.
 
     folder: where the files are. replays: which of the two.
-    rows: the global batch of a step -> this rank's micro-batches, for each row the places of its sequences in it.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: TokenizedDataset,
-        folder: Path,
-        *,
-        replays: bool,
-        rows: Callable[[np.ndarray], list[list[list[int]]]],
-    ) -> None:
+    def __init__(self, model: Any, data: TokenizedDataset, folder: Path, batching: Batching, *, replays: bool) -> None:
         self.model, self.data, self.folder, self.replays = model, data, folder, replays
-        self.mesh, self.plan = runtime(model).mesh, runtime(model).plan
-        self.rows = rows
-        self._tokens: list[Tensor] = []
+        self.mesh, self.plan, self.batching = runtime(model).mesh, runtime(model).plan, batching
+        self._tokens: list[list[Tensor]] = []  # of each micro-batch, the numbers in its rows
         self._routing: Routing | None = None
         self._has_begun = False
 
@@ -64,13 +55,16 @@ class RunRouting:
         if not self.replays and not self._has_begun:
             self._on_rank_0(lambda: _make_room(self.folder, step))
             self._has_begun = True
-        numbers = _numbers(self.data, indices)
+        ids = [self.data[int(index)].input_ids for index in indices]
+        lengths = list(map(len, ids))
+        total = sum(lengths)
+        numbers = torch.arange(total).split(lengths)
         self._tokens = [
-            _padded([torch.cat([numbers[place] for place in row]) for row in part]) for part in self.rows(indices)
+            [torch.cat([numbers[place] for place in row]) for _, row in part]
+            for part in self.batching.rows([(self.data, indices)])
         ]
-        total = sum(map(len, numbers))
         experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
-        digest = _digest(self.data, indices)
+        digest = _digest(ids)
         record = RoutingRecord(total, experts, digest=digest)
         if self.replays:
             record = RoutingRecord.load(step_file(self.folder, step))
@@ -99,10 +93,9 @@ class RunRouting:
     def before(self, number: int, batch: Batch) -> None:
         """What is run next is micro-batch `number` of this rank."""
         assert self._routing is not None
-        tokens = self._tokens[number]
-        # Padding of the batch besides that of its own longest sequence.
         whole = torch.full(tuple(batch.input_ids.shape), -1, dtype=torch.int64)
-        whole[: tokens.shape[0], : tokens.shape[1]] = tokens
+        for row, tokens in zip(whole, self._tokens[number], strict=False):  # a dummy has a row, and no token
+            row[: len(tokens)] = tokens
         self._routing.tokens = self.mesh.own_tokens(whole)
 
     def _save(self, record: RoutingRecord, step: int) -> None:
@@ -175,28 +168,9 @@ def _make_room(folder: Path, first: int) -> None:
             file.unlink()
 
 
-def _digest(data: TokenizedDataset, indices: np.ndarray) -> str:
+def _digest(ids: Sequence[np.ndarray]) -> str:
     """Of the ids of the global batch, in its order, and of where its sequences end; the same on every rank."""
     digest = hashlib.sha256()
-    for index in indices:
-        ids = data[int(index)].input_ids
-        digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+    for each in ids:
+        digest.update(len(each).to_bytes(8, "little") + each.astype("<i4").tobytes())
     return digest.hexdigest()
-
-
-def _numbers(data: TokenizedDataset, indices: np.ndarray) -> list[Tensor]:
-    """For each sequence of the global batch the numbers of its tokens."""
-    found, start = [], 0
-    for index in indices:
-        length = len(data[int(index)].input_ids)
-        found.append(torch.arange(start, start + length))
-        start += length
-    return found
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """`[B, longest]`, -1 after the end."""
-    whole = torch.full((len(rows), max((len(row) for row in rows), default=0)), -1, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        whole[place, : len(row)] = row
-    return whole

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from meshlora.comm.collectives import broadcast_in_place
 from meshlora.common.errors import MeshloraError, SaveError
 from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data import TokenizedDataset
 from meshlora.layers.tokens import Share
 from meshlora.train.batches import Batching
 from meshlora.train.checkpoint.manifest import Kind, Manifest, write_manifest
@@ -174,9 +174,7 @@ class TrainedAdapter:
         """(mean loss over what the objective counts of `data`, and how many these are), over all ranks."""
         size = self.run.config.train.micro_batch_size * self.mesh.dp.size
         with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
-            indices = np.arange(data.num_examples)
-            batches = _each_then(advance, self.batching.batches(data, indices))
-            return mean_loss(self.model, batches, self.objective, self.reference_point(data, indices))
+            return mean_loss(self.model, data, self.objective, self.batching, advance=advance)
 
     def reference_point(self, data: TokenizedDataset, indices: np.ndarray) -> Tensor | None:
         """That of the examples `indices`, where the objective has one. Collective."""
@@ -242,9 +240,3 @@ class TrainedAdapter:
         of_text = self.objective.is_of_text
         self.reporter.evaluation(step, loss, number, perplexity=perplexity(loss) if of_text else None)
         return loss
-
-
-def _each_then(advance: Callable[[], None], batches: Iterable[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        advance()

@@ -71,15 +71,8 @@ class Trainer:
         folder = options.routing_replay or options.routing_record
         self.routing: RunRouting | None = None
         if folder is not None:
-            self.routing = RunRouting(
-                self.model,
-                first.train_data,
-                Path(folder),
-                replays=options.routing_replay is not None,
-                rows=lambda indices: [
-                    [places for _, places in part] for part in self.batching.rows([(first.train_data, indices)])
-                ],
-            )
+            replays = options.routing_replay is not None
+            self.routing = RunRouting(self.model, first.train_data, Path(folder), self.batching, replays=replays)
         self.is_to_stop = False  # as all ranks agreed in the last step
         self.adapters: list[TrainedAdapter] = []
         for adapter, run in self.runs.items():

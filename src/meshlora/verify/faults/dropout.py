@@ -58,7 +58,7 @@ def base_with_dropout(self: Any) -> Any:
 
 
 @after(trained, "mean_loss", needs="dropout steps")
-def evaluation_ends_dropout(found: Any, model: Any, *_: Any) -> Any:
+def evaluation_ends_dropout(found: Any, model: Any, *_: Any, **__: Any) -> Any:
     """after an evaluation training goes on with dropout"""
     model.eval()
     return found
