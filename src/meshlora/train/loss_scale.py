@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from meshlora.adapter.attach import Factor
 from meshlora.common.errors import MeshloraError
@@ -33,10 +32,6 @@ class LossScale:
 
     def __init__(self, scale: float = 2.0**16, *, interval: int = _INTERVAL) -> None:
         self.scale, self.good_steps, self.skipped, self.interval = scale, 0, 0, interval
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What `backward` is called on."""
-        return loss * self.scale
 
     @torch.no_grad()
     def unscale(self, factors: Sequence[Factor]) -> None:

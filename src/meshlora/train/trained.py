@@ -115,7 +115,7 @@ class TrainedAdapter:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What `backward` is called on."""
-        return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def begin(self) -> None:
         """What comes before the first step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.plan.topology import SEQUENCES
-
-_Batch = TypeVar("_Batch")  # whatever `loss_sum` takes
+from meshlora.train.batches import MicroBatch
 
 _FINITE, _FORWARD, _LOSS, _GRADIENT = range(4)
 _MOST_SHOWN = 16
@@ -35,8 +34,8 @@ class _First:
 
 def find_not_finite(
     model: Any,
-    batches: Sequence[_Batch],
-    loss_sum: Callable[[_Batch], Tensor],
+    batches: Sequence[MicroBatch],
+    loss_sum: Callable[[MicroBatch], Tensor],
     *,
     examples: Callable[[int, int], list[int]],
 ) -> str:
@@ -52,7 +51,7 @@ def find_not_finite(
     factors = active_factors(model)
     found = torch.zeros(len(batches), 3, dtype=torch.int64, device=mesh.device)  # kind, which, place in the forward
     for row, batch in zip(found, batches, strict=True):
-        _forget_gradients(model)
+        model.zero_grad(set_to_none=True)
         with _watching(model) as first:
             loss = loss_sum(batch)
         loss.backward()
@@ -63,7 +62,7 @@ def find_not_finite(
             row[0] = _LOSS
         elif broken:
             row.copy_(row.new_tensor([_GRADIENT, broken[-1], 0]))  # the backward comes to the last one first
-    _forget_gradients(model)
+    model.zero_grad(set_to_none=True)
     everyone = all_gather(found.unsqueeze(0), mesh.world).tolist()  # [world, micro-batches, 3]
     bad = [(number, rank) for rank, rows in enumerate(everyone) for number, row in enumerate(rows) if row[0]]
     if not bad:
@@ -73,11 +72,11 @@ def find_not_finite(
     # A rank's NaN is on all ranks once it has gone through a sum; the earliest module is where it was made.
     kind, which, _ = min((everyone[rank][number] for number, rank in bad), key=lambda row: (row[0], row[2]))
     names = [name for name, _ in model.named_modules()]
-    what = {
-        _FORWARD: lambda: f"the output of {names[which]}",
-        _LOSS: lambda: "the loss itself, of finite outputs",
-        _GRADIENT: lambda: f"the gradient of {factors[which].name}, of a finite loss",
-    }[kind]()
+    what = "the loss itself, of finite outputs"
+    if kind == _FORWARD:
+        what = f"the output of {names[which]}"
+    elif kind == _GRADIENT:
+        what = f"the gradient of {factors[which].name}, of a finite loss"
     return f"in {_words(sequences)} of the training data (from 0), first {what}"
 
 
@@ -115,11 +114,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _is_finite(tensor: Tensor | None) -> bool:
     return tensor is None or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _forget_gradients(model: Any) -> None:
-    for factor in active_factors(model):
-        factor.parameter.grad = None
 
 
 def _words(sequences: Sequence[int]) -> str:

@@ -14,7 +14,6 @@ the next step. Nor is the frozen base, which nothing writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,6 @@ _LIKELY_CAUSE = (
     "a GPU with memory errors, unlike hardware or library versions on the ranks, or code that changes parameters on "
     "some ranks only"
 )
-
-
-@dataclass(frozen=True)
-class Drift:
-    """A parameter whose copies are not equal: its place in the list, and the axes over which they differ."""
-
-    index: int
-    axes: frozenset[str]
 
 
 @torch.no_grad()
@@ -77,13 +68,13 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
     drifts = find_drifts(everyone, replicas, mesh.topology)
     if not drifts:
         return
-    first = drifts[0]
+    first, axes = next(iter(drifts.items()))
     saved = "nothing has been saved yet" if last_saved is None else f"the last save, of equal copies, is {last_saved}"
     way_out = "start again" if last_saved is None else f"go on from there in a new run (adapter: {last_saved})"
     raise MeshloraError(
-        f"step {step}: {parts[first.index][0]} must be the same to the bit over "
-        f"{_words(replicas[first.index])}, and differs over {_words(first.axes)}: "
-        f"{_who(everyone[:, first.index], replicas[first.index], mesh.topology)}; drifted are {len(drifts)} of "
+        f"step {step}: {parts[first][0]} must be the same to the bit over "
+        f"{_words(replicas[first])}, and differs over {_words(axes)}: "
+        f"{_who(everyone[:, first], replicas[first], mesh.topology)}; drifted are {len(drifts)} of "
         f"{len(parts)} parameters. Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
         f"Mend it, then {way_out}"
     )
@@ -94,18 +85,15 @@ def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
     return frozenset(axis for axis in segment.replicas if topology.size_over({axis}) > 1)
 
 
-def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> list[Drift]:
-    """The parameters with unequal copies, in order. everyone: fingerprints of all ranks `[world, num_parts, 2]`;
-    replicas: of each the axes along which it has copies.
+def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> dict[int, frozenset[str]]:
+    """Place of each parameter with unequal copies -> the axes over which they differ, in order.
+
+    everyone: fingerprints of all ranks `[world, num_parts, 2]`; replicas: of each the axes along which it has copies.
     """
     differs = {axis: _differs_over(axis, everyone, topology) for axis in frozenset().union(*replicas)}
-    drifts = []
-    for index, over in enumerate(replicas):
-        # Copies that agree along each axis agree altogether.
-        axes = frozenset(axis for axis in over if differs[axis][index])
-        if axes:
-            drifts.append(Drift(index, axes))
-    return drifts
+    # Copies that agree along each axis agree altogether.
+    found = {i: frozenset(axis for axis in over if differs[axis][i]) for i, over in enumerate(replicas)}
+    return {index: axes for index, axes in found.items() if axes}
 
 
 def position_weights(device: torch.device) -> Tensor:
