@@ -90,9 +90,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
             if title == "loss" and metrics.evaluations:
                 x, y = ([each[key] for each in metrics.evaluations] for key in ("step", "eval_loss"))
                 axis.plot(x, y, color=color, linestyle="--", marker="o", markersize=4, label=f"{name}, held out")
-        axis.set_title(title, loc="left", fontsize=11)
-        axis.set_xlabel("optimizer step")
-        axis.grid(alpha=0.25)
+        _label(axis, title)
     axes.flat[0].legend(frameon=False)
     _save(figure, file)
 
@@ -105,12 +103,16 @@ def plot_schedule(rates: Sequence[float], file: Path, *, title: str) -> None:
     """
     figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
     axis.plot(range(1, len(rates) + 1), rates, marker="o" if len(rates) <= 50 else None, markersize=3)
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.set_xlabel("optimizer step")
+    _label(axis, title)
     axis.set_ylabel("learning rate")
     axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.25)
     _save(figure, file)
+
+
+def _label(axis: Any, title: str) -> None:
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_xlabel("optimizer step")
+    axis.grid(alpha=0.25)
 
 
 def _labels(runs: Sequence[Path], all_metrics: Sequence[Metrics]) -> list[str]:
@@ -147,11 +149,7 @@ def _save(figure: Any, file: Path) -> None:
     content = drawn.getvalue()
     if kind == ".html":
         content = _PAGE.format(content[content.index(b"<svg") :].decode()).encode()
-
-    def write(path: Path) -> None:
-        path.write_bytes(content)
-
     try:
-        write_atomically(file, write)
+        write_atomically(file, lambda path: path.write_bytes(content))
     except OSError as error:
         raise UserError(f"{file}", f"it cannot be written ({error.strerror})") from None
