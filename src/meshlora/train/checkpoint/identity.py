@@ -7,6 +7,7 @@ Does not own: the file that they are stored in (`train.checkpoint.manifest`), re
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Collection, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.file_hash import FileHashes
+from meshlora.common.words import one_line
 
 # Files of names -> files, by the name that they have in an identity.
 Contents = Mapping[str, tuple[Path, ...]]
@@ -29,7 +31,7 @@ _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*"),
 )
-_LONGEST_SHOWN = 200
+shown = functools.partial(one_line, limit=200)  # a text out of a file, for a message
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None) -> dict[str, str]:
@@ -120,9 +122,3 @@ def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     """Which versions differ, in words; nothing where none does."""
     names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     return ", ".join(f"{shown(name)} {shown(there.get(name, '?'))} there, {here.get(name, '?')} here" for name in names)
-
-
-def shown(text: str) -> str:
-    """A text out of a file, for a message: printable and short."""
-    cut = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
-    return "".join(each if each.isprintable() else "?" for each in cut)

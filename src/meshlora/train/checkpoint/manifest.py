@@ -35,6 +35,12 @@ _EARLIER_FILE = "training_state.json"  # of format 1, which had no hash of itsel
 _ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 _NEEDED = {"checkpoint": _ADAPTER_FILES | {STATE_FILE}, "initial": _ADAPTER_FILES, "adapter": _ADAPTER_FILES}
 _MAY_BE_THERE = {"meshlora.json"}
+# Kind -> what it is called, and what to do where it is not whole.
+_SAID = {
+    "checkpoint": ("checkpoint", "use an earlier one"),
+    "initial": ("initial adapter", ""),
+    "adapter": ("finished adapter", ""),
+}
 _MOST_STEPS, _MOST_BYTES, _LARGEST = 10**12, 2**50, 4 << 20
 _LOSS_SCALE = {"scale", "good_steps", "skipped"}
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -117,7 +123,8 @@ def read_whole(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint",)) -> Sa
     saved = read_manifest(folder, kinds=kinds)
     for name in saved.files:
         if mistake := file_mistake(saved, name):
-            raise NotWholeError(f"{_what(saved.kind)} {saved.folder}", mistake, _way_out(saved.kind))
+            what, way_out = _SAID[saved.kind]
+            raise NotWholeError(f"{what} {saved.folder}", mistake, way_out)
     return saved
 
 
@@ -127,7 +134,7 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
     Raises:
         NotWholeError: there is none, it is damaged, or other files are there than it names.
     """
-    what, way_out = _what(kinds[0]), _way_out(kinds[0])
+    what, way_out = _SAID[kinds[0]]
     try:
         # Not by the name `latest`, which goes on to the next one.
         folder = folder.resolve() if folder.is_symlink() else folder
@@ -171,14 +178,6 @@ def file_mistake(saved: Saved, name: str) -> str:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror or error})"
     return ""
-
-
-def _what(kind: Kind) -> str:
-    return {"checkpoint": "checkpoint", "initial": "initial adapter", "adapter": "finished adapter"}[kind]
-
-
-def _way_out(kind: Kind) -> str:
-    return "use an earlier one" if kind == "checkpoint" else ""
 
 
 def _read(folder: Path, what: str, way_out: str) -> Any:
