@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
-from meshlora.train.schedule import learning_rate
+from meshlora.train.optimizer import learning_rate
 
 STEPS, PEAK = 20, 3e-4
 # Ours -> (settings, theirs, its settings).

@@ -13,7 +13,7 @@ from meshlora.comm import direct
 from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
 from meshlora.plan.topology import Topology
-from meshlora.train import schedule
+from meshlora.train import optimizer
 from meshlora.verify import proof
 from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated
 from meshlora.verify.pool import RankError
@@ -28,11 +28,11 @@ def _fault(file: str, before: str, after: str) -> Generated:
 
 
 def test_a_fault_is_in_while_its_block_runs_and_not_after_it() -> None:
-    options, code = TrainConfig(output="runs", steps=9, lr=1e-3, warmup_steps=4), schedule.learning_rate.__code__
-    with _fault("train/schedule.py", "step + 1", "step - 1").apply():
-        assert schedule.learning_rate(1, options=options, steps=9) == 0.0
-    assert schedule.learning_rate(1, options=options, steps=9) == 5e-4
-    assert schedule.learning_rate.__code__ is code
+    options, code = TrainConfig(output="runs", steps=9, lr=1e-3, warmup_steps=4), optimizer.learning_rate.__code__
+    with _fault("train/optimizer.py", "step + 1", "step - 1").apply():
+        assert optimizer.learning_rate(1, options=options, steps=9) == 0.0
+    assert optimizer.learning_rate(1, options=options, steps=9) == 5e-4
+    assert optimizer.learning_rate.__code__ is code
 
 
 def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
@@ -44,12 +44,12 @@ def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
 
 def test_what_cannot_be_put_in_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshlora.verify.faults.generated._functions", lambda file: [])
-    with pytest.raises(NotPutInError, match="no function has this line"), faults_of("train/schedule.py")[0].apply():
+    with pytest.raises(NotPutInError, match="no function has this line"), faults_of("train/optimizer.py")[0].apply():
         pass
 
 
 @pytest.mark.parametrize(
-    "file", ["train/schedule.py", "nowhere.py", "/etc/passwd", "../../../../../../etc/passwd", "a" * 5000, "a\0", ""]
+    "file", ["train/optimizer.py", "nowhere.py", "/etc/passwd", "../../../../../../etc/passwd", "a" * 5000, "a\0", ""]
 )
 def test_a_change_that_there_is_not_is_refused(file: str) -> None:
     with pytest.raises(UserError, match="no such change can be made"):

@@ -17,7 +17,7 @@ def add_pictures(commands: Any) -> None:
 
 def plot_schedule_of(run: Any, file: str) -> None:
     """Draw the learning rate of every step of a prepared run."""
-    from meshlora.train.schedule import learning_rate
+    from meshlora.train.optimizer import learning_rate
     from meshlora.train.watch.plot import plot_schedule
 
     options = run.config.train

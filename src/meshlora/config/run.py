@@ -143,7 +143,7 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank, with packing
             rows of several.
         lr: peak learning rate. schedule: how it goes on after a linear warm-up over warmup_steps, by optimizer step
-            (`train.schedule`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
+            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
             linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
             cycle, without lr and warm-up.
         max_grad_norm: of the global gradient; 0 turns clipping off.

@@ -35,9 +35,8 @@ from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.objectives import reference_point
-from meshlora.train.optimizer import parameter_groups
+from meshlora.train.optimizer import learning_rate, parameter_groups
 from meshlora.train.prepare import Prepared
-from meshlora.train.schedule import learning_rate
 from meshlora.train.watch.metrics import Reporter
 from meshlora.train.watch.replicas import check_replicas
 from meshlora.train.watch.samples import FILE as SAMPLES

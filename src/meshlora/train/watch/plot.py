@@ -1,7 +1,7 @@
 """Pictures of runs: what `metrics.jsonl` says, and the learning rate that a run file asks for.
 
 Owns: reading metrics back, and the panels. Does not own: what is recorded (`train.watch.metrics`), the rates
-(`train.schedule`).
+(`train.optimizer`).
 """
 
 from __future__ import annotations
