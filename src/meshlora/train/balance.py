@@ -23,6 +23,7 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.errors import UnsupportedError
 from meshlora.data import Batch
 from meshlora.plan.topology import DATA
+from meshlora.train.batches import MicroBatch
 
 
 class LoadBalancing:
@@ -54,16 +55,16 @@ class LoadBalancing:
             for handle in handles:
                 handle.remove()
 
-    def count(self, batches: Sequence[Batch], forward: Callable[[int, Batch], object]) -> None:
+    def count(self, batches: Sequence[MicroBatch], forward: Callable[[int, MicroBatch], object]) -> None:
         """Count over all tokens of a step, before the first of its several micro-batches. Collective.
 
         forward: runs the model on one of them, by its number.
         """
         counts = []
-        for number, batch in enumerate(batches):
+        for number, micro in enumerate(batches):
             with self.watching(), torch.no_grad():
-                forward(number, batch)
-            counts.append(self._counted(batch))
+                forward(number, micro)
+            counts.append(self._counted(micro.batch))
         self._add_up(torch.stack(counts).sum(0))
 
     def count_here(self, batch: Batch) -> None:

@@ -12,7 +12,6 @@ sees another's tokens or numbers, so that each may begin and end at a step of it
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -46,8 +45,8 @@ from meshlora.train.watch.nonfinite import find_not_finite
 class Trainer:
     """Trains the adapters of `model` that `runs` names.
 
-    reporters: of each. names: what they are called in what is said, where there are several. stop: set once this
-    rank is asked to stop. check: called with the folder of each adapter that training starts from.
+    reporters: of each. stop: set once this rank is asked to stop. check: called with the folder of each adapter that
+    training starts from.
     """
 
     runs: Mapping[str, Prepared]
@@ -122,9 +121,7 @@ class Trainer:
                     one.point = one.reference_point(data, indices)
         with self._routed(adapters, steps):
             if self.balance is not None and len(batches) > 1:
-                self.balance.count(
-                    [micro.batch for micro in batches], functools.partial(self._log_probabilities, batches)
-                )
+                self.balance.count(batches, self._log_probabilities)
             for number, micro in enumerate(batches):
                 with self.masks(adapters, micro):  # the backward too: it may run forwards once more
                     found = self._backward(number, micro, is_only=len(batches) == 1)
@@ -203,12 +200,12 @@ class Trainer:
             return contextlib.nullcontext()
         return self.routing.step(adapters[0].done, steps[0][1])
 
-    def _log_probabilities(self, batches: Sequence[MicroBatch], number: int, batch: Batch) -> Tensor:
-        """A forward of micro-batch `number`, whatever the objective makes of it."""
+    def _log_probabilities(self, number: int, micro: MicroBatch) -> Tensor:
+        """A forward of a micro-batch, whatever the objective makes of it."""
         if self.routing is not None:
-            self.routing.before(number, batch)
-        with self.masks(self._training, batches[number]), lift(self.model.dtype == torch.float64):
-            return batch_log_probabilities(self.model, batch)
+            self.routing.before(number, micro.batch)
+        with self.masks(self._training, micro), lift(self.model.dtype == torch.float64):
+            return batch_log_probabilities(self.model, micro.batch)
 
     def _backward(self, number: int, micro: MicroBatch, *, is_only: bool) -> list[tuple[Tensor, Sums]]:
         """Forward and backward of one micro-batch; what `_losses` returns, without the loss of load balancing."""
