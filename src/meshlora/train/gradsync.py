@@ -74,15 +74,17 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
                 f"the gradient of {factor.name} is finished already: call finish_gradients once per optimizer step, "
                 "after the last backward, and zero_grad(set_to_none=True) after the step"
             )
-    # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly.
-    totals = all_reduce_sum(_counts(num_tokens, mesh), mesh.data)
+    # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly. Filled: a copy from the host would wait.
+    counts = [torch.full((1,), number, dtype=torch.int64, device=mesh.device) for number in num_tokens]
+    totals = all_reduce_sum(torch.cat(counts), mesh.data)
     buckets: dict[tuple[frozenset[str], frozenset[str]], list[list[Tensor]]] = {}
     for number, factors in enumerate(adapters):
         for factor in factors:
             for segment in _segments(factor, mesh):
                 of_each = buckets.setdefault((segment.grad_axes, segment.mean_axes), [[] for _ in adapters])
                 of_each[number].append(segment_of(_grad(factor), segment))
-    for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: _in_order(item[0])):
+    # In the same order on every rank.
+    for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: [*map(sorted, item[0])]):
         # Of no token at all gradients stay numbers: whoever looks at the total says so.
         scales = 1 / (totals.clamp(min=1).double() * mesh.over(mean_axes).size)
         _sum_bucket(grads, axes | mean_axes, mesh, scales=scales)
@@ -125,19 +127,9 @@ def fill_missing(factors: Sequence[Factor]) -> None:
             factor.parameter.grad = torch.zeros_like(factor.parameter)
 
 
-def _counts(num_tokens: Sequence[int], mesh: Mesh) -> Tensor:
-    """`[K]` on the device, int64. Filled: a copy from the host would wait."""
-    return torch.cat([torch.full((1,), number, dtype=torch.int64, device=mesh.device) for number in num_tokens])
-
-
 def _grad(factor: Factor) -> Tensor:
     assert factor.parameter.grad is not None, factor.name
     return factor.parameter.grad
-
-
-def _in_order(axes: tuple[frozenset[str], frozenset[str]]) -> tuple[list[str], ...]:
-    """The same order on every rank."""
-    return tuple(map(sorted, axes))
 
 
 def _sum_bucket(grads: list[list[Tensor]], axes: frozenset[str], mesh: Mesh, *, scales: Tensor) -> None:
