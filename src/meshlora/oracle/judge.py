@@ -6,8 +6,9 @@ or how the traces came about.
 Limits come from precision. In float64 (lifted) the relative L2 distance of a tensor is at most 1e-11, of what AdamW
 made of it 1e-6, as Adam divides by tiny moments. In a lower precision the reference runs in that precision too, and
 ours may be as far from float64 as four times what the reference's own rounding makes: `max|ours - ref64| <= 4
-max|ref_low - ref64|`. Of bfloat16 there are two such runs, as one process has two ways to train in it: with the adapter
-computed in float32, and under autocast with the adapter computed in bfloat16, as ours is.
+max|ref_low - ref64|`, of what AdamW made of it with the maximum over all tensors, or over one, whichever is larger. Of
+bfloat16 there are two such runs, as one process has two ways to train in it: with the adapter computed in float32, and
+under autocast with the adapter computed in bfloat16, as ours is.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ class _Judge:
             return [as_wanted(WEIGHTS, saved.note)]
         wholes = minus(reference.final, reference.initial)
         low = [minus(trace.final, trace.initial) for trace in rounded]
+        noise = _noise(wholes, low)
         results = missing(saved.read.keys(), wholes.keys())
         for name in sorted(wholes.keys() & saved.read.keys(), key=self._place):
             if saved.read[name].shape != wholes[name].shape:
@@ -222,7 +224,8 @@ class _Judge:
                 results.append(as_wanted(name, shapes))
                 continue
             piece = Piece(0, (), saved.read[name] - reference.initial[name])
-            results.append(self._compare(name, [piece], wholes[name], [d[name] for d in low], "saved_file"))
+            floor = [d[name] for d in low]
+            results.append(self._compare(name, [piece], wholes[name], floor, "saved_file", least_noise=noise))
         if saved.logits is not None and reference.final_logits is not None:
             piece = Piece(0, (), saved.logits)
             floor = [t.final_logits for t in rounded if t.final_logits is not None]
@@ -296,7 +299,11 @@ class _Judge:
     ) -> list[TensorResult]:
         """Trained parameters, or what goes with each of them. rounded: the reference's in lower precision; None: they
         are to be equal.
+
+        AdamW divides by moments that may be tiny: the worst element of what it made is as far off as luck has it. There
+        all tensors share the noise: a single tensor may be lucky.
         """
+        least_noise = _noise(wholes, rounded or []) if phase in _AFTER_ADAM else None
         results = missing({name for factors in ours for name in factors}, wholes.keys())
         for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and rounded is not None):
             whole = wholes[name]
@@ -306,7 +313,7 @@ class _Judge:
                 results.append(as_wanted(name, str(error)))
                 continue
             floor = None if rounded is None else [low[name] for low in rounded]
-            results.append(self._compare(label + name, pieces, whole, floor, phase))
+            results.append(self._compare(label + name, pieces, whole, floor, phase, least_noise=least_noise))
         return results
 
     def _place(self, factor: str) -> tuple[int, str]:
@@ -348,9 +355,11 @@ class _Judge:
                 Piece(rank, (rank,), torch.tensor([getattr(trace, field_name)[step]], dtype=torch.float64))
                 for rank, trace in enumerate(self.ranks)
             ]
-            seen = [float((own - wholes).abs().max()) for own in low]
-            noise = max(*seen, least_noise * abs(float(whole))) if seen else None
-            results.append(self._compare(f"{label} {step + 1}", values, whole.reshape(1), [], "loss", noise=noise))
+            seen = [float((own - wholes).abs().max()) / max(abs(float(whole)), 1e-300) for own in low]
+            least = max(*seen, least_noise) if seen else None
+            results.append(
+                self._compare(f"{label} {step + 1}", values, whole.reshape(1), [], "loss", least_noise=least)
+            )
         return results
 
     def _compare(
@@ -361,22 +370,35 @@ class _Judge:
         rounded: list[Tensor] | None,
         phase: str,
         *,
-        noise: float | None = None,
+        least_noise: float | None = None,
     ) -> TensorResult:
-        """Against the limit of the phase and precision; rounded: as of `_factors`."""
+        """Against the limit of the phase and precision; rounded: as of `_factors`.
+
+        least_noise: relative to the largest element, whatever the reference's rounding of this tensor shows.
+        """
         if rounded is None:
             return TensorResult(name, relative(pieces, whole), 0.0, whole, pieces)
-        if rounded:
-            noise = max(float((low.double() - whole.double()).abs().max()) if whole.numel() else 0.0 for low in rounded)
-        if noise is None:
+        noise = _noise({name: whole}, [{name: low} for low in rounded])
+        noises = [found for found in (noise, least_noise) if found is not None]
+        if not noises:
             limit = 1e-6 if phase in _AFTER_ADAM else 1e-11
             return TensorResult(name, relative(pieces, whole), limit, whole, pieces)
-        largest = float(whole.double().abs().max()) if whole.numel() else 1.0
-        eps = torch.finfo(getattr(torch, self.evidence.case.dtype)).eps
-        limit = _NOISE * noise / max(largest, 1e-300) + eps
-        if not math.isfinite(limit):
+        if not math.isfinite(sum(noises)):
             return as_wanted(name, "one process itself computes values that are not finite")
+        limit = _NOISE * max(noises) + torch.finfo(getattr(torch, self.evidence.case.dtype)).eps
         return TensorResult(name, relative(pieces, whole, largest=True), limit, whole, pieces)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.double().abs().max()) if values.numel() else 0.0
+
+
+def _noise(wholes: dict[str, Tensor], rounded: list[dict[str, Tensor]]) -> float | None:
+    """How far the reference's own rounding moved any element, relative to the largest of all; None in float64."""
+    gaps = [_largest(low[name].double() - whole.double()) for low in rounded for name, whole in wholes.items()]
+    if not gaps:
+        return None
+    return float(torch.tensor(gaps).max()) / max(1e-300, *(_largest(whole) for whole in wholes.values()))  # or NaN
 
 
 def _moved(result: TensorResult) -> int:
