@@ -1,9 +1,12 @@
 """Explicit plans: how families are split that transformers has no plan for, or whose plan gathers inside a block.
 
-Owns: the table of families, but for mixtures of experts (`plan.families.explicit_sparse`). Names are relative to the
-decoder layer. The sizes come from the model; here stands only what its code implies: which linears are column- or
-row-parallel, how fused ones are made of pieces, which counts of heads the code reads, which arguments have a dim of
-heads. Does not own: what follows from it (`plan.rules`).
+Owns: the table, and in it the mixtures of experts whose attention or shared experts transformers leaves out. Names
+are relative to the decoder layer. The sizes come from the model; here stands only what its code implies: which linears
+are column- or row-parallel, how fused ones are made of pieces, which counts of heads the code reads, which arguments
+have a dim of heads. Does not own: what follows from it (`plan.rules`).
+
+Routed experts and routers need no word here (`plan.experts`), and a block that does not stand here is kept whole:
+attention with an indexer that looks at all heads at once, state-space and linear-attention mixers.
 """
 
 from __future__ import annotations
@@ -11,26 +14,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshlora.plan.families.explicit_sparse import SPARSE
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, fused, fused_mlp, gated_mlp, separate
 
+_ATTENTION = separate("self_attn")
+_GATED_ATTENTION = {**_ATTENTION, "self_attn.gate_proj": COLUMN}
+_LATENT = separate("self_attn", names="q_proj q_b_proj kv_b_proj")  # multi-head latent attention
+_DENSE = gated_mlp()
+_FUSED = fused_mlp("mlp", "gate_up_proj", "down_proj")
+_SHARED = gated_mlp("mlp.shared_experts")
+_ONE_SHARED = gated_mlp("mlp.shared_expert")
 _GPT_MLP = {"mlp.c_fc": COLUMN, "mlp.c_proj": ROW}
 _CODEGEN_MLP = {"mlp.fc_in": COLUMN, "mlp.fc_out": ROW}
 _DENSE_MLP = {"mlp.dense_h_to_4h": COLUMN, "mlp.dense_4h_to_h": ROW}
 _LAYER_MLP = {"fc1": COLUMN, "fc2": ROW}  # in the decoder layer itself
 _PER_HEAD = fused("q k v", groups="heads")
+_WIDE = ("self_attn.q_norm", "self_attn.k_norm")
+_SINKS = {"self_attn.sinks": 0}
 
-_LLAMA = FamilyPlan({**separate("self_attn"), **gated_mlp()})
-_GLM = FamilyPlan({**separate("self_attn"), **fused_mlp("mlp", "gate_up_proj", "down_proj")})
+_LLAMA = FamilyPlan({**_ATTENTION, **_DENSE})
+_GLM = FamilyPlan({**_ATTENTION, **_FUSED})
 _GPT2 = FamilyPlan(
     {"attn.c_attn": fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP},
     local={"attn": ("split_size",)},
 )
-_OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=("self_attn.q_norm", "self_attn.k_norm"))
-_OPT = FamilyPlan({**separate("self_attn", out="out_proj"), **_LAYER_MLP}, after=("final_layer_norm", "project_out"))
-_HYBRID = FamilyPlan({**separate("self_attn"), **gated_mlp("feed_forward")})  # state-space mixers stay whole
-_WHOLE = FamilyPlan({})  # nothing of a layer can be split exactly: only the vocabulary is
+_OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=_WIDE)
+_HYBRID = FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward")})  # state-space mixers stay whole
 _LFM2 = FamilyPlan({**separate("self_attn", out="out_proj"), **gated_mlp("feed_forward", names="w1 w3 w2")})
+_ATTENTION_ALONE = FamilyPlan(_ATTENTION)
+_WIDE_ATTENTION = FamilyPlan(_ATTENTION, wide_norms=_WIDE)
+_GRANITE_MOE = FamilyPlan({**_ATTENTION, **fused_mlp("shared_mlp", "input_linear", "output_linear")})
+_LATENT_MOE = FamilyPlan({**_LATENT, **_DENSE, **_SHARED})
+_ATTENTION_MOE = FamilyPlan({**_ATTENTION, **_DENSE, **_SHARED})
+# The attention of these is kept whole.
+_DENSE_ALONE = FamilyPlan(_DENSE)
+_MLPS = FamilyPlan({**_DENSE, **_SHARED})
+_WHOLE = FamilyPlan({})  # nothing of a layer can be split exactly: only the vocabulary is
 
 
 def _gpt_bigcode(config: Any) -> FamilyPlan:
@@ -53,7 +71,12 @@ def _falcon(config: Any) -> FamilyPlan:
 
 
 _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
+    "afmoe": FamilyPlan({**_GATED_ATTENTION, **_DENSE, **_SHARED}),
+    "axk1": _LATENT_MOE,
+    "axk2": _MLPS,
+    "bailing_hybrid": _MLPS,
     "bamba": _HYBRID,
+    "beam": FamilyPlan({**_GATED_ATTENTION, **_DENSE}, parameters={"self_attn.gate_bias": 0}),
     "biogpt": FamilyPlan({**separate("self_attn", out="out_proj"), **_LAYER_MLP}),
     "bitnet": FamilyPlan(_LLAMA.leaves, wide_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
     "bloom": FamilyPlan(
@@ -66,6 +89,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
     ),
     "cohere": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0}),
+    "cohere2_moe": _ATTENTION_MOE,
     "ctrl": FamilyPlan(
         {
             **separate("multi_head_attention", names="Wq Wk Wv", out="dense"),
@@ -73,6 +97,8 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
             "ffn.2": ROW,
         }
     ),
+    "deepseek_v3": _LATENT_MOE,
+    "deepseek_v32": _MLPS,
     "diffllama": FamilyPlan(
         # Head i goes with head i + heads/2, so each half is shared out by itself.
         {
@@ -80,17 +106,23 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
             "self_attn.k_proj": fused("k1 k2"),
             "self_attn.v_proj": fused("v1 v2"),
             "self_attn.o_proj": ROW,
-            **gated_mlp(),
+            **_DENSE,
         },
         whole=tuple(f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2")),
     ),
-    "doge": FamilyPlan(gated_mlp()),
+    "doge": _DENSE_ALONE,
+    "dots3_note_text": _MLPS,
     "emu3_text_model": _LLAMA,
+    "exaone_moe": _ATTENTION_MOE,
     "falcon": _falcon,
     "falcon_h1": _HYBRID,
     "falcon_mamba": _WHOLE,
+    "flex_olmo": _WIDE_ATTENTION,
+    "flint": FamilyPlan({**_ATTENTION, **_DENSE, **_ONE_SHARED}, parameters=_SINKS),
     "glm": _GLM,
     "glm4": _GLM,
+    "glm4_moe_lite": _LATENT_MOE,
+    "glm_moe_dsa": _MLPS,
     "gpt2": _GPT2,
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": FamilyPlan({**separate("attn.attention", out="out_proj"), **_GPT_MLP}),
@@ -99,14 +131,29 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         {"attention.query_key_value": _PER_HEAD, "attention.dense": ROW, **_DENSE_MLP},
         whole=("attention.dense_bias",),  # the layer adds it
     ),
+    "gpt_oss": FamilyPlan(_ATTENTION, parameters=_SINKS),
     "gptj": FamilyPlan({**separate("attn", out="out_proj"), **_CODEGEN_MLP}),
-    "granite_swa": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.sinks": 0}),
+    "granite_swa": FamilyPlan(_LLAMA.leaves, parameters=_SINKS),
+    "granitemoe": _ATTENTION_ALONE,
+    "granitemoe_swa": FamilyPlan(_GRANITE_MOE.leaves, parameters=_SINKS),
+    "granitemoehybrid": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
     "hunyuan_v1_dense": _LLAMA,
+    "hunyuan_v1_moe": FamilyPlan({**_ATTENTION, **gated_mlp("mlp.shared_mlp")}),
+    "inkling2_text": _WHOLE,
+    "inkling_text": _DENSE_ALONE,
+    "jamba": _HYBRID,
+    "kimi_linear": _MLPS,
     "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "lfm3": FamilyPlan({**_LFM2.leaves, "self_attn.g_proj": COLUMN}),
+    "llama4_text": FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward"), **gated_mlp("feed_forward.shared_expert")}),
     "mamba": _WHOLE,
     "mamba2": _WHOLE,
-    "minicpm3": FamilyPlan({**separate("self_attn", names="q_b_proj q_proj kv_b_proj"), **gated_mlp()}),
+    "mimo_v2_flash": FamilyPlan({**_ATTENTION, **_DENSE}, parameters=_SINKS),
+    "minicpm3": FamilyPlan({**separate("self_attn", names="q_b_proj q_proj kv_b_proj"), **_DENSE}),
+    "minimax_m2": _WIDE_ATTENTION,
+    "minimax_m3_vl_text": FamilyPlan({**_FUSED, **fused_mlp("mlp.shared_experts", "gate_up_proj", "down_proj")}),
     "modernbert-decoder": FamilyPlan({**separate("attn", out="Wo"), **fused_mlp("mlp", "Wi", "Wo")}),
     "moshi": FamilyPlan(
         {
@@ -119,23 +166,39 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         sliced={"attn": {"position_bias": 0}},
         passes={"ffn": ("residual",)},
     ),
-    "nemotron": FamilyPlan({**separate("self_attn"), "mlp.up_proj": COLUMN, "mlp.down_proj": ROW}),
+    "nemotron": FamilyPlan({**_ATTENTION, "mlp.up_proj": COLUMN, "mlp.down_proj": ROW}),
+    "nemotron_h": FamilyPlan(
+        {
+            **separate("mixer"),
+            "mixer.up_proj": COLUMN,
+            "mixer.down_proj": ROW,
+            "mixer.shared_experts.up_proj": COLUMN,
+            "mixer.shared_experts.down_proj": ROW,
+        }
+    ),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "olmo_hybrid": _OLMO2,
+    "olmoe": _WIDE_ATTENTION,
     "openai-gpt": _GPT2,
-    "opt": _OPT,
+    "opt": FamilyPlan(
+        {**separate("self_attn", out="out_proj"), **_LAYER_MLP}, after=("final_layer_norm", "project_out")
+    ),
     "persimmon": FamilyPlan({"self_attn.query_key_value": _PER_HEAD, "self_attn.dense": ROW, **_DENSE_MLP}),
     "phi3": FamilyPlan(
         {
             "self_attn.qkv_proj": fused("q k v"),
             "self_attn.o_proj": ROW,
-            **fused_mlp("mlp", "gate_up_proj", "down_proj"),
+            **_FUSED,
         },
         local={"self_attn": ("config.num_attention_heads",)},
     ),
+    "phimoe": _ATTENTION_ALONE,
+    "qwen2_moe": FamilyPlan({**_ATTENTION, **_DENSE, **_ONE_SHARED}),
+    "qwen4_exp_text": FamilyPlan(_ONE_SHARED),
     "recurrent_gemma": FamilyPlan(gated_mlp("mlp_block")),
     "rwkv": _WHOLE,
+    "solar_open": FamilyPlan({**_ATTENTION, **_SHARED}),
     "stablelm": _LLAMA,
     "xlstm": _WHOLE,
 }
@@ -143,5 +206,5 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
 
 def explicit_plan(config: Any) -> FamilyPlan | None:
     """Our plan of a model's family, None where there is none."""
-    plan = _EXPLICIT.get(config.model_type) or SPARSE.get(config.model_type)
+    plan = _EXPLICIT.get(config.model_type)
     return plan(config) if callable(plan) else plan

@@ -1,7 +1,7 @@
 """The words of a family's plan: which linears are split how, and what its code reads besides.
 
 Owns: `Leaf`, `FamilyPlan`, and shorthands for what many families have in common. Does not own: the families
-(`plan.families.explicit`, `plan.families.explicit_sparse`, `plan.families.styles`), what follows (`plan.rules`).
+(`plan.families.explicit`, `plan.families.styles`), what follows (`plan.rules`).
 """
 
 from __future__ import annotations
