@@ -1,9 +1,9 @@
 """Twins: the same `model_type` with tiny sizes, made from a configuration alone.
 
-Owns: which fields of a configuration are sizes and what they shrink to, which layers stay, and what single families
-need besides. What is not a size (activations, biases, norms, kinds of rope, how heads are shared) stays as it is.
-Random numbers in training (dropout, jitter) are off: a twin is there to be compared.
-Does not own: weights.
+Owns: which fields of a configuration are sizes and what they shrink to, such that tensor parallel ranks share heads and
+features as they share those of what the twin stands for; which layers stay, and what single families need besides. What
+is not a size (activations, biases, norms, kinds of rope, how heads are shared) stays as it is. Random numbers in
+training (dropout, jitter) are off: a twin is there to be compared. Does not own: weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.plan.families.twin_sizes import shared_heads, sizes_like, sizes_of
 
 # What the fields of configurations measure. Families spell the same size differently.
 _FIELDS = {
@@ -61,6 +60,8 @@ _KIND_OF = {name: kind for kind, names in _FIELDS.items() for name in names.spli
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _RANDOM = re.compile(r"drop|jitter")
 
+# Tokens of a twin; as many more as the vocabulary has over a multiple of tp.
+_VOCABULARY = 256
 # With which a twin is still quick.
 _MOST_LAYERS = 12
 
@@ -144,7 +145,7 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
     # Flags decide of what kinds the layers are, so they come before the choice of layers; sizes come after it.
     flags = {k: v for k, v in overrides.items() if v is None or isinstance(v, bool | str)}
     config = cls(**{**_BY_FAMILY.get(model_type, {}), **flags})
-    sizes = sizes_of(tp, block)
+    sizes = _sizes_of(tp, block)
     data = _shrunk(config, sizes, num_layers=overrides.get("num_hidden_layers"), differ=None)
     chosen: dict[str, Any] = {**_TOKENS, "is_decoder": True}
     if not data.get("qk_rope_head_dim"):  # multi-head latent attention has no key/value heads to share
@@ -179,8 +180,8 @@ def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]
     pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no word of sharing: each its own
     for heads, kv_heads in pairs:
         if isinstance(heads, int) and isinstance(kv_heads, int):
-            return sizes_like(tp, block, heads=heads, kv_heads=kv_heads, vocabulary=whole.get("vocab_size") or 0)
-    return sizes_of(tp, block)
+            return _sizes_as(tp, block, heads=heads, kv_heads=kv_heads, vocabulary=whole.get("vocab_size") or 0)
+    return _sizes_of(tp, block)
 
 
 def _shrunk(
@@ -236,7 +237,7 @@ def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return value
     if name in _SHARED_HEADS:
-        return shared_heads(int(value), whole.get(_SHARED_HEADS[name]), sizes)
+        return _tiny_heads(int(value), whole.get(_SHARED_HEADS[name]), sizes)
     # State-space mixers: heads * head_dim = expand * hidden.
     expand = whole.get("mamba_expand", whole.get("expand", 2))
     is_mamba2 = (name, True) in (("num_heads", "state_size" in whole), ("n_mamba_heads", "mamba_headdim" in whole))
@@ -368,3 +369,68 @@ def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) ->
             rope["original_max_position_embeddings"], whole, sizes
         )
     return tiny
+
+
+def _sizes_of(tp: int, block: int) -> dict[str, int]:
+    """Kind of field -> tiny size: 8 heads and 4 key/value heads where tp divides them, else 2 tp and tp. Heads are of 8
+    features, or as much wider as `block` asks for.
+    """
+    kv_heads = 4 if 4 % tp == 0 else tp
+    return _sizes(2 * kv_heads, kv_heads, _VOCABULARY, tp, block)
+
+
+def _sizes_as(tp: int, block: int, *, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
+    """The same for a model with so many. What stays: which of them tp divides, whether there are fewer key/value heads
+    than ranks (these are as many as they were), groups of one head, numbers that are no power of two or odd, and what
+    the vocabulary is modulo tp.
+    """
+    if kv_heads == heads:
+        few = many = _like(heads, tp, least=min(heads, 8), multiple=1)
+    else:
+        few = kv_heads if kv_heads < tp else _like(kv_heads, tp, least=min(kv_heads, 4), multiple=1)
+        many = _like(heads, tp, least=max(2 * few, min(heads, 8)), multiple=few if heads % kv_heads == 0 else 1)
+    return _sizes(many, few, _VOCABULARY + (vocabulary - _VOCABULARY) % tp, tp, block)
+
+
+def _tiny_heads(value: int, heads: int | None, sizes: dict[str, int]) -> int:
+    """How many heads stand for `value`, which share the work of `heads`."""
+    if value == 1:
+        return 1
+    if value == heads:
+        return sizes["heads"]
+    if value % sizes["tp"] == 0 and sizes["kv_heads"] % sizes["tp"]:  # of a mixer beside an attention with fewer
+        return next(n for n in range(2, sizes["heads"] + 1) if sizes["heads"] % n == 0 == n % sizes["tp"])
+    return sizes["kv_heads"]
+
+
+def _like(value: int, tp: int, *, least: int, multiple: int) -> int:
+    """The least number that tp divides, that is even and that is a power of two as `value` is."""
+
+    def character(number: int) -> tuple[bool, bool, bool]:
+        return number % tp == 0, number % 2 == 0, number & (number - 1) == 0
+
+    candidates = (n for n in itertools.count(least) if n % multiple == 0)
+    return next(n for n in candidates if character(n) == character(value))
+
+
+def _sizes(heads: int, kv_heads: int, vocabulary: int, tp: int, block: int) -> dict[str, int]:
+    head_dim = 8
+    while heads * head_dim % (tp * block) and head_dim < 8 * tp * block:
+        head_dim += 8
+    hidden = heads * head_dim
+    return {
+        "tp": tp,
+        "hidden": hidden,
+        "inner": 2 * hidden,
+        "expert_inner": hidden // 2,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "two_head_dims": 2 * head_dim,
+        "rank": hidden // 4,
+        "layers": 2,
+        "vocabulary": vocabulary,
+        "positions": 128,
+        "window": 8,  # half of 16 tokens: a window over all tokens would hide a wrong mask
+        "image": 16,
+    }
