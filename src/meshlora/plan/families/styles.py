@@ -14,7 +14,7 @@ from torch import nn
 
 from meshlora.common.errors import UnsupportedError
 from meshlora.plan.families.explicit import explicit_plan
-from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, Leaf
+from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan
 
 _LEAVES = {"colwise": COLUMN, "rowwise": ROW}
 # What is not split needs no word.
@@ -44,35 +44,28 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
             "neither transformers nor meshlora has a tensor-parallel plan for it",
             "use tp=1, with dp as you like",
         )
-    inside = _inside_layers(plan, f"{model.base_model_prefix}.", layers_name)
-    paths = {path for layer in layers for path, _ in layer.named_modules()}
-    inside = {key: style for key, style in inside.items() if any(re.fullmatch(_regex(key), path) for path in paths)}
+    start = f"{layers_name}.*."  # of what is about decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
+    full = {f"{model.base_model_prefix}.{key}": style for key, style in plan.items()}
+    inside = {_regex(key.removeprefix(start)): style for key, style in full.items() if key.startswith(start)}
+    paths = dict.fromkeys(path for layer in layers for path, _ in layer.named_modules())
     apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
-    inside = {key: style for key, style in inside.items() if not any(re.fullmatch(_regex(key), p) for p in apart)}
+    inside = {
+        pattern: style
+        for pattern, style in inside.items()
+        if any(map(pattern.fullmatch, paths)) and not any(map(pattern.fullmatch, apart))
+    }
     unknown = sorted(set(inside.values()) - _LEAVES.keys() - _WHOLE - _GATHERS)
     if unknown:
         raise UnsupportedError(
             f"model_type {model_type!r}", f"its plan has styles that are not supported yet: {unknown}", "use tp=1"
         )
-    gathering = {_block(path) for path, style in inside.items() if style in _GATHERS}
-    leaves: dict[str, Leaf] = {}
-    for layer in layers:
-        for path, _ in layer.named_modules():
-            style = next((s for pattern, s in inside.items() if re.fullmatch(_regex(pattern), path)), None)
-            if style in _LEAVES and _block(path) not in gathering:
-                leaves[path] = _LEAVES[style]
-    return FamilyPlan(leaves)
+    found = {path: next((s for pattern, s in inside.items() if pattern.fullmatch(path)), "") for path in paths}
+    gathering = {_block(path) for path, style in found.items() if style in _GATHERS}
+    return FamilyPlan({p: _LEAVES[s] for p, s in found.items() if s in _LEAVES and _block(p) not in gathering})
 
 
-def _inside_layers(plan: dict[str, str], prefix: str, layers_name: str) -> dict[str, str]:
-    """The entries about decoder layers, relative to one: `layers.*.mlp.up_proj` -> `mlp.up_proj`."""
-    start = f"{layers_name}.*."
-    full = {f"{prefix}{key}": style for key, style in plan.items()}
-    return {key.removeprefix(start): style for key, style in full.items() if key.startswith(start)}
-
-
-def _regex(pattern: str) -> str:
-    return re.escape(pattern).replace(r"\*", r"\d+")
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 
 def _block(path: str) -> str:
