@@ -9,6 +9,8 @@ left out, noise in routers, and a module that is called twice (phi's `resid_drop
 
 from __future__ import annotations
 
+from meshlora.plan.rules import kind_of
+
 # model_type -> field of the configuration -> ends of the names of the modules that it is the rate of.
 EXACT_DROPOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "codegen": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
@@ -30,5 +32,5 @@ def is_exact_dropout(model_type: str, field: str) -> bool:
 
 def is_exact_module(model_type: str, name: str) -> bool:
     """Whether the `nn.Dropout` module `name` is one of those."""
-    kind = "." + ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    kind = f".{kind_of(name)}"
     return any(kind.endswith(f".{end}") for ends in EXACT_DROPOUTS.get(model_type, {}).values() for end in ends)

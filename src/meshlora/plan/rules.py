@@ -194,6 +194,11 @@ class ModelPlan:
         return {n for layout in layouts if layout for n in layout.copies(self.topology.tp)} - {1}
 
 
+def kind_of(name: str) -> str:
+    """`model.layers.17.mlp.up_proj` -> `model.layers.*.mlp.up_proj`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from rich.table import Column, Table
 
 from meshlora.plan.grads import Side, expert_rules, general_rules
-from meshlora.plan.rules import LinearRule, ModelPlan
+from meshlora.plan.rules import LinearRule, ModelPlan, kind_of
 
 
 def plan_table(plan: ModelPlan) -> Table:
@@ -21,7 +22,7 @@ def plan_table(plan: ModelPlan) -> Table:
         "layers",
         title=f"{plan.model_type} on {plan.topology}",
     )
-    for name, layers in _folded(plan).items():
+    for name, layers in folded_names(plan.linears, kind=lambda name: plan.linears[name].split).items():
         rule = plan.linears[layers[0]]
         inside, out = rule.local_features(tp)
         whole, local = f"[{rule.out_features}, {rule.in_features}]", f"[{out}, {inside}]"
@@ -62,21 +63,12 @@ def gradient_table(plan: ModelPlan) -> Table:
     return table
 
 
-def folded_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Name with the numbers of layers as `*` -> names."""
+def folded_names(names: Iterable[str], *, kind: Callable[[str], Any] = lambda _: None) -> dict[str, list[str]]:
+    """Name with the numbers of layers as `*` -> names. One of another `kind` than the first of its name stays alone."""
     folded: dict[str, list[str]] = {}
     for name in names:
-        folded.setdefault(".".join("*" if part.isdecimal() else part for part in name.split(".")), []).append(name)
-    return folded
-
-
-def _folded(plan: ModelPlan) -> dict[str, list[str]]:
-    """Name with the layer number as `*`, and the split -> names."""
-    folded: dict[str, list[str]] = {}
-    for name, rule in plan.linears.items():
-        short = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-        same = folded.get(short)
-        if same and plan.linears[same[0]].split is not rule.split:
+        short = kind_of(name)
+        if short in folded and kind(folded[short][0]) != kind(name):
             short = name
         folded.setdefault(short, []).append(name)
     return folded

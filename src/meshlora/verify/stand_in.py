@@ -23,7 +23,7 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.quantization import BLOCK
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.plan.topology import Topology, divisors
 from meshlora.train.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
@@ -181,11 +181,6 @@ def provable(topology: Topology) -> Topology:
 def _few(size: int) -> list[int]:
     """The least numbers above 1 that divide `size`, at most two of them."""
     return divisors(size)[1:3] or [1]
-
-
-def kind_of(name: str) -> str:
-    """`model.layers.17.mlp.up_proj` -> `model.layers.*.mlp.up_proj`."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _by_kind(targets: Mapping[str, Target]) -> dict[str, Target]:
