@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from meshlora.comm.groups import Mesh, open_mesh
 from meshlora.common.float64 import lift
 from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
-from meshlora.plan.experts import ExpertsRule, find_experts
+from meshlora.plan.experts import find_experts
 from meshlora.plan.families.twin import twin_config
+from meshlora.plan.rules import ExpertsRule
 from meshlora.plan.topology import Topology
 
 SCALE, RANK, ALWAYS, NEVER = 0.5, 4, 3, 7

@@ -19,10 +19,10 @@ import meshlora
 import meshlora.train.run
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.config.file import read_run
-from meshlora.plan.experts import ExpertRule
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import ExpertRule
 from meshlora.plan.topology import Topology
 from meshlora.train.together import prepare_run
 from meshlora.train.trained import TrainedAdapter
@@ -222,7 +222,9 @@ def _replicas(rules: Iterable[FactorRule], topology: Topology) -> list[frozenset
 
 
 def test_copies_of_experts_lie_along_the_axes_of_experts() -> None:
-    first, second = (ExpertRule("", split, 4, 6, 6, False, Layout.plain(6)) for split in (Split.COLUMN, Split.ROW))
+    first, second = (
+        ExpertRule("", split, 6, 6, False, Layout.plain(6), num_experts=4) for split in (Split.COLUMN, Split.ROW)
+    )
     a, b = expert_rule(first, Side.INPUT), expert_rule(second, Side.INPUT)
     shared = expert_rule(first, Side.INPUT, is_shared=True)
     topology = Topology(dp=8, ep=2, etp=2)

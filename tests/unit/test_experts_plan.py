@@ -19,10 +19,11 @@ from meshlora.comm.groups import open_mesh
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.model.inject import parallelize
 from meshlora.plan.derive import plan_model
-from meshlora.plan.experts import ExpertsRule, find_experts, find_projections
+from meshlora.plan.experts import find_experts
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.layout import Layout, Piece, Split
+from meshlora.plan.rules import ExpertsRule
 from meshlora.plan.topology import Topology
 
 _MODELS: dict[str, Any] = {}
@@ -114,9 +115,9 @@ def test_parts_of_an_expert_add_up_to_it(family: str, etp: int) -> None:
 
 
 def test_projections_are_listed_by_name() -> None:
-    experts = find_experts(_model("gpt_oss"), Topology())
-    assert len(experts) == 2
-    projections = find_projections(experts)
+    plan = plan_model(_model("gpt_oss"), Topology())
+    assert len(plan.experts) == 2
+    projections = plan.projections
     assert len(projections) == 4
     assert all(rule.name == name for name, rule in projections.items())
 

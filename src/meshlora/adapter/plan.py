@@ -27,7 +27,6 @@ from meshlora.plan.grads import (
     embedding_rule,
     expert_rule,
     factor_rule,
-    parameter_rule,
     split_rule,
     whole_rule,
 )
@@ -217,7 +216,7 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
     owner, _, leaf = name.rpartition(".")
     sp = plan.topology.sp
     if name in plan.parameters:
-        return parameter_rule(plan.parameters[name])
+        return split_rule(plan.parameters[name].dim, plan.parameters[name].layout)
     if owner not in plan.linears:
         return whole_rule(plan.domain_of(owner), sp=sp)
     linear = plan.linears[owner]

@@ -27,9 +27,8 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.model.dp_shard import shard_unit
 from meshlora.model.stored import Part, StoredTensor, find_stored, shape_mistake
 from meshlora.model.stored import checkpoint_files as checkpoint_files
-from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.topology import EP, ETP
 
 _ROWS_AT_ONCE = 4096

@@ -1,7 +1,7 @@
 """Routed experts: what their modules say about themselves, and how their matrices are split.
 
-Owns: finding the experts of a model (`find_experts`), the words of their rules (`ExpertsRule`, `ExpertRule`), and which
-topologies they allow. Does not own: the layers that run it (`layers.experts.module`), gradient axes (`plan.grads`).
+Owns: finding the experts of a model (`find_experts`), and which topologies they allow. Does not own: the words of their
+rules (`plan.rules`), the layers that run it (`layers.experts.module`), gradient axes (`plan.grads`).
 
 Most families of transformers keep the experts of a layer as one module with a stack of matrices for each projection,
 `gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, called as `experts(hidden_states, top_k_index, top_k_weights)`; how
@@ -12,76 +12,18 @@ MLP over tp: its first matrix by output features (column), its second by input f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.layout import Layout, Piece, Split
+from meshlora.plan.rules import ExpertRule, ExpertsRule
 from meshlora.plan.topology import Topology, divisors
 
 # Modules of routed experts by the name of their class: what is one of these and not known below is not understood.
 _EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-@dataclass(frozen=True)
-class ExpertRule:
-    """One projection of all experts of a layer. Widths are those of one whole expert.
-
-    Attributes:
-        name: of the stack of matrices, as in `model.layers.0.mlp.experts.gate_up_proj`.
-        split: over etp: COLUMN of the first projection, ROW of the second. layout: of the dim that is split.
-        is_transposed: stored as `[E, in, out]`.
-        fused: gate and up, where they are one matrix.
-        is_swapped: PEFT takes the input for the output: its A is on the output side, its B on the input side.
-    """
-
-    name: str
-    split: Split
-    num_experts: int
-    in_features: int
-    out_features: int
-    has_bias: bool
-    layout: Layout
-    is_transposed: bool = False
-    fused: Layout | None = None
-    is_swapped: bool = False
-
-    def local_features(self, etp: int) -> tuple[int, int]:
-        """(in, out) of what each of `etp` ranks holds."""
-        local = self.layout.local_size(etp)
-        return (
-            local if self.split is Split.ROW else self.in_features,
-            local if self.split is Split.COLUMN else self.out_features,
-        )
-
-
-@dataclass(frozen=True)
-class ExpertsRule:
-    """The experts of one layer.
-
-    Attributes:
-        name: of their module. block: of the module that calls it with what its router chose.
-        first, second: the projections into and out of the experts, in a row.
-        routers: names of the modules in the block that choose: each owns a matrix with a row for every expert.
-        weights_first: the block multiplies what goes into an expert, not what comes out (llama4).
-    """
-
-    name: str
-    block: str
-    num_experts: int
-    first: ExpertRule
-    second: ExpertRule
-    routers: tuple[str, ...] = ()
-    weights_first: bool = False
-
-    @property
-    def projections(self) -> tuple[ExpertRule, ExpertRule]:
-        """Both."""
-        return self.first, self.second
 
 
 def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
@@ -114,11 +56,6 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
     return found
 
 
-def find_projections(experts: Mapping[str, ExpertsRule]) -> dict[str, ExpertRule]:
-    """Name -> rule of every projection."""
-    return {rule.name: rule for layer in experts.values() for rule in layer.projections}
-
-
 def _is_stack(module: nn.Module) -> bool:
     own = dict(module.named_parameters(recurse=False))
     down = own.get("down_proj")
@@ -148,35 +85,19 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
     pieces = _pieces(inner, is_interleaved=not flags["is_concatenated"]) if flags["has_gate"] else Layout.plain(inner)
     # PEFT asks the module, and one that says nothing is stored [E, out, in] to it.
     is_swapped = is_transposed and not getattr(module, "is_transposed", False)
-    has_bias = bool(flags["has_bias"])
+    common: dict[str, Any] = {
+        "has_bias": bool(flags["has_bias"]),
+        "is_transposed": is_transposed,
+        "num_experts": num_experts,
+        "is_swapped": is_swapped,
+    }
+    fused = pieces if flags["has_gate"] else None
     return ExpertsRule(
         name,
         block,
         num_experts,
-        ExpertRule(
-            f"{name}.{first_name}",
-            Split.COLUMN,
-            num_experts,
-            hidden,
-            pieces.size,
-            has_bias,
-            pieces,
-            is_transposed,
-            pieces if flags["has_gate"] else None,
-            is_swapped,
-        ),
-        ExpertRule(
-            f"{name}.down_proj",
-            Split.ROW,
-            num_experts,
-            inner,
-            hidden,
-            has_bias,
-            Layout.plain(inner),
-            is_transposed,
-            None,
-            is_swapped,
-        ),
+        ExpertRule(f"{name}.{first_name}", Split.COLUMN, hidden, pieces.size, layout=pieces, fused=fused, **common),
+        ExpertRule(f"{name}.down_proj", Split.ROW, inner, hidden, layout=Layout.plain(inner), **common),
         _routers(model.get_submodule(block), block, name, num_experts),
         weights_first,
     )

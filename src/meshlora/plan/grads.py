@@ -48,9 +48,8 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.rules import Domain, LinearRule, ParameterRule
+from meshlora.plan.rules import Domain, ExpertRule, LinearRule, ParameterRule
 from meshlora.plan.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, TP, copies_axis
 
 
@@ -173,7 +172,7 @@ def expert_rules() -> list[tuple[str, Side, FactorRule]]:
         (
             f"experts, {words}" + (", one adapter for all" if is_shared else ""),
             side,
-            expert_rule(ExpertRule("", split, 1, 1, 1, False, Layout.plain(1)), side, is_shared=is_shared),
+            expert_rule(ExpertRule("", split, 1, 1, False, Layout.plain(1)), side, is_shared=is_shared),
         )
         for is_shared in (False, True)
         for words, split in (("first (gate, up)", Split.COLUMN), ("second (down)", Split.ROW))
@@ -204,11 +203,6 @@ def whole_rule(domain: Domain, *, sp: bool) -> FactorRule:
     """The rule of a parameter that is whole on every tp rank."""
     is_term = domain is Domain.PARTIAL or (domain is Domain.RESIDUAL and sp)
     return _rule(DENSE_AXES, alike=frozenset() if is_term else FEATURES)
-
-
-def parameter_rule(rule: ParameterRule) -> FactorRule:
-    """The rule of a split parameter that is no linear's."""
-    return split_rule(rule.dim, rule.layout)
 
 
 def embedding_rule(rule: ParameterRule, side: Side) -> FactorRule:

@@ -1,8 +1,8 @@
 """The plan: which module is split how, in which region. Plain data, computable without a process group.
 
-Owns: the words of a plan: `LinearRule`, `ParameterRule`, `Region`, `ModelPlan`. Does not own: how it is derived from a
-model (`plan.derive`), which rows a rank holds (`plan.layout`), the gradient axes that follow (`plan.grads`), the layers
-that run it (`layers`), LoRA targets (`adapter`).
+Owns: the words of a plan: `LinearRule`, `ParameterRule`, `Region`, `ExpertsRule`, `ModelPlan`. Does not own: how it is
+derived from a model (`plan.derive`), which rows a rank holds (`plan.layout`), the gradient axes that follow
+(`plan.grads`), the layers that run it (`layers`), LoRA targets (`adapter`).
 
 A *region* is a block whose input enters the tensor-parallel part once and leaves it once: an attention, an MLP.
 Each block of a decoder layer is one of
@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from meshlora.plan.experts import ExpertRule, ExpertsRule, find_projections
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.topology import Topology
 
@@ -68,6 +67,47 @@ class LinearRule:
             local if self.split is Split.ROW else self.in_features,
             local if self.split is Split.COLUMN else self.out_features,
         )
+
+
+@dataclass(frozen=True)
+class ExpertRule(LinearRule):
+    """One projection of all experts of a layer, a stack of matrices. Widths are those of one whole expert.
+
+    Attributes:
+        name: of the stack, as in `model.layers.0.mlp.experts.gate_up_proj`.
+        split: over etp: COLUMN of the first projection, ROW of the second. layout: of the dim that is split.
+        is_transposed: stored as `[E, in, out]`. fused: gate and up, where they are one matrix.
+        is_swapped: PEFT takes the input for the output: its A is on the output side, its B on the input side.
+    """
+
+    layout: Layout
+    num_experts: int = 1
+    is_swapped: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """The experts of one layer.
+
+    Attributes:
+        name: of their module. block: of the module that calls it with what its router chose.
+        first, second: the projections into and out of the experts, in a row.
+        routers: names of the modules in the block that choose: each owns a matrix with a row for every expert.
+        weights_first: the block multiplies what goes into an expert, not what comes out (llama4).
+    """
+
+    name: str
+    block: str
+    num_experts: int
+    first: ExpertRule
+    second: ExpertRule
+    routers: tuple[str, ...] = ()
+    weights_first: bool = False
+
+    @property
+    def projections(self) -> tuple[ExpertRule, ExpertRule]:
+        """Both."""
+        return self.first, self.second
 
 
 @dataclass(frozen=True)
@@ -135,7 +175,7 @@ class ModelPlan:
     @cached_property
     def projections(self) -> Mapping[str, ExpertRule]:
         """Name -> rule, of every projection of routed experts."""
-        return find_projections(self.experts)
+        return {rule.name: rule for layer in self.experts.values() for rule in layer.projections}
 
     @cached_property
     def routers(self) -> frozenset[str]:
@@ -174,7 +214,7 @@ class ModelPlan:
         """Names of the modules that linears are children of."""
         return frozenset(map(_owner, self.linears))
 
-    def rule_of(self, name: str) -> LinearRule | ExpertRule | None:
+    def rule_of(self, name: str) -> LinearRule | None:
         """Of a linear, of a projection of experts, or of a router; None of what is none of them."""
         return self.linears.get(name) or self.projections.get(name) or self.matrices.get(name)
 

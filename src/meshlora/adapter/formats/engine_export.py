@@ -28,8 +28,7 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors, read_json
-from meshlora.plan.experts import ExpertsRule
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.rules import ExpertsRule, ModelPlan
 
 LAYOUT = "per-expert"
 

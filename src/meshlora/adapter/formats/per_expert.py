@@ -35,8 +35,7 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors
 from meshlora.model.stream import FLOATS
-from meshlora.plan.experts import ExpertsRule
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.rules import ExpertsRule, ModelPlan
 
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+\.lora_[AB]\.weight$")
 _OF_LINEAR = re.compile(rf"{re.escape(PREFIX)}(?P<name>.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")

@@ -23,9 +23,8 @@ from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
 from meshlora.adapter.targets.values import check_values
 from meshlora.common.compat import refuse_mamba_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.plan.experts import ExpertRule
 from meshlora.plan.layout import Layout
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.rules import ExpertRule, ModelPlan
 
 _SUPPORTED = {
     "r",

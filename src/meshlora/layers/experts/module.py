@@ -30,8 +30,8 @@ from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.mlp import GroupedMlpFunction
 from meshlora.layers.experts.products import Projection
 from meshlora.layers.tokens import owners
-from meshlora.plan.experts import ExpertRule, ExpertsRule
 from meshlora.plan.layout import Split
+from meshlora.plan.rules import ExpertRule, ExpertsRule
 from meshlora.plan.topology import EP, ETP
 
 
