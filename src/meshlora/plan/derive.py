@@ -17,13 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
-from meshlora.plan.experts import ExpertsRule, find_experts
+from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
 from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.rules import Domain, LinearRule, ModelPlan, ParameterRule, Region
+from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora.plan.topology import Topology, divisors
 
 
@@ -48,40 +48,29 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     if topology.dp_shard:
         prefix, found = decoder_layers(model)
         units = tuple(f"{prefix}.{index}" for index in range(len(found)))
-    if topology.is_whole:
-        layers = model.config.get_text_config().num_hidden_layers
-        head = head if head in linears else ""
-        return ModelPlan(
-            model.config.model_type,
-            topology,
-            "",
-            layers,
-            (),
-            linears,
-            embedding=embedding,
-            head=head,
-            experts=experts,
-            matrices=_router_matrices(model, experts, linears, Domain.EQUAL),
-            units=units,
-        )
-    return replace(_Planner(model, topology, linears, experts, embedding, head).plan(), units=units)
+    whole = ModelPlan(
+        model.config.model_type,
+        topology,
+        "",
+        model.config.get_text_config().num_hidden_layers if topology.is_whole else len(decoder_layers(model)[1]),
+        (),
+        linears,
+        embedding=embedding,
+        head=head if head in linears else "",
+        experts=experts,
+        matrices=_router_matrices(model, experts, linears, Domain.EQUAL if topology.is_whole else Domain.RESIDUAL),
+        units=units,
+    )
+    return whole if topology.is_whole else _Planner(model, whole).plan()
 
 
 class _Planner:
-    """One derivation: what is known so far."""
+    """One derivation of what the ranks of tp share: what is known so far. whole: the plan without that."""
 
-    def __init__(
-        self,
-        model: Any,
-        topology: Topology,
-        linears: dict[str, LinearRule],
-        experts: dict[str, ExpertsRule],
-        embedding: str,
-        head: str,
-    ) -> None:
-        self.model, self.config, self.topology = model, model.config, topology
-        self.what = f"model_type {model.config.model_type!r}"
-        self.linears, self.experts, self.embedding, self.head = linears, experts, embedding, head
+    def __init__(self, model: Any, whole: ModelPlan) -> None:
+        self.model, self.config, self.whole = model, model.config, whole
+        self.what = f"model_type {whole.model_type!r}"
+        self.linears, self.experts = dict(whole.linears), whole.experts
         self.layers_name, self.layers = decoder_layers(model)
         self.regions: list[Region] = []
         self.parameters: dict[str, ParameterRule] = {}
@@ -95,21 +84,14 @@ class _Planner:
             self._plan_layer(f"{self.layers_name}.{index}", layer, family)
         self._check_divisible()
         self._split_vocabulary()
-        after = self._modules_after(family)
-        plan = ModelPlan(
-            self.config.model_type,
-            self.topology,
-            self.layers_name,
-            len(self.layers),
-            tuple(self.regions),
-            self.linears,
-            self.parameters,
-            self.wide_norms,
-            self.embedding,
-            self.head,
-            after,
-            self.experts,
-            _router_matrices(self.model, self.experts, self.linears, Domain.RESIDUAL),
+        plan = replace(
+            self.whole,
+            layers=self.layers_name,
+            regions=tuple(self.regions),
+            linears=self.linears,
+            parameters=self.parameters,
+            wide_norms=self.wide_norms,
+            after=self._modules_after(family),
         )
         for name, rule in self.linears.items():
             domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
@@ -178,7 +160,7 @@ class _Planner:
         local: dict[str, dict[str, int]] = {}
         for path, module in child.named_modules(prefix=name):
             own = family.local.get(path.removeprefix(f"{prefix}."), ())
-            if heads is not None and (values := local_attributes(module, heads, own, tp=self.topology.tp)):
+            if heads is not None and (values := local_attributes(module, heads, own, tp=self.whole.topology.tp)):
                 local[path] = values
         cut = family.sliced.get(block, {})
         sliced = {key: (dim, heads.query) for key, dim in cut.items() if heads is not None}
@@ -239,7 +221,7 @@ class _Planner:
 
     def _check_divisible(self) -> None:
         """tp divides heads and every split width; else name the values that do."""
-        tp = self.topology.tp
+        tp = self.whole.topology.tp
         for what, layout in self.limits.items():
             if not layout.can_split(tp):
                 most = max(piece.num_units for limit in self.limits.values() for piece in limit.pieces)
@@ -248,12 +230,12 @@ class _Planner:
 
     def _split_vocabulary(self) -> None:
         """Embedding and head, tied or not."""
-        if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or self.head not in self.linears:
+        if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or self.whole.head not in self.linears:
             raise UnsupportedError(self.what, "its embedding or its output head is not an ordinary one", "use tp=1")
         num_embeddings = self.model.get_input_embeddings().num_embeddings
-        self.parameters[f"{self.embedding}.weight"] = ParameterRule(0, Layout.padded(num_embeddings))
-        rule = self.linears[self.head]
-        self.linears[self.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
+        self.parameters[f"{self.whole.embedding}.weight"] = ParameterRule(0, Layout.padded(num_embeddings))
+        rule = self.linears[self.whole.head]
+        self.linears[self.whole.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
 
     def _modules_after(self, family: FamilyPlan) -> tuple[str, ...]:
         """Norms that are registered after the layers, all that is outside the base model, what the family names."""
@@ -261,10 +243,10 @@ class _Planner:
         base = self.layers_name.rpartition(".")[0]
         for name, module in self.model.named_modules():
             is_after = is_after or name.startswith(f"{self.layers_name}.")
-            is_inside = name.startswith((f"{self.layers_name}.", f"{self.embedding}."))
+            is_inside = name.startswith((f"{self.layers_name}.", f"{self.whole.embedding}."))
             is_likely = "Norm" in type(module).__name__ or not name.startswith(f"{base}.")
             named = name.removeprefix(f"{base}.") in family.after
-            if named or (is_after and not is_inside and is_likely and name != self.head):
+            if named or (is_after and not is_inside and is_likely and name != self.whole.head):
                 found.append(name)
         return tuple(found)
 
