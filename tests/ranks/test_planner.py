@@ -21,7 +21,7 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.planner.choose import choose
 from meshlora.planner.hardware import hardware_named
-from meshlora.planner.problem import pose
+from meshlora.planner.problem import Problem
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from tests.pool import Pool
@@ -79,7 +79,7 @@ def _planned(family: str, topology: str, quantization: str | None) -> tuple[Tota
     shape = Topology.parse(topology)
     lora = LoraConfig(r=4, target_modules="all-linear")
     base = BaseOptions(dtype="float32", disable_dropout=True, quantization=quantization)  # type: ignore[arg-type]
-    problem = pose(
+    problem = Problem(
         make_blueprint(_config(family), Topology(), base),
         lora,
         gpus=shape.world,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import multiprocessing
@@ -21,15 +22,15 @@ from transformers import AutoConfig
 from meshlora.cli.main import main
 from meshlora.common.errors import UserError
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
-from meshlora.plan.budget import micro_batch_budget
+from meshlora.plan.budget import Message, micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.planner.choose import choose
-from meshlora.planner.communication import Message, grouped, span_of
+from meshlora.planner.communication import grouped, span_of
 from meshlora.planner.fake import FakeRun, Work
 from meshlora.planner.hardware import GPUS, hardware_named
-from meshlora.planner.problem import Problem, pose
+from meshlora.planner.problem import Problem
 from meshlora.planner.simulate import Simulation, _most_resident_bytes, simulate
 
 SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
@@ -41,7 +42,7 @@ def problem_of(family: str, world: int, *, seq: int = 64, batch: int = 0, lora: 
     base = BaseOptions(
         dtype=options.pop("dtype", torch.float32), disable_dropout=True, quantization=options.pop("quantization", None)
     )
-    return pose(
+    return Problem(
         make_blueprint(config, Topology(), base),
         lora,
         gpus=world,
@@ -92,7 +93,7 @@ def test_simulated_step_is_as_predicted(family: str, topology: str, options: dic
 @pytest.mark.parametrize("topology", ["tp=2", "tp=4,sp", "dp=2,tp=2"])
 @pytest.mark.parametrize("family", ["llama", "olmo2", "olmo_hybrid", "qwen3_moe"])
 def test_messages_are_those_of_the_budget(family: str, topology: str) -> None:
-    """Two derivations of the numbers of calls: with the embedding trained, all that the budget allows are there."""
+    """With the embedding trained, a gradient flows everywhere, and all calls that the budget allows are there."""
     shape = Topology.parse(topology)
     problem = problem_of(family, shape.world, seq=16, lora={"modules_to_save": ["embed_tokens"]})
     (prediction,) = choose(problem, [shape]).ranked
@@ -110,7 +111,7 @@ def _on_16384_ranks() -> tuple[Simulation, Counter[str], float]:
     config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
     lora = LoraConfig(r=16, target_modules="all-linear")
     base = make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16"))
-    problem = pose(base, lora, gpus=16_384, gpu=GPUS["h200"], seq=8192, global_batch=16_384)
+    problem = Problem(base, lora, gpus=16_384, gpu=GPUS["h200"], seq=8192, global_batch=16_384)
     (prediction,) = choose(problem, [Topology.parse("tp=8", world=16_384)]).ranked
     simulation = simulate(problem, prediction)
     return simulation, Counter(grouped(prediction.messages, micro_batches=1)), time.process_time() - started
@@ -201,7 +202,7 @@ def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
     every = choose(problem)
     most, least = (pick(p.memory_bytes for p in every.ranked) for pick in (max, min))
     between = (most + least) / 2 / 1e9 / small.usable_memory
-    tight = Problem(**{**problem.__dict__, "gpu": type(small)(**{**small.__dict__, "memory_gb": between})})
+    tight = dataclasses.replace(problem, gpu=dataclasses.replace(small, memory_gb=between))
     choice = choose(tight)
     fits = [prediction.fits for prediction in choice.ranked]
     assert fits == sorted(fits, reverse=True)

@@ -79,11 +79,11 @@ def _choose(options: argparse.Namespace) -> None:
     from meshlora.planner import show
     from meshlora.planner.choose import choose
     from meshlora.planner.hardware import hardware_named
-    from meshlora.planner.problem import pose, read_config
+    from meshlora.planner.problem import Problem, read_config
 
     gpu = hardware_named(options.gpu, options.hardware)
     config = read_config(options.model, trust_remote_code=options.trust_remote_code)
-    problem = pose(
+    problem = Problem(
         read_blueprint(options, "", config=config),
         _lora(options.lora),
         gpus=options.gpus,

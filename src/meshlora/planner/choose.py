@@ -18,16 +18,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UserError
 from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.budget import Message, Sizes
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.families.proved import check_proved
-from meshlora.plan.layout import Split
 from meshlora.plan.topology import DATA, TP, Topology, dense_sizes, divisors
-from meshlora.planner.communication import Message, Sizes, Traffic, messages_of, repeated, span_of, traffic_of
+from meshlora.planner.communication import Traffic, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
-from meshlora.planner.gathers import gathers_of, gathers_s
+from meshlora.planner.hardware import Hardware
 from meshlora.planner.memory import Peak, States, peak_of, states_of
 from meshlora.planner.problem import Problem, Recompute
-from meshlora.planner.trace import Trace, tokens_of_chunk, trace
+from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
 
 Traces = dict[Topology, tuple[Trace, Trace]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
@@ -44,10 +44,10 @@ class Prediction:
     Attributes:
         micro_batch: sequences that a dp rank runs at once; micro_batches: how many of these make a step. tokens: of a
             sequence, padded to what sp can cut.
-        recomputed: whether each layer computes its activations twice. messages: with those that this adds.
+        messages: with those that recomputation adds. traffic: link -> what they take.
         chunk_bytes: of the logits of one chunk of the loss, on a rank.
-        compute_s, recompute_s, update_s: of a step: kernels of forward and backward; of layers a second time; of
-            gradients and optimizer. gather_s: what gathers of sharded weights add. traffic: link -> what messages take.
+        parts_s: what a step consists of, in seconds, one after another: nothing is taken to overlap but gathers of
+            sharded weights, of which what nothing hides is here.
     """
 
     topology: Topology
@@ -55,16 +55,12 @@ class Prediction:
     micro_batches: int
     tokens: int
     recompute: Recompute
-    recomputed: tuple[bool, ...]
     states: States
     peak: Peak
     chunk_bytes: int
     messages: tuple[Message, ...]
     traffic: Mapping[str, Traffic]
-    compute_s: float
-    recompute_s: float
-    update_s: float
-    gather_s: float
+    parts_s: Mapping[str, float]
     usable_bytes: int
 
     @property
@@ -76,20 +72,6 @@ class Prediction:
     def fits(self) -> bool:
         """Whether a GPU has room for it."""
         return self.memory_bytes <= self.usable_bytes
-
-    @property
-    def parts_s(self) -> dict[str, float]:
-        """What a step consists of, in seconds, one after another: nothing is taken to overlap but gathers of sharded
-        weights, of which what nothing hides is here.
-        """
-        return {
-            "compute": self.compute_s,
-            "recomputation": self.recompute_s,
-            "gathers of weights": self.gather_s,
-            "messages inside nodes": self.traffic["node"].time_s,
-            "messages between nodes": self.traffic["network"].time_s,
-            "update": self.update_s,
-        }
 
     @property
     def time_s(self) -> float:
@@ -254,18 +236,16 @@ def _prediction(
     tokens: int,
     recompute: Recompute,
 ) -> Prediction:
-    shrunk, gpu, (one, two) = problem.shrunk, problem.gpu, traces
-    topology, plan, targets = small.topology, small.plan, small.trained.targets
+    shrunk, gpu, dtype, (one, two) = problem.shrunk, problem.gpu, problem.blueprint.dtype, traces
+    topology = small.topology
     micro_batches = -(-problem.global_batch // (topology.dp * rows))
     recomputed, shards = recomputed_layers(recompute, len(shrunk.order)), topology.size_over(DATA)
-    chunk_tokens = tokens_of_chunk(problem.vocab, problem.dtype, rows * tokens)
+    vocab, width = model_vocab(problem.model), problem.model.get_input_embeddings().embedding_dim
+    chunk_tokens = tokens_of_chunk(vocab, dtype, rows * tokens)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
     peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=shards)
-    sizes = Sizes(rows, tokens, problem.width, problem.vocab, problem.dtype)
-    scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
-    ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
-    once = messages_of(shrunk, plan, one.flow, sizes, states, ranks=ranks, scaled=scaled)
-    messages = repeated([*once, *gathers_of(shrunk, states.shards)], shrunk.order, recomputed)
+    sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
+    messages = messages_of(shrunk, small, one.flow, sizes, states, recomputed=recomputed)
     compute_s, forward_s, backward_s = _compute_s(problem, traces, rows, tokens)
     twice = Counter(kind for kind, again in zip(shrunk.order, recomputed, strict=True) if again)
     gather_s = gathers_s(
@@ -282,23 +262,70 @@ def _prediction(
         Work(0, _PASSES_OF_A_STEP * states.gradients): 1,
         Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters,
     }
-    exact = 8 if problem.dtype == torch.float64 else 4
-    columns = -(-sizes.vocab // topology.tp)
+    traffic = traffic_of(messages, topology, gpu, micro_batches=micro_batches)
+    exact = 8 if dtype == torch.float64 else 4
+    columns = -(-vocab // topology.tp)
     return Prediction(
         topology,
         rows,
         micro_batches,
         tokens,
         recompute,
-        recomputed,
         states,
         peak,
-        chunk_tokens * columns * (exact + problem.dtype.itemsize),
+        chunk_tokens * columns * (exact + dtype.itemsize),
         tuple(messages),
-        traffic_of(messages, topology, gpu, micro_batches=micro_batches),
-        micro_batches * compute_s,
-        micro_batches * sum(n * forward_s[k] for k, n in twice.items()),
-        gpu.work_s(update, is_half=False),
-        micro_batches * gather_s,
+        traffic,
+        {
+            "compute": micro_batches * compute_s,
+            "recomputation": micro_batches * sum(n * forward_s[k] for k, n in twice.items()),
+            "gathers of weights": micro_batches * gather_s,
+            "messages inside nodes": traffic["node"].time_s,
+            "messages between nodes": traffic["network"].time_s,
+            "update": gpu.work_s(update, is_half=False),
+        },
         gpu.usable_bytes,
     )
+
+
+def gathers_s(
+    messages: Sequence[Message],
+    order: Sequence[int],
+    recomputed: Sequence[bool],
+    gpu: Hardware,
+    *,
+    ranks: int,
+    is_network: bool,
+    forward_s: Mapping[int, float],
+    backward_s: Mapping[int, float],
+) -> float:
+    """Seconds by which gathers make a micro-batch longer: what nothing hides of them, and copies in and out.
+
+    A layer is gathered before its forward and once more before its backward, one layer ahead: torch puts the gather on
+    a stream of its own, where it runs beside the kernels of the layer before it. Those of the first layer of either
+    direction have nothing to run beside. Here a gather runs beside kernels only, never beside other messages, and for a
+    share of their time (`Hardware.overlap_efficiency`).
+
+    order: the kind of each layer. forward_s, backward_s: kind -> time of its kernels; a layer that is computed twice
+    has both in its backward.
+    """
+    gathered = [m for m in messages if m.is_ahead]
+    if not gathered:
+        return 0.0
+    each = {
+        m.layer: gpu.message_s(m.wire_bytes(ranks), ranks=ranks, is_network=is_network)
+        for m in gathered
+        if m.phase == "forward"
+    }
+    backward = [backward_s[k] + again * forward_s[k] for k, again in zip(order, recomputed, strict=True)]
+    total = 0.0
+    directions = [([*order], [forward_s[k] for k in order]), ([*reversed(order)], backward[::-1])]
+    for kinds, kernels_s in directions:
+        hidden_s = [0.0, *(gpu.overlap_efficiency * s for s in kernels_s[:-1])]
+        total += sum(max(0.0, each.get(k, 0.0) - s) for k, s in zip(kinds, hidden_s, strict=True))
+    # Into the buffer of the gather, and out of it into memory of the matrices' own: read and written.
+    copies: Counter[Work] = Counter()
+    for message in gathered:
+        for parts in (1, ranks):
+            copies[Work(0, 2 * message.num_bytes * parts)] += message.calls
+    return total + gpu.work_s(copies, is_half=False)

@@ -1,245 +1,65 @@
-"""The messages of a step, by arithmetic from the plan: which collectives, over which axes, with how many bytes.
+"""The messages of a whole model's step, the links that they take, and for how long.
 
-Owns: every collective of a micro-batch and of a step, its bytes and the links that it takes. Does not own: the numbers
-of calls without bytes, which `plan.budget` derives by itself (a test compares), how long they take (`hardware`).
-
-Bytes are what one rank puts in: of an all-gather its own part, of all else the whole tensor. What goes over a link is
-less or more, by the number of ranks (`Message.wire_bytes`).
+Owns: how often each message of `plan.budget` is sent, those of the end of a step, traffic by links. Does not own: which
+messages a micro-batch has (`plan.budget`), the speed of links (`planner.hardware`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import torch
-
-from meshlora.layers.head.loss import CHUNK_BYTES
+from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.budget import Flow, Message, Sizes, gathers, micro_batch_messages
 from meshlora.plan.layout import Split
-from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import DATA, DENSE_AXES, EP, ETP, FEATURES, Topology
-from meshlora.planner.fake import Call
+from meshlora.plan.topology import DATA, DENSE_AXES, Topology
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk
 from meshlora.planner.memory import States
 
 
-@dataclass(frozen=True)
-class Message:
-    """One kind of collective of a step.
-
-    Attributes:
-        phase: forward, loss, backward or step. kind: as `plan.budget` names them. axes: over which ranks.
-        num_bytes: that one rank puts in. calls: of one micro-batch; of a step where phase is step.
-        layer: the kind of decoder layer that it belongs to; None outside them.
-        is_ahead: whether it is sent before its layer runs: its time is not that of one message after another
-            (`planner.gathers`).
-    """
-
-    phase: str
-    kind: str
-    axes: frozenset[str]
-    num_bytes: int
-    calls: int = 1
-    layer: int | None = None
-    is_ahead: bool = False
-
-    def wire_bytes(self, ranks: int) -> float:
-        """What one rank sends over its link, by a ring or by pairs."""
-        share = (ranks - 1) / ranks
-        return {
-            "allreduce": 2 * share * self.num_bytes,
-            "allgather": (ranks - 1) * self.num_bytes,
-            "reducescatter": share * self.num_bytes,
-            "alltoall": share * self.num_bytes,
-        }[self.kind]
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What only a run of a layer shows: where gradients flow, and what routers choose.
-
-    Attributes:
-        reached: in the shrunk model, names of modules whose input carries a gradient; of row-parallel linears and
-            whole regions whose output does.
-        top_k: experts module -> how many experts a token goes to. weight_bytes: of one routing weight.
-        is_trained_before: whether what comes before the first layer carries a gradient.
-    """
-
-    reached: frozenset[str]
-    top_k: Mapping[str, int] = field(default_factory=dict)
-    weight_bytes: Mapping[str, int] = field(default_factory=dict)
-    is_trained_before: bool = False
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a micro-batch: rows (sequences), tokens in each, trained tokens in all; of the model: width, vocabulary."""
-
-    rows: int
-    tokens_per_row: int
-    width: int
-    vocab: int
-    dtype: torch.dtype
-
-    @property
-    def tokens(self) -> int:
-        """Of the micro-batch."""
-        return self.rows * self.tokens_per_row
-
-    @property
-    def token_bytes(self) -> int:
-        """Of one token of the residual stream."""
-        return self.width * self.dtype.itemsize
-
-
 def messages_of(
     shrunk: Shrunk,
-    plan: ModelPlan,
+    small: Blueprint,
     flow: Flow,
     sizes: Sizes,
     states: States,
     *,
-    ranks: Mapping[str, int],
-    scaled: Iterable[str] = (),
+    recomputed: Sequence[bool],
 ) -> list[Message]:
     """All of a step that has one micro-batch, with calls of the whole model.
 
-    plan: of the shrunk model. ranks: target -> r of its A. scaled: row-parallel linears with DoRA.
+    small: of the shrunk model and the adapter, on the topology.
+    recomputed: whether each layer computes its activations twice: its forward runs once more in its backward.
     """
-    found = [
-        *_of_regions(plan, flow, sizes, ranks, set(scaled)),
-        *_of_ends(plan, flow, sizes),
-        *_of_experts(plan, flow, sizes),
-    ]
-    counted = [
-        message if message.layer is None else replace(message, calls=message.calls * shrunk.order.count(message.layer))
-        for message in (_in_layer(shrunk, name, message) for name, message in found)
-    ]
-    every = [*counted, *_of_step(plan.topology, states)]
-    return [m for m in every if plan.topology.size_over(m.axes) > 1 and m.calls]
-
-
-def _in_layer(shrunk: Shrunk, name: str, message: Message) -> Message:
-    return replace(message, layer=shrunk.kind_of(name))
-
-
-def _of_regions(
-    plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, int], scaled: set[str]
-) -> Iterator[tuple[str, Message]]:
-    """Borders of regions, row-parallel linears, norms over a split width."""
-    topology, tokens = plan.topology, sizes.tokens
-    if topology.is_whole:
-        return
-    item = sizes.dtype.itemsize
-    own = tokens // topology.tp
-    for region in plan.regions:
-        is_reached = region.name in flow.reached
-        width = sizes.width
-        if is_reached:  # what rides along
-            width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == sizes.width)
-        width *= item
-        if topology.sp:
-            yield region.name, Message("forward", "allgather", FEATURES, own * width)
-            if is_reached:
-                back = ("reducescatter", tokens * width) if region.is_split else ("allgather", own * width)
-                yield region.name, Message("backward", back[0], FEATURES, back[1])
-        elif region.is_split and is_reached:
-            yield region.name, Message("backward", "allreduce", FEATURES, tokens * width)
-    for name, rule in plan.linears.items():
-        if rule.split is not Split.ROW:
+    order, plan, targets = shrunk.order, small.plan, small.trained.targets
+    ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
+    scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
+    twice = Counter[int | None](kind for kind, again in zip(order, recomputed, strict=True) if again)
+    once, repeated = [], []
+    for module, message in (
+        *micro_batch_messages(plan, flow, sizes, ranks=ranks, scaled=scaled),
+        *(("", message) for message in _of_step(states)),
+        *gathers(plan, states.shards),
+    ):
+        if plan.topology.size_over(message.axes) == 1:
             continue
-        width = rule.out_features * item
-        yield name, Message("forward", "reducescatter" if topology.sp else "allreduce", FEATURES, tokens * width)
-        if topology.sp and name in flow.reached:
-            yield name, Message("backward", "allgather", FEATURES, own * width)
-        if name in scaled:
-            yield name, Message("forward", "allreduce", FEATURES, rule.out_features * 4)
-    for name in plan.wide_norms:
-        yield name, Message("forward", "allreduce", FEATURES, tokens * 4)
-        if name in flow.reached:
-            yield name, Message("backward", "allreduce", FEATURES, tokens * 4)
+        kind = shrunk.kind_of(module)
+        times = 1 if kind is None else order.count(kind)
+        once.append(replace(message, layer=kind, calls=message.calls * times))
+        if twice[kind] and message.phase == "forward" and not message.is_ahead:
+            again = message.calls * twice[kind]
+            repeated.append(replace(message, phase="backward", layer=kind, calls=again))
+    return once + repeated
 
 
-def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Iterator[tuple[str, Message]]:
-    """The embedding, where sp cuts and joins, what comes after the layers, the loss."""
-    topology, tokens, each = plan.topology, sizes.tokens, sizes.token_bytes
-    if topology.is_whole:
-        return
-    yield "", Message("forward", "allreduce", FEATURES, tokens * each)
-    if topology.sp:
-        yield "", Message("forward", "allgather", FEATURES, tokens // topology.tp * each)
-        yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
-        if flow.is_trained_before:
-            yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
-    else:
-        yield "", Message("backward", "allreduce", FEATURES, tokens * each)
-    exact = 8 if sizes.dtype == torch.float64 else 4
-    chunk = max(1, CHUNK_BYTES // (sizes.vocab * exact))
-    whole, last = divmod(tokens, chunk)
-    if whole:
-        yield "", Message("loss", "allgather", FEATURES, 4 * chunk * exact, whole)
-    if last:
-        yield "", Message("loss", "allgather", FEATURES, 4 * last * exact)
-
-
-def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Iterator[tuple[str, Message]]:
-    """Rows go to experts and come back, in either direction; counts before. Every expert has as many rows."""
-    topology = plan.topology
-    block, ep, etp = map(frozenset, ({EP, ETP}, {EP}, {ETP}))
-    tokens = -(-sizes.tokens // topology.tp)
-    for name, rule in plan.experts.items():
-        rows = tokens * flow.top_k[name]
-        is_reached = name in flow.reached
-        if topology.ep * topology.etp > 1:
-            yield name, Message("forward", "allgather", block, rule.num_experts * 8)
-        over, copies = (ep, 1) if topology.two_stage else (block, topology.etp)
-        for phase in ("forward", "backward") if is_reached else ("forward",):
-            yield name, Message(phase, "alltoall", over, rows * copies * sizes.token_bytes, 2)
-            if topology.two_stage:
-                yield name, Message(phase, "allgather", etp, rows * sizes.token_bytes)
-                yield name, Message(phase, "reducescatter", etp, rows * topology.etp * sizes.token_bytes)
-        if topology.tp > 1 and not topology.sp:
-            yield name, Message("forward", "allgather", FEATURES, tokens * sizes.token_bytes)
-            if is_reached:
-                each = sizes.token_bytes + flow.top_k[name] * flow.weight_bytes[name]
-                yield name, Message("backward", "allgather", FEATURES, tokens * each)
-
-
-def _of_step(topology: Topology, states: States) -> Iterator[Message]:
+def _of_step(states: States) -> Iterator[Message]:
     """Gradients by the axes that they are summed over, the count of tokens (int64), the norm (fp64)."""
     yield Message("step", "allreduce", DATA, 8)
     yield Message("step", "allreduce", frozenset(DENSE_AXES), 8)
     for (axes, mean_axes), num_bytes in states.buckets.items():
         yield Message("step", "allreduce", axes | mean_axes, num_bytes)
-
-
-def repeated(messages: Iterable[Message], order: Sequence[int], recomputed: Sequence[bool]) -> list[Message]:
-    """With those that recomputation adds: the forward of a layer runs once more in its backward.
-
-    order: the kind of each layer. recomputed: whether it computes its activations twice. The backward of a layer that
-    dp_shard shards gathers it in any case, and no second time.
-    """
-    found = list(messages)
-    again = Counter(kind for kind, twice in zip(order, recomputed, strict=True) if twice)
-    for message in found[:]:
-        if message.is_ahead:
-            continue
-        if message.phase == "forward" and message.layer is not None and again[message.layer]:
-            calls = message.calls // order.count(message.layer) * again[message.layer]
-            found.append(replace(message, phase="backward", calls=calls))
-    return found
-
-
-def calls_of(messages: Iterable[Message], topology: Topology, *, micro_batches: int = 1) -> Counter[Call]:
-    """As a counter at dispatch level would see them, over `micro_batches` of a step; without those of no ranks."""
-    found: Counter[Call] = Counter()
-    for message in messages:
-        times = 1 if message.phase == "step" else micro_batches
-        call = Call(message.phase, message.kind, topology.size_over(message.axes), message.num_bytes)
-        found[call] += message.calls * times
-    return found
 
 
 def span_of(topology: Topology, axes: frozenset[str]) -> int:

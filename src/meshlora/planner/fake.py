@@ -107,12 +107,10 @@ class FakeRun(TorchDispatchMode):
         super().__exit__(*error)
         self._replaced.close()
 
-    def hold(self, model: nn.Module) -> int:
-        """Count the parameters and buffers of `model`; returns their bytes."""
-        before = self.live_bytes
+    def hold(self, model: nn.Module) -> None:
+        """Count the parameters and buffers of `model`."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._hold(tensor)
-        return self.live_bytes - before
 
     def begin(self, name: str) -> None:
         """What follows belongs to section `name`."""
@@ -155,7 +153,7 @@ class FakeRun(TorchDispatchMode):
         for tensor in made:
             self._hold(tensor)
         if self._section is not None and made and not _is_view(func):
-            moved = sum(t.numel() * t.element_size() for t in (*given, *made))
+            moved = sum(t.nbytes for t in (*given, *made))
             self._section.work[Work(_flops(name, given, made), moved)] += 1
         return found
 
@@ -196,7 +194,7 @@ class FakeRun(TorchDispatchMode):
         plain = schema_of(func).name.partition("::")[2].replace("_", "")
         kind = next((k for k in _KINDS if k in plain), plain)
         held = list(tensors_in(args))
-        sizes = [t.numel() * t.element_size() for t in held]
+        sizes = [t.nbytes for t in held]
         size = ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()
         number = min(sizes) if kind == "allgather" else max(sizes)
         self.calls[Call(self.phase, kind, size, number)] += 1

@@ -1,22 +1,28 @@
 """What a rank keeps: bytes of weights, adapter, gradients and moments, by arithmetic; and the peak of a step.
 
-Owns: the states of a rank (`states_of`), and how what the parts of a step take adds up (`peak_of`). Does not own: the
-base (`planner.base`), what one part of a step takes (`planner.trace`).
+Owns: the states of a rank (`states_of`), the tensors of its frozen base, whole, packed or sharded over dp (`held`), and
+how what the parts of a step take adds up (`peak_of`). Does not own: what one part of a step takes (`planner.trace`);
+which linears are packed (`plan.quantization`) and which parameters are sharded (`plan.rules`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshlora.adapter.plan import Trained
 from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.layout import Split
+from meshlora.plan.quantization import BLOCK, KINDS
 from meshlora.plan.rules import ModelPlan
-from meshlora.planner.base import base_states
+from meshlora.plan.topology import DATA
 from meshlora.planner.kinds import Shrunk
 
 Axes = tuple[frozenset[str], frozenset[str]]
@@ -52,8 +58,8 @@ class States:
 def states_of(shrunk: Shrunk, small: Blueprint) -> States:
     """The states of the model that `shrunk` is of. small: of the shrunk model and the adapter, on the topology."""
     model, plan = shrunk.model, small.plan
-    base = base_states(shrunk, plan, small.trained.targets)
-    buffers = sum(shrunk.times(name) * b.numel() * b.element_size() for name, b in model.named_buffers())
+    weights, shards = _of_base(shrunk, plan, small.trained.targets)
+    buffers = sum(shrunk.times(name) * b.nbytes for name, b in model.named_buffers())
     each = 8 if model.dtype == torch.float64 else 4
     buckets: Counter[Axes] = Counter()
     total, largest, count = 0, 0, 0
@@ -69,7 +75,7 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
             buckets[segment.grad_axes, segment.mean_axes] += times * math.prod(part) * each
     # AdamW keeps two moments, and the number of the step as one fp32 for each parameter.
     moments = 2 * total * each + 4 * count
-    return States(base.weights, base.shards, buffers, total * each, total * each, moments, buckets, largest, count)
+    return States(weights, shards, buffers, total * each, total * each, moments, buckets, largest, count)
 
 
 def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
@@ -80,16 +86,73 @@ def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
     return tuple(local)
 
 
+def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple[int, tuple[int, ...]]:
+    """`weights` and `shards` of `States`.
+
+    torch's `fully_shard` cuts dim 0 into equal parts, the last of which is filled up: every rank holds, and sends, the
+    rows of the largest part.
+    """
+    weights, shards = 0, [0] * shrunk.num_kinds
+    for name, parameter in shrunk.model.named_parameters():
+        for tensor in held(name, parameter.shape, parameter.dtype, plan, targets):
+            num_bytes = tensor.nbytes
+            if plan.is_sharded(name, ndim=tensor.ndim):
+                kind = shrunk.kind_of(name)
+                assert kind is not None, name
+                num_bytes = tensor.chunk(plan.topology.size_over(DATA))[0].nbytes
+                shards[kind] += num_bytes
+            weights += shrunk.times(name) * num_bytes
+    return weights, tuple(shards) if plan.units else ()
+
+
+def held(
+    name: str, shape: Sequence[int], dtype: torch.dtype, plan: ModelPlan, targets: Collection[str]
+) -> tuple[Tensor, ...]:
+    """What a rank holds of the base's parameter `name`, of whole shape `shape`, before dp shards it, without content;
+    where it is packed, numbers and scales.
+
+    targets: names of what carries LoRA: a linear that is not ours keeps the shape in which it is stored.
+    """
+    owner, _, leaf = name.rpartition(".")
+    local = _local_shape(name, shape, plan, targets)
+    if owner not in plan.quantized or leaf != "weight":
+        return (torch.empty(local, dtype=dtype, device="meta"),)
+    assert plan.quantization is not None
+    out, inside = local
+    codes = torch.empty(out, inside * KINDS[plan.quantization] // 8, dtype=torch.uint8, device="meta")
+    return codes, torch.empty(out, inside // BLOCK, dtype=torch.float32, device="meta")
+
+
+def _local_shape(name: str, shape: Sequence[int], plan: ModelPlan, targets: Collection[str]) -> tuple[int, ...]:
+    tp = plan.topology.tp
+    owner, _, leaf = name.rpartition(".")
+    if name in plan.parameters:
+        rule = plan.parameters[name]
+        return (*shape[: rule.dim], rule.layout.local_size(tp), *shape[rule.dim + 1 :])
+    if owner in plan.linears:
+        linear = plan.linears[owner]
+        inside, out = linear.local_features(tp)
+        if leaf == "bias":
+            return (out,)
+        is_ours = linear.split is not Split.WHOLE or owner in targets or owner in plan.quantized
+        return (out, inside) if is_ours else tuple(shape)
+    # Of experts the bias is named after the matrix, as a parameter beside it.
+    expert = plan.projections.get(name.removesuffix("_bias"))
+    if expert is not None:
+        inside, out = expert.local_features(plan.topology.etp)
+        experts = expert.num_experts // plan.topology.ep
+        if name not in plan.projections:
+            return experts, out
+        return (experts, inside, out) if expert.is_transposed else (experts, out, inside)
+    return tuple(shape)
+
+
 @dataclass(frozen=True)
 class Phase:
     """One part of a step: the most that it takes, and what it leaves, in bytes beyond what was there at its start."""
 
     peak: float
     end: float
-
-    def at(self, other: Phase, rows: float) -> Phase:
-        """From this with one row at once and `other` with two: with `rows`. What is kept for a row adds up."""
-        return Phase(self.peak + (rows - 1) * (other.peak - self.peak), self.end + (rows - 1) * (other.end - self.end))
 
 
 @dataclass(frozen=True)
@@ -109,22 +172,6 @@ class LayerMemory:
     kept_input: float
     gradients: float
 
-    def at(self, other: LayerMemory, rows: int) -> LayerMemory:
-        """As `Phase.at`."""
-
-        def grown(name: str) -> float:
-            one, two = getattr(self, name), getattr(other, name)
-            return float(one + (rows - 1) * (two - one))
-
-        return LayerMemory(
-            self.forward.at(other.forward, rows),
-            self.backward.at(other.backward, rows),
-            grown("saved"),
-            grown("output"),
-            grown("kept_input"),
-            self.gradients,
-        )
-
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -141,17 +188,22 @@ class StepMemory:
     chunk_tokens: int
 
     def at(self, other: StepMemory, rows: int, chunk_tokens: int) -> StepMemory:
-        """As `Phase.at`; a chunk has its own number of tokens."""
+        """From this with one row at once and `other` with two: with `rows`; a chunk has its own number of tokens."""
         grown = other.chunk_tokens - self.chunk_tokens
         chunks = 1 + (chunk_tokens - self.chunk_tokens) / grown if grown else 1.0
-        return StepMemory(
-            self.before.at(other.before, rows),
-            tuple(one.at(two, rows) for one, two in zip(self.layers, other.layers, strict=True)),
-            self.after.at(other.after, rows),
-            self.chunk.at(other.chunk, chunks),
-            self.back.at(other.back, rows),
-            chunk_tokens,
-        )
+        found: StepMemory = _grown(self, other, rows)
+        return dataclasses.replace(found, chunk=_grown(self.chunk, other.chunk, chunks), chunk_tokens=chunk_tokens)
+
+
+def _grown(one: Any, two: Any, times: float) -> Any:
+    """From what one row takes and two do, what `times` rows take, number by number: what is kept for a row adds up."""
+    if isinstance(one, tuple):
+        return tuple(_grown(a, b, times) for a, b in zip(one, two, strict=True))
+    if dataclasses.is_dataclass(one):
+        names = (field.name for field in dataclasses.fields(one))
+        made: Any = type(one)
+        return made(*(_grown(getattr(one, name), getattr(two, name), times) for name in names))
+    return one + (times - 1) * (two - one)
 
 
 @dataclass(frozen=True)

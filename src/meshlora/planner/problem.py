@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,7 +24,6 @@ from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.plan.derive import decoder_layers
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk, shrink
-from meshlora.planner.trace import model_vocab
 
 Recompute = str | int
 
@@ -33,16 +32,20 @@ _MOST, _MOST_GPUS = 10**8, 10**5
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be run, and on what.
+    """What is to be run, and on what: all that every topology shares.
 
     Attributes:
-        blueprint: of the base, on one GPU. shrunk: its model with one layer of each kind. seq: tokens of a sequence.
+        blueprint: of the base, on one GPU, without dropout. seq: tokens of a sequence.
         global_batch: sequences of an optimizer step. micro_batch, recompute: where the user chose; else None.
+
+    Raises:
+        UserError: a size below 1; sequences that are longer than the model's positions; layers that cannot be computed
+            twice.
     """
 
     blueprint: Blueprint
     lora: LoraConfig
-    shrunk: Shrunk
+    _: KW_ONLY
     gpus: int
     gpu: Hardware
     seq: int
@@ -50,20 +53,43 @@ class Problem:
     micro_batch: int | None = None
     recompute: Recompute | None = None
 
-    @property
-    def small(self) -> Blueprint:
-        """The blueprint of the shrunk model."""
-        return dataclasses.replace(self.blueprint, model=self.shrunk.model)
+    def __post_init__(self) -> None:
+        if self.gpus > _MOST_GPUS:
+            raise UserError(f"--gpus {self.gpus}", f"plans are for at most {_MOST_GPUS:,}")
+        for name, value in {"--gpus": self.gpus, "--seq": self.seq, "--global-batch": self.global_batch}.items():
+            if not 1 <= value <= _MOST:
+                raise UserError(f"{name} {value}", f"it must be at least 1 and at most {_MOST:,}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise UserError(f"--micro-batch {self.micro_batch}", "it must be at least 1")
+        limit = getattr(self.blueprint.config.get_text_config(), "max_position_embeddings", None)
+        if limit and self.seq > limit:
+            raise UserError(f"--seq {self.seq}", f"the model has {limit} positions", f"use at most {limit}")
+        if self.quantization == "int8":
+            levels_of_int8()  # kept from here on: on tensors without content it cannot be computed
+        if self.recompute not in (None, "none"):
+            self._check_recompute()
+
+    def _check_recompute(self) -> None:
+        given, layers = f"--recompute {self.recompute}", decoder_layers(self.model)[1]
+        if self.recompute != "full" and not (isinstance(self.recompute, int) and 1 <= self.recompute <= len(layers)):
+            raise UserError(given, f"it must be none, full or a number n from 1 to {len(layers)}")
+        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+            raise UserError(given, "the layers of this family cannot be computed twice", "use none")
 
     @property
     def model(self) -> Any:
         """On the meta device, whole."""
         return self.blueprint.model
 
+    @cached_property
+    def shrunk(self) -> Shrunk:
+        """The model with one layer of each kind."""
+        return shrink(self.model)
+
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the base."""
-        return self.blueprint.dtype
+    def small(self) -> Blueprint:
+        """The blueprint of the shrunk model."""
+        return dataclasses.replace(self.blueprint, model=self.shrunk.model)
 
     @property
     def quantization(self) -> str | None:
@@ -73,17 +99,7 @@ class Problem:
     @property
     def is_half(self) -> bool:
         """Whether products are of two bytes an element."""
-        return self.dtype.itemsize == 2
-
-    @property
-    def width(self) -> int:
-        """Of the residual stream."""
-        return int(self.model.get_input_embeddings().embedding_dim)
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the head."""
-        return model_vocab(self.model)
+        return self.blueprint.dtype.itemsize == 2
 
 
 def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -98,45 +114,3 @@ def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedCon
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(path, Path(folder) / "config.json")
         return read_model_config(folder, trust_remote_code=trust_remote_code)
-
-
-def pose(
-    blueprint: Blueprint,
-    lora: LoraConfig,
-    *,
-    gpus: int,
-    gpu: Hardware,
-    seq: int,
-    global_batch: int,
-    micro_batch: int | None = None,
-    recompute: Recompute | None = None,
-) -> Problem:
-    """The problem, with all that every topology shares. blueprint: of the base, without dropout.
-
-    Raises:
-        UserError: a size below 1; sequences that are longer than the model's positions; layers that cannot be computed
-            twice.
-    """
-    if gpus > _MOST_GPUS:
-        raise UserError(f"--gpus {gpus}", f"plans are for at most {_MOST_GPUS:,}")
-    for name, value in {"--gpus": gpus, "--seq": seq, "--global-batch": global_batch}.items():
-        if not 1 <= value <= _MOST:
-            raise UserError(f"{name} {value}", f"it must be at least 1 and at most {_MOST:,}")
-    if micro_batch is not None and micro_batch < 1:
-        raise UserError(f"--micro-batch {micro_batch}", "it must be at least 1")
-    limit = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None)
-    if limit and seq > limit:
-        raise UserError(f"--seq {seq}", f"the model has {limit} positions", f"use at most {limit}")
-    if blueprint.options.quantization == "int8":
-        levels_of_int8()
-    if recompute not in (None, "none"):
-        _check_recompute(blueprint.model, recompute)
-    return Problem(blueprint, lora, shrink(blueprint.model), gpus, gpu, seq, global_batch, micro_batch, recompute)
-
-
-def _check_recompute(model: Any, recompute: Recompute | None) -> None:
-    layers = decoder_layers(model)[1]
-    if recompute != "full" and not (isinstance(recompute, int) and 1 <= recompute <= len(layers)):
-        raise UserError(f"--recompute {recompute}", f"it must be none, full or a number n from 1 to {len(layers)}")
-    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        raise UserError(f"--recompute {recompute}", "the layers of this family cannot be computed twice", "use none")

@@ -36,12 +36,9 @@ def ranking(problem: Problem, choice: Choice) -> Table:
         calls = sum(grouped(prediction.messages, micro_batches=prediction.micro_batches).values())
         rows = f"{prediction.micro_batches} x {prediction.micro_batch}"
         memory = f"{prediction.memory_bytes / _GB:,.1f}"
-        if not prediction.fits:
-            table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, "-", "no room", "-")
-            continue
         speed = f"{prediction.tokens_per_s(problem.global_batch, problem.seq):,.0f}"
-        time_s = f"{prediction.time_s:,.2f}"
-        table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, time_s, speed, f"{calls:,}")
+        rest = (f"{prediction.time_s:,.2f}", speed, f"{calls:,}") if prediction.fits else ("-", "no room", "-")
+        table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, *rest)
     return table
 
 
@@ -177,16 +174,12 @@ def simulated(simulation: Simulation) -> Table:
     return table
 
 
-def _quantization(problem: Problem) -> dict[str, str]:
-    return {} if problem.quantization is None else {"quantization": problem.quantization}
-
-
 def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str, output: str) -> str:
     """YAML that `meshlora check` and `meshlora train` take."""
     lora = problem.lora
     targets = lora.target_modules
     values: dict[str, Any] = {
-        "model": {"path": model, "dtype": str(problem.dtype).removeprefix("torch.")} | _quantization(problem),
+        "model": {"path": model, "dtype": str(problem.blueprint.dtype).removeprefix("torch.")},
         "lora": {
             "r": lora.r,
             "lora_alpha": lora.lora_alpha,
@@ -202,6 +195,8 @@ def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str,
         },
         "topology": str(prediction.topology),
     }
+    if problem.quantization is not None:
+        values["model"]["quantization"] = problem.quantization
     if lora.target_parameters:
         values["lora"]["target_parameters"] = list(lora.target_parameters)
     nodes = -(-problem.gpus // problem.gpu.gpus_per_node)

@@ -24,7 +24,6 @@ from meshlora.comm.groups import open_mesh, simulated_job
 from meshlora.common.compat import meta_parameters_allowed
 from meshlora.config.run import TrainConfig
 from meshlora.planner.choose import Prediction
-from meshlora.planner.communication import calls_of
 from meshlora.planner.fake import Call, FakeRun
 from meshlora.planner.memory import local_shape
 from meshlora.planner.problem import Problem
@@ -83,10 +82,10 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
             assemble(model, blueprint, mesh, run)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are of the whole base, and asked for once
-            adapter = sum(f.parameter.numel() * f.parameter.element_size() for f in active_factors(model))
+            adapter = sum(f.parameter.nbytes for f in active_factors(model))
             states = run.live_bytes
             largest = _step(run, model, rows, tokens, accumulates=prediction.micro_batches > 1)
-            grads = sum(_bytes(f.parameter.grad) for f in active_factors(model))
+            grads = sum(f.parameter.grad.nbytes for f in active_factors(model) if f.parameter.grad is not None)
             before = run.live_bytes
             optimizer = _update(model)
             moments = run.live_bytes - before
@@ -98,11 +97,13 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
         for s in shapes.keys() | expected.keys()
         if shapes[s] != expected[s]
     ]
-    own = prediction.states
+    own, calls = prediction.states, Counter[Call]()
+    for message in prediction.messages:
+        calls[Call(message.phase, message.kind, topology.size_over(message.axes), message.num_bytes)] += message.calls
     return Simulation(
         topology.world,
         run.calls,
-        calls_of(prediction.messages, topology),
+        calls,
         {
             "weights and buffers": (own.weights + own.buffers, states - adapter),
             "adapter": (own.adapter, adapter),
@@ -161,7 +162,3 @@ def _update(model: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(groups, lr=1e-4, foreach=True)
     optimizer.step()
     return optimizer
-
-
-def _bytes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()

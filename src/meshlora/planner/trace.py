@@ -29,11 +29,12 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import guard_model
 from meshlora.model.dp_shard import finish_sharding, shard_unit
 from meshlora.model.inject import parallelize
+from meshlora.model.regions import tensors_in
+from meshlora.plan.budget import Flow
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, axis_sets
-from meshlora.planner.communication import Flow
 from meshlora.planner.fake import FakeRun, Section, Work
 from meshlora.planner.memory import LayerMemory, Phase, StepMemory
 
@@ -124,11 +125,10 @@ def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
         run.end()
     sections = run.sections
     layers = tuple(
-        _layer_memory(run.sections, watch, number, _bytes_of_gradients(layer))
+        _layer_memory(sections, watch, number, sum(p.grad.nbytes for p in layer.parameters() if p.grad is not None))
         for number, layer in enumerate(decoder_layers(model)[1])
     )
-    parts = (_phase(sections[name]) for name in ("before", "after", "chunk", "back"))
-    before, after, chunk, back = parts
+    before, after, chunk, back = (_phase(sections[name]) for name in ("before", "after", "chunk", "back"))
     memory = StepMemory(before, layers, after, chunk, back, chunk_tokens)
     return Trace(memory, {name: section.work for name, section in sections.items()}, watch.flow())
 
@@ -151,11 +151,6 @@ def _layer_memory(sections: Mapping[str, Section], watch: _Watch, number: int, g
         kept,
         gradients,
     )
-
-
-def _bytes_of_gradients(layer: nn.Module) -> int:
-    grads = [p.grad for p in layer.parameters() if p.grad is not None]
-    return sum(grad.numel() * grad.element_size() for grad in grads)
 
 
 def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, tokens: int, num_trained: int) -> Tensor:
@@ -187,7 +182,7 @@ class _Watch:
     """Hooks that tell the parts of a run apart, and see where gradients flow."""
 
     def __init__(self, run: FakeRun, model: Any, plan: ModelPlan) -> None:
-        self.run, self.plan = run, plan
+        self.run = run
         self.output: dict[int, int] = {}
         self.is_kept: dict[int, bool] = {}
         self._held: dict[int, Tensor] = {}
@@ -199,10 +194,10 @@ class _Watch:
         for number, layer in enumerate(layers):
             self._tell_apart(layer, number, is_last=number == len(layers) - 1)
         for name in (*(region.name for region in plan.regions if region.is_split), *plan.wide_norms):
-            model.get_submodule(name).register_forward_pre_hook(self._input(name), with_kwargs=True, prepend=True)
+            model.get_submodule(name).register_forward_pre_hook(self._note(name), with_kwargs=True, prepend=True)
         left = [region.name for region in plan.regions if not region.is_split]
         for name in (*left, *(name for name, rule in plan.linears.items() if rule.split is Split.ROW)):
-            model.get_submodule(name).register_forward_hook(self._output(name))
+            model.get_submodule(name).register_forward_hook(self._note(name, of_output=True))
         for name in plan.experts:
             model.get_submodule(name).register_forward_pre_hook(self._experts(name))
 
@@ -225,7 +220,7 @@ class _Watch:
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple | list) else output
-            self.output[number] = hidden.numel() * hidden.element_size()
+            self.output[number] = hidden.nbytes
             self._held[number] = hidden
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: self.run.begin(f"layer {number} back"))
@@ -236,16 +231,11 @@ class _Watch:
         # Before the hook that joins the tokens after the last layer.
         layer.register_forward_hook(leave, prepend=True)
 
-    def _input(self, name: str) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if _has_gradient((args, kwargs)):
-                self.reached.add(name)
+    def _note(self, name: str, *, of_output: bool = False) -> Any:
+        """A hook: note `name` where what goes in, or what comes out, carries a gradient."""
 
-        return hook
-
-    def _output(self, name: str) -> Any:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            if _has_gradient(output):
+        def hook(_: nn.Module, *given: Any) -> None:
+            if _has_gradient(given[-1] if of_output else given):
                 self.reached.add(name)
 
         return hook
@@ -262,8 +252,4 @@ class _Watch:
 
 
 def _has_gradient(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    if isinstance(value, dict):
-        return any(map(_has_gradient, value.values()))
-    return isinstance(value, tuple | list) and any(map(_has_gradient, value))
+    return any(tensor.requires_grad for tensor in tensors_in(value))
