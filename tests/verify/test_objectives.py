@@ -16,8 +16,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Policy
 from meshlora.config.run import TrainConfig
 from meshlora.data import collate
-from meshlora.data.feedback import read_feedback
-from meshlora.data.preferences import read_preferences
+from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.rollouts import read_rollouts
 from meshlora.oracle.batches import micro_batches
 from meshlora.oracle.objectives import losses

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshlora.data.collate import IGNORED, Batch, collate
-from meshlora.data.feedback import read_feedback
 from meshlora.data.packing import joined, packed_share, with_positions
-from meshlora.data.preferences import read_preferences
-from meshlora.data.records import Record
-from meshlora.data.references import Prompt, prompts_of
+from meshlora.data.preferences import read_feedback, read_preferences
+from meshlora.data.records import Prompt, Record, prompts_of
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records

@@ -1,69 +1,115 @@
-"""Pairs of answers, a better and a worse one, as neighbouring sequences.
+"""Answers that were judged, as neighbouring sequences: pairs of a better and a worse one, and single ones that were
+liked or not, each beside an answer to another prompt.
 
-Owns: the fields of a pair. Does not own: tokens (`data.tokenization`), what is made of pairs (`train.objectives`).
+Owns: the fields of such records, and which other answer stands beside a single one. Does not own: tokens
+(`data.tokenization`), what is made of them (`train.objectives`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshlora.data.records import MalformedError, Problems, Record, build_record, json_type
-from meshlora.data.rows import check_fields, read_rows
-from meshlora.data.tokenization import LossOn, TokenizedDataset, tokenize
+import numpy as np
+
+from meshlora.common.errors import UserError
+from meshlora.data.records import MalformedError, Record, build_record, json_type
+from meshlora.data.sources import Row, read_rows
+from meshlora.data.tokenization import TokenizedDataset, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-FIELDS = ("prompt", "chosen", "rejected")
 
 
 def read_preferences(
     source: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    max_length: int,
-    loss_on: LossOn = "completion",
     columns: Mapping[str, str] | None = None,
-    cache_dir: Path | None = None,
-    vocab_size: int | None = None,
     say: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> TokenizedDataset:
     """Sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i.
 
     A row has `prompt`, `chosen` and `rejected`: all text, or `chosen` and `rejected` lists of messages, before which
-    those of `prompt` stand if there are any. Tokens and truncation, `vocab_size` and `say` are those of `tokenize`.
+    those of `prompt` stand if there are any. Tokens and truncation, `say` and `options` are those of `tokenize`.
 
     Raises:
-        UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
+        UserError: what `read_rows` and `tokenize` refuse.
     """
-    mistakes = Problems("{prompt, chosen, rejected}, the last two text, or lists of messages")
-    records: list[Record] = []
-    for origin, row in read_rows(source, mistakes, known=FIELDS, columns=columns, say=say):
-        try:
-            check_fields(row, FIELDS)
-            pair = [record_of(row, name, origin) for name in ("chosen", "rejected")]
-            if _content(pair[0]) == _content(pair[1]):
-                raise MalformedError("chosen and rejected are the same")
-            records += pair
-        except MalformedError as reason:
-            mistakes.add(origin, reason)
-    mistakes.raise_if_any()
-    tokens = tokenize(
-        records,
-        tokenizer,
-        max_length=max_length,
-        loss_on=loss_on,
-        cache_dir=cache_dir,
-        vocab_size=vocab_size,
-        say=say,
-    )
+
+    def pair(row: Mapping[str, Any], origin: str) -> list[Record]:
+        chosen, rejected = (_record_of(row, name, origin) for name in ("chosen", "rejected"))
+        if (chosen.completion, chosen.messages) == (rejected.completion, rejected.messages):
+            raise MalformedError("chosen and rejected are the same")
+        return [chosen, rejected]
+
+    what = "{prompt, chosen, rejected}, the last two text, or lists of messages"
+    pairs = read_rows(source, pair, what=what, known=("prompt", "chosen", "rejected"), columns=columns, say=say)
+    tokens = tokenize([record for pair in pairs for record in pair], tokenizer, say=say, **options)
     return dataclasses.replace(tokens, rows_per_example=2)
 
 
-def record_of(row: Mapping[str, Any], name: str, origin: str) -> Record:
+def read_feedback(
+    source: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> TokenizedDataset:
+    """Sequence 2i is record i; 2i + 1 is its prompt with the completion of the nearest record before it (before the
+    first is the last) that has another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
+
+    A row has `prompt`, `completion` and `label`, true or false; prompt and completion are text, or lists of messages.
+    Tokens and truncation, `say` and `options` are those of `tokenize`.
+
+    Raises:
+        UserError: records that all have one prompt; what `read_rows` and `tokenize` refuse.
+    """
+    is_of_messages: set[bool] = set()
+
+    def checked(row: dict[str, Any], origin: str) -> Row:
+        _record_of(row, "completion", origin)
+        if not isinstance(row.get("label"), bool):
+            raise MalformedError(f"label is {json_type(row['label'])}" if "label" in row else "'label' is missing")
+        kind = isinstance(row["completion"], list)
+        if is_of_messages - {kind}:
+            raise MalformedError("messages in some records and text in others")
+        is_of_messages.add(kind)
+        return origin, row
+
+    what = "{prompt, completion, label}, label true or false"
+    rows = read_rows(source, checked, what=what, known=("prompt", "completion", "label"), columns=columns, say=say)
+    others = _before_with_another_prompt([row.get("prompt") for _, row in rows])
+    records = []
+    for (origin, row), other in zip(rows, others, strict=True):
+        beside = {**row, "completion": rows[other][1]["completion"]}
+        records += [_record_of(each, "completion", origin) for each in (row, beside)]
+    tokens = tokenize(records, tokenizer, say=say, **options)
+    signs = np.repeat([1.0 if row["label"] else -1.0 for _, row in rows], 2).astype(np.float32)
+    return dataclasses.replace(
+        tokens, columns={"desirable": np.repeat(signs, np.diff(tokens.offsets))}, rows_per_example=2
+    )
+
+
+def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
+    """Of each prompt the place of the nearest one before it that differs, counted round."""
+    number, found = len(prompts), [-1] * len(prompts)
+    for place in range(1, 2 * number):  # twice round: the first ones look at the last ones
+        one, before = place % number, (place - 1) % number
+        found[one] = before if prompts[before] != prompts[one] else found[before]
+    if -1 in found:
+        raise UserError(
+            "records that all have one prompt",
+            "the divergence from the base is estimated with answers to other prompts",
+            "give records with another prompt",
+        )
+    return found
+
+
+def _record_of(row: Mapping[str, Any], name: str, origin: str) -> Record:
     """`prompt` of a row with its answer `name`, text or messages. Raises: MalformedError."""
     if name not in row:
         raise MalformedError(f"{name!r} is missing")
@@ -74,7 +120,3 @@ def record_of(row: Mapping[str, Any], name: str, origin: str) -> Record:
         return build_record({"messages": [*(prompt or []), *answer]}, {"messages": "messages"}, origin=origin)
     values = {"prompt": "" if prompt is None else prompt, "completion": answer}
     return build_record(values, {"prompt": "prompt", "completion": "completion"}, origin=origin)
-
-
-def _content(record: Record) -> Any:
-    return record.completion if record.messages is None else record.messages

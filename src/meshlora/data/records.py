@@ -1,6 +1,7 @@
 """One training example before tokenisation, and the rules that turn a row of named fields into one.
 
-Owns: `Record`, which fields a row must have, what their values may be, and how malformed rows are reported together.
+Owns: `Record`, which fields a row must have, what their values may be, how malformed rows are reported together, and
+which records are references of one prompt, for scores of generated text.
 Does not own: where rows come from (`sources.py`), or what becomes of them in tokens (`tokenization.py`).
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -103,26 +104,6 @@ class Problems:
             + "".join(f"\n  {line}" for line in self.shown)
             + rest,
         )
-
-
-class Unread:
-    """Names in a source that are not read, because the user chose which are: said once, for one may have mattered."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, None] = {}
-
-    def note(self, names: Collection[str], read: Collection[str]) -> None:
-        """A row, or a table, has `names`, of which those in `read` are."""
-        self._names.update(dict.fromkeys(name for name in names if name not in read))
-
-    def tell(self, source: str, say: Callable[[str], None] | None) -> None:
-        """Say it of `source`, where there is something to say."""
-        if not self._names or say is None:
-            return
-        words = f"{source}: not read: {listed(self._names)} (data.columns says what is)"
-        if "input" in self._names:
-            words += "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
-        say(words)
 
 
 def listed(names: Collection[str]) -> str:
@@ -260,6 +241,35 @@ def _check_weight(weight: object, role: str, where: str) -> None:
         raise MalformedError(f"{where} has a weight, which only an assistant turn can have: no other is trained")
     if isinstance(weight, bool) or weight not in (0, 1):
         raise MalformedError(f"{where} has a weight that is neither 0 (not trained) nor 1 (trained)")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is given to the model, and what may come of it. origin: of its first record."""
+
+    text: str
+    references: tuple[str, ...]
+    origin: str
+
+
+def prompts_of(records: Sequence[Record]) -> list[Prompt]:
+    """One prompt for neighbouring records with the same `prompt`, whose completions are its references, stripped.
+
+    Raises:
+        UserError: a record is not a prompt with its completion.
+    """
+    grouped: list[tuple[Record, list[str]]] = []
+    for record in records:
+        if record.prompt is None or record.completion is None:
+            raise UserError(
+                f"{record.origin}: a record of {record.kind}",
+                "only records of prompt and completion say what a generated text is compared with",
+                "give such a file with --data, or leave out --generate",
+            )
+        if not grouped or grouped[-1][0].prompt != record.prompt:
+            grouped.append((record, []))
+        grouped[-1][1].append(record.completion.strip())
+    return [Prompt(first.prompt or "", tuple(references), first.origin) for first, references in grouped]
 
 
 def json_type(value: object) -> str:

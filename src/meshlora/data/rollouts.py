@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshlora.data.records import KINDS, MalformedError, Problems, Record, build_record, json_type, select_fields
-from meshlora.data.rows import Row, check_fields, read_rows
-from meshlora.data.tokenization import LossOn, TokenizedDataset, tokenize
+from meshlora.data.records import FIELDS as TEXT_FIELDS
+from meshlora.data.records import MalformedError, Problems, Record, build_record, json_type, select_fields
+from meshlora.data.sources import read_rows
+from meshlora.data.tokenization import TokenizedDataset, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +26,7 @@ _VALUES = {
     ("old_log_probs",): ("old_log_prob", math.nan),
     ("weight", "weights"): ("weight", 1.0),
 }
-_TEXT = tuple(name for names in KINDS.values() for name in names)
-FIELDS = (*_TEXT, "input_ids", "is_trained", *(name for names in _VALUES for name in names))
+FIELDS = (*TEXT_FIELDS, "input_ids", "is_trained", *(name for names in _VALUES for name in names))
 _LARGEST = float(np.finfo(np.float32).max)
 COLUMNS = tuple(column for column, _ in _VALUES.values())
 
@@ -38,38 +37,34 @@ def read_rollouts(
     *,
     max_length: int,
     vocab_size: int,
-    loss_on: LossOn = "completion",
     columns: Mapping[str, str] | None = None,
-    cache_dir: Path | None = None,
     say: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> TokenizedDataset:
     """A sequence for each row, with columns `advantage`, `old_log_prob` and `weight`, float32 `[N]`.
 
     A row has `input_ids` and `is_trained`, or what `tokenize` takes (`messages`; `prompt` and `completion`; `text`);
     and `advantage` (a number) or `advantages` (a list). `old_log_probs` (a list) are those of the policy that acted;
     without them it is the one that is trained. `weight` or `weights` scale the loss of tokens; without them it is 1.
-    Lists have a number for every trained token, or, beside `input_ids`, for every token.
+    Lists have a number for every trained token, or, beside `input_ids`, for every token. options: of `tokenize`.
 
     Raises:
         UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
     """
-    mistakes = Problems("{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages")
-    rows = read_rows(source, mistakes, known=FIELDS, columns=columns, say=say)
-    kinds: list[tuple[Row, Record | None]] = []
-    for origin, row in rows:
-        try:
-            check_fields(row, FIELDS)
-            kinds.append(((origin, row), _record(row, origin)))
-        except MalformedError as reason:
-            mistakes.add(origin, reason)
-    mistakes.raise_if_any()
-    records = [record for _, record in kinds if record is not None]
-    options: dict[str, Any] = {"loss_on": loss_on, "cache_dir": cache_dir, "vocab_size": vocab_size, "say": say}
-    tokenized = iter(tokenize(records, tokenizer, max_length=max_length, **options) if records else [])
+    what = "{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages"
+
+    def with_record(row: dict[str, Any], origin: str) -> tuple[str, dict[str, Any], Record | None]:
+        return origin, row, _record(row, origin)
+
+    rows = read_rows(source, with_record, what=what, known=FIELDS, columns=columns, say=say)
+    records = [record for _, _, record in rows if record is not None]
+    options |= {"max_length": max_length, "vocab_size": vocab_size, "say": say}
+    tokenized = iter(tokenize(records, tokenizer, **options) if records else [])
+    mistakes = Problems(what)
     ids: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     values: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
-    for (origin, row), record in kinds:
+    for origin, row, record in rows:
         try:
             if record is None:
                 own_ids, own_trained = _tokens(row, vocab_size)
@@ -94,7 +89,7 @@ def read_rollouts(
 
 def _record(row: Mapping[str, Any], origin: str) -> Record | None:
     """The text of a row; None where it has tokens."""
-    text = {name: value for name, value in row.items() if name in _TEXT}
+    text = {name: value for name, value in row.items() if name in TEXT_FIELDS}
     if "input_ids" not in row:
         return build_record(text, select_fields(text, None), origin=origin)
     if text:

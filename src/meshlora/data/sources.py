@@ -1,27 +1,29 @@
-"""Reading records: files, folders and datasets on this machine become `Record`s, in their order.
+"""Reading data: files, folders and datasets on this machine become `Record`s, or rows of named values for records that
+are more than text, in their order.
 
-Owns: the formats, and where each record came from. Does not own: what a valid record is (`records.py`), what a file
-may be (`files.py`), tokens, or order in training. Nothing is fetched: a source is a path here or a dataset already in
-memory.
+Owns: the formats, where each row came from, which columns are read, and what is said of the others. Does not own: what
+a record must hold (`records.py`, `preferences.py`, `rollouts.py`), what a file may be (`files.py`), tokens, or order in
+training. Nothing is fetched: a source is a path here or a dataset already in memory.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from meshlora.common.errors import UserError, reason
+from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.files import bounded_lines, is_folder, json_objects, parse_object, text_lines
 from meshlora.data.records import (
     MalformedError,
     Problems,
     Record,
-    Unread,
     build_record,
     chosen_fields,
     listed,
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     import datasets
 
 PathLike = str | os.PathLike[str]
+Row = tuple[str, dict[str, Any]]  # where it was read, for messages to the user; its values
+Header = Callable[[AbstractSequence[str], str], list[str] | None]
+Made = TypeVar("Made")
 
 SEPARATOR = "||"
 
@@ -63,121 +68,213 @@ def read_records(
             malformed rows, the first five with file and line.
     """
     chosen = chosen_fields(columns)
-    problems = Problems()
+    # Most rows have the same names.
+    keys_of = functools.lru_cache(64)(lambda names: select_fields(names, chosen))
+
+    def header(names: AbstractSequence[str], origin: str) -> list[str]:
+        """One header is one mistake, not one a row."""
+        try:
+            return sorted(set(keys_of(tuple(names)).values()))
+        except MalformedError as wrong:
+            raise UserError(
+                f"{origin}: columns {listed(names) or '(none)'}",
+                str(wrong),
+                "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}",
+            ) from None
+
+    def lines(path: Path, problems: Problems, _: Header) -> Iterator[Row]:
+        if chosen is None:
+            return _text_rows(path, problems)
+        given = f"columns={dict(chosen)}"
+        raise UserError(given, f"has no effect on {path}, which has no named columns", "remove data.columns")
+
+    def make(row: Mapping[str, Any], origin: str) -> tuple[Record, Iterable[str]]:
+        keys = keys_of(tuple(row))
+        return build_record(row, keys, origin=origin), [name for name in row if name not in keys.values()]
+
+    return _read(source, _Kind(Problems(), header, {".csv": _csv_rows, "": lines}, make), say)
+
+
+def read_rows(
+    source: str | list[str],
+    make: Callable[[dict[str, Any], str], Made],
+    *,
+    what: str,
+    known: Collection[str],
+    columns: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> list[Made]:
+    """`make(row, origin)` of all rows of `.jsonl`, `.parquet` or a `Dataset.save_to_disk` folder, in order.
+
+    A row is a dict without the values that are null; origin is where it was read, for messages to the user.
+
+    Args:
+        make: raises MalformedError for what is none. what: each row must be, in words.
+        known: the fields that a row may have. columns: our field -> theirs; fields that are not known are then ignored,
+            and `say` is told which, once for each path.
+
+    Raises:
+        UserError: a source that is missing, empty or of another kind; a column for a field that is not known;
+            malformed rows, the first five with file and line.
+    """
+    for name in columns or {}:
+        if name not in known:
+            raise UserError(f"columns: {quoted(name)}", "is not a field of a record", did_you_mean(name[:60], known))
+    theirs = {name: name for name in known} | dict(columns or {})
+    read = set(theirs.values())
+
+    def refused(path: Path, _: Problems, __: Header) -> Iterator[Row]:
+        raise UserError(f"{path}", "these records are read from .jsonl, .parquet or a saved dataset", "convert it")
+
+    def made(whole: Mapping[str, Any], origin: str) -> tuple[Made, Iterable[str]]:
+        row = {name: value for name, value in whole.items() if value is not None}
+        unread = [name for name in row if name not in read]
+        if columns:
+            row = {ours: row[name] for ours, name in theirs.items() if name in row}
+        elif unread:
+            raise MalformedError(f"unknown field {quoted(unread[0])}; {did_you_mean(unread[0][:60], known)}")
+        return make(row, origin), unread
+
+    return _read(source, _Kind(Problems(what), lambda *_: None, {"": refused}, made), say)
+
+
+@dataclass(frozen=True)
+class _Kind(Generic[Made]):
+    """How rows of one kind are read.
+
+    Attributes:
+        header: (columns of a table, where it was read) -> those to read; None: all.
+        lines: ending of a file that is neither JSON nor Parquet -> its rows; "": any other ending.
+        make: (row, where it was read) -> what is made of it, and which of its names are not read.
+    """
+
+    problems: Problems
+    header: Header
+    lines: Mapping[str, Callable[[Path, Problems, Header], Iterator[Row]]]
+    make: Callable[[Mapping[str, Any], str], tuple[Made, Iterable[str]]]
+
+
+def _read(source: object, kind: _Kind[Made], say: Callable[[str], None] | None) -> list[Made]:
+    found: list[Made] = []
+    for place in _places(source):
+        name = f"{place}" if isinstance(place, Path) else "dataset"
+        num_before = kind.problems.num + len(found)
+        unread: dict[str, None] = {}
+        try:
+            for origin, row in _rows_of(place, name, kind, unread):
+                try:
+                    made, rest = kind.make(row, origin)
+                except MalformedError as wrong:
+                    kind.problems.add(origin, wrong)
+                    continue
+                found.append(made)
+                unread.update(dict.fromkeys(rest))
+        except OSError as error:
+            raise UserError(name, f"cannot be read ({error.strerror or error})") from error
+        if kind.problems.num + len(found) == num_before:
+            raise UserError(name, "holds no record", "give one with at least one")
+        if unread and say is not None:
+            # Said, because the user chose what is read, and one of these may have mattered.
+            words = f"{name}: not read: {listed(unread)} (data.columns says what is)"
+            is_alpaca = "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
+            say(words + is_alpaca * ("input" in unread))
+    kind.problems.raise_if_any()
+    return found
+
+
+def _places(source: Any) -> list[Any]:
+    """Paths, or a dataset in memory."""
     if isinstance(source, (str, os.PathLike)):
-        records = _read_path(Path(source), chosen, problems, say)
-    elif isinstance(source, (list, tuple)):
+        return [Path(source)]
+    if isinstance(source, (list, tuple)):
         if not source:
             raise UserError("source=[]", "names no file")
-        records = [record for path in source for record in _read_path(Path(path), chosen, problems, say)]
-    else:
-        unread = Unread()
-        records = _read_dataset(_checked_dataset(source), "dataset", chosen, problems, unread)
-        unread.tell("dataset", say)
-    problems.raise_if_any()
-    return records
+        return [Path(path) for path in source]
+    import datasets
 
-
-def _read_path(
-    path: Path, chosen: Mapping[str, str] | None, problems: Problems, say: Callable[[str], None] | None
-) -> list[Record]:
-    num_problems, unread = problems.num, Unread()
-    if is_folder(path):
-        records = _read_folder(path, chosen, problems, unread)
-    else:
-        reader = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-        try:
-            records = reader.get(path.suffix.lower(), _read_text)(path, chosen, problems, unread)
-        except OSError as error:
-            raise UserError(f"{path}", f"cannot be read ({error.strerror or error})") from error
-    if not records and problems.num == num_problems:
-        raise UserError(f"{path}", "holds no record", "give a file with at least one")
-    unread.tell(f"{path}", say)
-    return records
-
-
-def _read_json(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
-    records = []
-    for origin, row in json_objects(path, problems):
-        try:
-            keys = select_fields(row, chosen)
-            records.append(build_record(row, keys, origin=origin))
-        except MalformedError as wrong:
-            problems.add(origin, wrong)
-            continue
-        unread.note(row, keys.values())
-    return records
-
-
-def _read_text(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
-    if chosen is not None:
+    if isinstance(source, datasets.Dataset):
+        return [source]
+    if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise UserError(
-            f"columns={dict(chosen)}", f"has no effect on {path}, which has no named columns", "remove data.columns"
+            "source", "holds several splits", "give one: " + ", ".join(f"source[{key!r}]" for key in source)
         )
-    records = []
+    raise UserError(f"source of type {type(source).__name__}", "must be a path, a list of paths or a datasets.Dataset")
+
+
+def _rows_of(place: Any, name: str, kind: _Kind[Any], unread: dict[str, None]) -> Iterator[Row]:
+    """The rows of a path or a dataset. unread: gets the columns of a table that are not read."""
+
+    def header(names: AbstractSequence[str], origin: str) -> list[str] | None:
+        twice = sorted(name for name, number in Counter(names).items() if number > 1)
+        if twice:
+            raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
+        columns = kind.header(names, origin)
+        if columns is not None:
+            unread.update(dict.fromkeys(name for name in names if name not in columns))
+        return columns
+
+    if isinstance(place, Path) and not is_folder(place):
+        suffix = place.suffix.lower()
+        if suffix in (".jsonl", ".json"):
+            yield from json_objects(place, kind.problems)
+            return
+        if suffix != ".parquet":
+            yield from kind.lines.get(suffix, kind.lines[""])(place, kind.problems, header)
+            return
+        rows = _parquet_rows(place, header)
+    else:
+        rows = _dataset_rows(_load_folder(place) if isinstance(place, Path) else place, name, header)
+    # Counted from 0, as `dataset[index]` is.
+    yield from ((f"{name} row {index}", row) for index, row in enumerate(rows))
+
+
+def _text_rows(path: Path, problems: Problems) -> Iterator[Row]:
     for origin, line in text_lines(path, problems):
         prompt, *completions = line.split(SEPARATOR)
-        if len(completions) != 1:
+        if len(completions) == 1:
+            yield origin, {"prompt": prompt.strip(), "completion": " " + completions[0].strip()}
+        else:
             problems.add(origin, f"{len(completions)} separators {SEPARATOR!r} in the line, not one")
-            continue
-        completion = completions[0].strip()
-        if not completion:
-            problems.add(origin, "empty completion")
-            continue
-        records.append(Record(prompt=prompt.strip(), completion=" " + completion, origin=origin))
-    return records
 
 
-def _read_csv(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
+def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
     """By the standard library: every value stays the string it is in the file, and its line is known."""
-    records: list[Record] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(bounded_lines(file, path), strict=True)
         try:
-            header = next(reader, None)
-            if header is None:
-                return []
-            keys = _table_keys(header, chosen, unread, origin=f"{path}:1")
+            names = next(reader, None)
+            if names is None:
+                return
+            header(names, f"{path}:1")
             start = reader.line_num + 1  # a quoted value may hold newlines: name the line where the row begins
             for values in reader:
                 origin, start = f"{path}:{start}", reader.line_num + 1
-                if not values:
-                    continue
-                if len(values) != len(header):
-                    problems.add(origin, f"{len(values)} values under {len(header)} columns")
-                    continue
-                try:
-                    records.append(build_record(dict(zip(header, values, strict=True)), keys, origin=origin))
-                except MalformedError as wrong:
-                    problems.add(origin, wrong)
+                if values and len(values) != len(names):
+                    problems.add(origin, f"{len(values)} values under {len(names)} columns")
+                elif values:
+                    yield origin, dict(zip(names, values, strict=True))
         except csv.Error as error:
             problems.add(f"{path}:{reader.line_num}", f"bad CSV ({error})")
         except UnicodeDecodeError:
             # The reader decodes ahead of the line it is at; the bytes are read again to name the right one.
             for _ in text_lines(path, problems):
                 pass
-    return records
 
 
-def _read_parquet(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
+def _parquet_rows(path: Path, header: Header) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            keys = _table_keys(file.schema_arrow.names, chosen, unread, origin=f"{path}")
-            rows = file.read(columns=sorted(set(keys.values()))).to_pylist()
+            rows: list[dict[str, Any]] = file.read(columns=header(file.schema_arrow.names, f"{path}")).to_pylist()
     except UserError:
         raise
     except Exception as error:  # a stranger's bytes, read by a library: anything may come
         raise UserError(f"{path}", f"is not a Parquet file that can be read ({reason(error)})") from error
-    return _build_rows(rows, keys, f"{path}", problems)
+    return rows
 
 
-def _read_folder(path: Path, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread) -> list[Record]:
-    return _read_dataset(load_folder(path), f"{path}", chosen, problems, unread)
-
-
-def load_folder(path: Path) -> datasets.Dataset:
+def _load_folder(path: Path) -> datasets.Dataset:
     """What `Dataset.save_to_disk` wrote.
 
     Raises:
@@ -206,68 +303,11 @@ def load_folder(path: Path) -> datasets.Dataset:
         raise UserError(f"{path}", f"cannot be read as a saved dataset ({reason(error)})") from error
 
 
-def _checked_dataset(source: object) -> datasets.Dataset:
-    import datasets
-
-    if isinstance(source, datasets.Dataset):
-        return source
-    if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-        raise UserError(
-            "source", "holds several splits", "give one: " + ", ".join(f"source[{key!r}]" for key in source)
-        )
-    raise UserError(f"source of type {type(source).__name__}", "must be a path, a list of paths or a datasets.Dataset")
-
-
-def _read_dataset(
-    dataset: datasets.Dataset, name: str, chosen: Mapping[str, str] | None, problems: Problems, unread: Unread
-) -> list[Record]:
-    keys = _table_keys(dataset.column_names, chosen, unread, origin=name)
-    rows = table_rows(dataset.select_columns(sorted(set(keys.values()))), name)
-    if not rows:
-        raise UserError(name, "holds no record", "give one with at least one row")
-    return _build_rows(rows, keys, name, problems)
-
-
-def table_rows(dataset: datasets.Dataset, name: str) -> list[dict[str, Any]]:
-    """All rows, past a format that would give tensors, along a selection of rows.
-
-    Raises:
-        UserError: they hold what cannot be read.
-    """
+def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> list[dict[str, Any]]:
+    """Past a format that would give tensors, along a selection of rows."""
+    columns = header(dataset.column_names, name)
     try:
-        rows: list[dict[str, Any]] = dataset.to_list()
+        rows: list[dict[str, Any]] = (dataset if columns is None else dataset.select_columns(columns)).to_list()
     except Exception as error:  # a stranger's tables, read by a library: anything may come
         raise UserError(name, f"cannot be read as a dataset ({reason(error)})") from error
     return rows
-
-
-def _table_keys(
-    names: AbstractSequence[str], chosen: Mapping[str, str] | None, unread: Unread, *, origin: str
-) -> dict[str, str]:
-    """`select_fields` for a whole table: one header is one mistake, not one a row."""
-    twice = sorted(name for name, number in Counter(names).items() if number > 1)
-    if twice:
-        raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
-    try:
-        keys = select_fields(names, chosen)
-    except MalformedError as wrong:
-        raise UserError(
-            f"{origin}: columns {listed(names) or '(none)'}",
-            str(wrong),
-            "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}",
-        ) from None
-    unread.note(names, keys.values())
-    return keys
-
-
-def _build_rows(
-    rows: AbstractSequence[Mapping[str, Any]], keys: Mapping[str, str], name: str, problems: Problems
-) -> list[Record]:
-    records = []
-    for index, row in enumerate(rows):
-        origin = f"{name} row {index}"  # counted from 0, as `dataset[index]` is
-        try:
-            records.append(build_record(row, keys, origin=origin))
-        except MalformedError as wrong:
-            problems.add(origin, wrong)
-    return records

@@ -1,7 +1,7 @@
 """Scores of generated text against references, by the libraries that papers cite: BLEU by sacrebleu, ROUGE-L by
 rouge-score.
 
-Owns: handing texts to them, and what is said where one is missing. Does not own: which texts (`data.references`).
+Owns: handing texts to them, and what is said where one is missing. Does not own: which texts (`data.prompts_of`).
 """
 
 from __future__ import annotations
