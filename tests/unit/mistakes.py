@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshlora.cli.main import main
-from meshlora.common.words import printable
+from meshlora.common.errors import printable
 from meshlora.plan.families.twin import twin_config
 
 UP = "model.layers.1.mlp.up_proj"

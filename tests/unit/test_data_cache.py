@@ -74,7 +74,7 @@ def test_a_cache_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("meshlora.common.locks.open_own", refuse)
+    monkeypatch.setattr("meshlora.common.private.open_own", refuse)
     assert_same(good, tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path))
     with pytest.raises(UserError, match="Permission denied"):
         tokenize(RECORDS, make_tokenizer(), max_length=15, cache_dir=tmp_path)

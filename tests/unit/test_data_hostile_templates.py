@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 import meshlora.data.chat
 from meshlora.common.errors import UserError
+from meshlora.common.limits import Failed, each_apart
 from meshlora.data import tokenize
-from meshlora.data.apart import Failed, each_apart
 from tests.unit.conftest import TOKENIZER
 from tests.unit.records import END, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 

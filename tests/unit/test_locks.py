@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common import locks
+from meshlora.common import private
 from meshlora.common.errors import UserError
-from meshlora.common.locks import locked
-from meshlora.common.private import PrivateFolder
+from meshlora.common.private import PrivateFolder, locked
 
 _HOLDER = """
 import fcntl, sys, time
@@ -61,7 +60,7 @@ def test_lock_of_a_stopped_process_is_waited_for_with_words_and_an_end(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(locks, "SAY_AFTER_S", 0.3)
+    monkeypatch.setattr(private, "SAY_AFTER_S", 0.3)
     file = folder.path / "key.lock"
     os.kill(hold(holders, file, words="process 12 on far (meshlora train run.yaml)"), signal.SIGSTOP)
     with (

@@ -16,7 +16,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from meshlora.common.words import printable
+from meshlora.common.errors import printable
 
 
 class Console(rich.console.Console):

@@ -21,17 +21,17 @@ from meshlora.common.errors import UserError
 from meshlora.common.reading import parse_json, read_text
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], *, mode: int = 0o644) -> None:
     """Call `write` with a temporary path beside `path`, fsync what it wrote, then rename it to `path`."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
     try:
         write(temporary)
-        temporary.chmod(0o644)  # mkstemp makes files for the owner alone
-        _fsync(temporary)
+        temporary.chmod(mode)  # mkstemp makes files for the owner alone
+        fsync(temporary)
         temporary.replace(path)
-        _fsync(path.parent)
+        fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -43,7 +43,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` in UTF-8."""
-    write_atomically(path, lambda temporary: _write_text(temporary, text))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)
         for file in temporary.iterdir():
-            _fsync(file)
+            fsync(file)
         old = temporary.with_suffix(".old")
         if path.is_dir():
             for file in path.iterdir():
@@ -72,7 +72,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             if old.is_dir():
                 old.replace(path)
             raise
-        _fsync(path.parent)
+        fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -98,11 +98,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from None
     except OSError as error:
         raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
-
-
-def fsync_folder(path: Path) -> None:
-    """Bring to disk which names `path` holds."""
-    _fsync(path)
 
 
 def is_writable(folder: Path) -> bool:
@@ -131,11 +126,8 @@ def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
         raise UserError(f"{path}", f"it is not a readable JSON file ({why})") from None
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Bring to disk what a file holds, or which names a folder does."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

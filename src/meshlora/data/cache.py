@@ -1,7 +1,7 @@
 """Token arrays on disk: one safetensors file for each content.
 
 Owns: the key, the file, and that any number of processes may ask for the same one at once. Does not own: how tokens
-are made (`tokenization.py`), whose file is believed (`common.private`), how others wait (`common.locks`).
+are made (`tokenization.py`), whose file is believed and how others wait (`common.private`).
 
 A file exists whole or not at all. One that has been damaged since is recognised by its checksum, one that holds another
 dataset by its arrays; both are made again. Neither protects from a stranger, who would write what fits: that nobody
@@ -10,6 +10,7 @@ else can have written the file does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -25,8 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshlora.common.errors import reason
-from meshlora.common.locks import locked
-from meshlora.common.private import NotOwnError, PrivateFolder, open_own, write_own
+from meshlora.common.private import NotOwnError, PrivateFolder, locked, open_own, write_own
 from meshlora.data.records import Record
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ def load_or_make(
         cache_dir / f"{key}.safetensors",
     )
     folder.make()
-
-    def load(*, says_why_not: bool) -> Arrays | None:
-        return _load(path, key, num_sequences=num_sequences, max_length=max_length, says_why_not=says_why_not)
-
+    load = functools.partial(_load, path, key, num_sequences=num_sequences, max_length=max_length)
     if (arrays := load(says_why_not=False)) is not None:
         return arrays
     with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):

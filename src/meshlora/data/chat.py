@@ -1,7 +1,7 @@
 """Conversations become tokens, with the assistant's turns marked.
 
 Owns: where in a rendered conversation the assistant speaks, and which turns are not trained. Does not own: the template
-(the tokenizer's), the process in which it runs (`apart.py`), truncation, or plain text (`tokenization.py`).
+(the tokenizer's), the process in which it runs (`common.limits`), truncation, or plain text (`tokenization.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from meshlora.common.errors import UserError
-from meshlora.data.apart import Failed, each_apart
-from meshlora.data.leading import Leading, Span, leading_tokens
+from meshlora.common.limits import Failed, each_apart
+from meshlora.data.leading import Leading, Span, batches, leading_tokens
 from meshlora.data.records import Record, listed
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _REASONING = {"reasoning_content", "reasoning", "thinking"}
 _SECONDS = 5.0
 _MEMORY_BYTES = 2**29
 _MAX_CHARACTERS = 2**25
-_BATCH = 2**22  # characters of rendered conversations that are held at once
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def tokenize_conversations(
     # Where nothing is generated after eos, a span ends with it.
     eos = None if has_markers else tokenizer.eos_token_id
     rows = []
-    for batch in _batches(_rendered(records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers)):
+    rendered = _rendered(records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers)
+    for batch in batches(rendered, lambda found: len(found.text)):
         texts = [found.text for found in batch]
         for found, tokens in zip(
             batch, leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True), strict=True
@@ -160,19 +160,6 @@ def _rendered(
                 )
             text, turns, left_out = cast(tuple[str, list[Span], list[Span]], result)
             yield _Rendered(text, turns, left_out)
-
-
-def _batches(conversations: Iterator[_Rendered]) -> Iterator[list[_Rendered]]:
-    batch: list[_Rendered] = []
-    total = 0
-    for conversation in conversations:
-        batch.append(conversation)
-        total += len(conversation.text)
-        if total > _BATCH:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 class _Chat:

@@ -10,9 +10,9 @@ made-up texts (one letter, repeated) whose every token depends on their length: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshlora.common.errors import UserError, reason
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters [start, end)
+Item = TypeVar("Item")
 
 _MARGIN = 1000  # tokens
 _CHARACTERS = 8  # a token, at first: most texts have less, and those that have more are cut again
@@ -47,7 +48,8 @@ def leading_tokens(
     length = _CHARACTERS * (max_length + _MARGIN)
     pending = list(range(len(texts)))
     while pending:
-        for batch in _batches(pending, [min(length, len(texts[index])) for index in pending]):
+        sizes = [min(length, len(text)) for text in texts]
+        for batch in batches(pending, sizes.__getitem__):
             encoded = _encode([texts[index][:length] for index in batch], tokenizer, has_offsets=has_offsets)
             for place, index in enumerate(batch):
                 ids = encoded["input_ids"][place]
@@ -61,16 +63,19 @@ def leading_tokens(
     return [found[index] for index in range(len(texts))]
 
 
-def _batches(items: Iterable[int], sizes: Iterable[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
+def batches(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """`items` in order, as many at a time as have `_BATCH` characters together."""
+    batch: list[Item] = []
     total = 0
-    for item, size in zip(items, sizes, strict=True):
+    for item in items:
+        size = size_of(item)
         if batch and total + size > _BATCH:
             yield batch
             batch, total = [], 0
         batch.append(item)
         total += size
-    yield batch
+    if batch:
+        yield batch
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, has_offsets: bool) -> Any:

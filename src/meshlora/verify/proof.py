@@ -20,8 +20,7 @@ from typing import Self
 
 from meshlora.common.errors import UserError
 from meshlora.common.files import new_folder
-from meshlora.common.locks import locked
-from meshlora.common.private import NotOwnError, check_tree, close_tree
+from meshlora.common.private import NotOwnError, check_tree, close_tree, locked
 from meshlora.common.proof_records import proofs_folder
 from meshlora.oracle.case import Case, is_whole, write_inventory
 from meshlora.oracle.diagnosis.diagnose import Divergence, first_divergence, until_found

@@ -14,9 +14,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.file_hash import FileHashes
-from meshlora.common.words import one_line
 
 # Files of names -> files, by the name that they have in an identity.
 Contents = Mapping[str, tuple[Path, ...]]

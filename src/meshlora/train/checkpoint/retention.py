@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshlora.common.files import fsync_folder
+from meshlora.common.files import fsync
 from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_whole
 from meshlora.train.checkpoint.resuming import FINISHED, FOLDER, step_folders
 
@@ -71,7 +71,7 @@ def point(name: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, name)
-    fsync_folder(name.parent)
+    fsync(name.parent)
 
 
 def clear_leftovers(output: Path) -> None:
@@ -121,8 +121,8 @@ def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | N
                 link.unlink()
     for each in (*ended, *later):
         os.replace(each, away / each.name)
-    fsync_folder(away)
-    fsync_folder(output / FOLDER)
+    fsync(away)
+    fsync(output / FOLDER)
     names = ", ".join(sorted(each.name for each in (*ended, *later)))
     return f"set aside in {away}, as this run goes on after step {done}: {names}"
 
