@@ -7,6 +7,7 @@ were such values. Does not own: names, defaults and rules of the fields (`config
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.config.objective import KINDS
-from meshlora.config.presets import with_preset
+from meshlora.config.presets import LENGTH, filled, with_preset
 from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
 
 
@@ -66,7 +67,11 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
             raise UserError(f"adapters.{name}", rule)
         if name.lower() in _TAKEN:
             raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
-        runs[name] = _named(f"adapters.{name}", _tree_of(tree, name, own))
+        own_tree = _tree_of(tree, name, own)
+        try:
+            runs[name] = _run(own_tree)
+        except UserError as error:
+            raise UserError(f"adapters.{name}: {error.given}", error.rule, error.way_out) from None
     return runs
 
 
@@ -75,15 +80,6 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
 _LONGEST_NAME = 100
 _NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
 _DEEPEST_KEY = 10
-# Where an adapter gives one of these, the other is not taken from what is for all.
-_EITHER = (("train", "steps", "epochs"), ("train", "epochs", "steps"))
-
-
-def _named(where: str, tree: dict[str, Any]) -> RunConfig:
-    try:
-        return _run(tree)
-    except UserError as error:
-        raise UserError(f"{where}: {error.given}", error.rule, error.way_out) from None
 
 
 def _run(tree: dict[str, Any]) -> RunConfig:
@@ -171,8 +167,7 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
         for_all = shared.get(group) or {}
         if not isinstance(for_all, Mapping):
             raise UserError(f"{group}: {for_all!r}", "it must be a group of keys")
-        replaced = {other for place, key, other in _EITHER if place == group and key in values}
-        tree[group] = {key: value for key, value in for_all.items() if key not in replaced} | dict(values)
+        tree[group] = filled(values, for_all, LENGTH if group == "train" else ())
     train = tree.get("train")
     if isinstance(train, Mapping) and isinstance(train.get("output"), str) and train["output"].strip():
         tree["train"] = {**train, "output": str(Path(train["output"]) / name)}
@@ -240,32 +235,29 @@ def _kind(value: Any, kinds: tuple[type, ...], where: str) -> type:
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as the type that the field declares."""
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
-        return _build(hint, value, where)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value not in arguments:
-            raise UserError(f"{where}: {value!r}", f"one of {', '.join(map(repr, arguments))}", _near(value, arguments))
-        return value
-    if origin is types.UnionType and all(map(dataclasses.is_dataclass, arguments)):
-        return _build(_kind(value, arguments, where), value, where)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        for option in (a for a in arguments if a is not type(None)):
-            if _is(value, option):
-                return _convert(value, option, where)
-        raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
-    if hint is float and isinstance(value, str):
-        value = _as_number(value)  # YAML 1.1 reads 1e-4 as text
-    if not _is(value, hint):
-        raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
-    if hint is float and not abs(value) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats
-        raise UserError(f"{where}: {value!r}", "it must be a finite number")
-    if origin is dict and arguments[1] is not Any:
-        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
-    return float(value) if hint is float else value
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    options = typing.get_args(hint) if is_union else (hint,)
+    if all(map(dataclasses.is_dataclass, options)):
+        return _build(_kind(value, options, where) if is_union else hint, value, where)
+    for option in options:
+        if _is(value, option):
+            return _plain(value, option, where)
+    if typing.get_origin(hint) is Literal:
+        known = typing.get_args(hint)
+        raise UserError(f"{where}: {value!r}", f"one of {', '.join(map(repr, known))}", _near(value, known))
+    raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
+
+
+def _plain(value: Any, hint: Any, where: str) -> Any:
+    """`value`, which is a `hint` as it is written, as one that is computed with."""
+    if hint is float:
+        number = _as_number(value)
+        if not abs(number) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats
+            raise UserError(f"{where}: {number!r}", "it must be a finite number")
+        return float(number)
+    if typing.get_origin(hint) is dict and typing.get_args(hint)[1] is not Any:
+        return {key: _plain(item, typing.get_args(hint)[1], f"{where}.{key}") for key, item in value.items()}
+    return value
 
 
 def _is(value: Any, hint: Any) -> bool:
@@ -284,12 +276,10 @@ def _is(value: Any, hint: Any) -> bool:
 
 
 def _as_number(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    """YAML 1.1 reads 1e-4 as text."""
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def _words(hint: Any) -> str:

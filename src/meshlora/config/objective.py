@@ -24,6 +24,7 @@ class _Objective:
 
     trained_row: of the two rows of an example the one that is trained on; the loss then has a reference point, the
     divergence from the base over the other rows of all examples of the step. None: all rows are trained on.
+    always_needs_base: whatever its parameters.
     """
 
     kind: str
@@ -31,11 +32,12 @@ class _Objective:
     per: ClassVar[Per] = "token"
     is_of_text: ClassVar[bool] = False
     trained_row: ClassVar[int | None] = None
+    always_needs_base: ClassVar[bool] = False
 
     @property
     def needs_base(self) -> bool:
         """Whether the loss compares with what the frozen base says: the model with its adapter off."""
-        return False
+        return self.always_needs_base
 
     def _must(self, is_so: bool, name: str, rule: str) -> None:
         if not is_so:
@@ -95,11 +97,7 @@ class Dpo(_Objective):
     label_smoothing: float = 0.0
     reader: ClassVar[str] = "pairs"
     per: ClassVar[Per] = "pair"
-
-    @property
-    def needs_base(self) -> bool:
-        """Always."""
-        return True
+    always_needs_base: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._above_0("beta")
@@ -137,11 +135,7 @@ class Kto(_Objective):
     reader: ClassVar[str] = "feedback"
     per: ClassVar[Per] = "record"
     trained_row: ClassVar[int | None] = 0
-
-    @property
-    def needs_base(self) -> bool:
-        """Always."""
-        return True
+    always_needs_base: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._above_0("beta", "desirable_weight", "undesirable_weight")

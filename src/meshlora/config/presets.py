@@ -5,7 +5,7 @@ Owns: their values, and how they are filled in. Does not own: what the keys mean
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean
@@ -38,11 +38,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "generate": {"num_beams": 10, "length_penalty": 0.8, "no_repeat_ngram_size": 4},
     },
 }
-# Keys that say one thing together: where the file gives one of them, the preset's others do not stand beside it.
-_TOGETHER = (
-    ("train.steps", "train.epochs"),
-    ("lora.target_modules", "lora.target_parameters", "lora.pieces"),
-)
+# Keys of a group that say one thing together: where one of them is given, the others are not taken from elsewhere.
+LENGTH, _TARGETS = {"steps", "epochs"}, {"target_modules", "target_parameters", "pieces"}
+_TOGETHER = {"train": LENGTH, "lora": _TARGETS}
+
+
+def filled(own: Mapping[str, Any], rest: Mapping[str, Any], together: Collection[str] = ()) -> dict[str, Any]:
+    """What `own` gives, and of `rest` what it leaves open. together: keys of which `own` gives all, if one."""
+    replaced = together if own.keys() & set(together) else ()
+    return {key: value for key, value in rest.items() if key not in replaced} | dict(own)
 
 
 def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,18 +62,15 @@ def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
         return dict(tree)
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"preset: {name!r}", "there is no such preset", did_you_mean(str(name), PRESETS))
-    filled = dict(tree)
+    whole = dict(tree)
     for group, values in PRESETS[name].items():
         own = tree.get(group)
         if group in tree and not isinstance(own, Mapping):
             continue  # the reader of the file says what is wrong with it
         if group == "lora" and tree.get("adapter") is not None:
             continue
-        given = {f"{group}.{key}" for key in own or {}}
-        dropped = {key for keys in _TOGETHER if given & set(keys) for key in keys}
-        kept = {key: value for key, value in values.items() if f"{group}.{key}" not in dropped}
-        filled[group] = {**kept, **(own or {})}
-    return filled
+        whole[group] = filled(own or {}, values, _TOGETHER.get(group, ()))
+    return whole
 
 
 def resolved(config: Any) -> str:
