@@ -31,8 +31,8 @@ OF_ROUTING: dict[str, Fault] = {
     "routers_watched_after_the_step": Fault(
         "outside of the steps of training routers choose by themselves",
         _ROUTING,
-        "                del block.forward\n",
-        "                pass\n",
+        "        self._replaced.close()\n",
+        "        pass\n",
         f"{_IN_ANY_ORDER}[values]",
     ),
     "rows_of_a_micro_batch_exchanged": Fault(

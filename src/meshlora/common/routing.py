@@ -14,10 +14,10 @@ the replayed choices, filled up with the router's own.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshlora.common.compat import replaced
 from meshlora.common.errors import UnsupportedError, UserError, reason
 
 _TOP_K = (torch.topk, Tensor.topk)
@@ -147,20 +148,15 @@ class Routing:
         self.record, self.replays = record, replays
         self.step, self.tokens = 0, torch.empty(0, dtype=torch.int64)
         self._blocks = {name: model.get_submodule(name) for name in record.num_experts}
-        self._before: dict[str, Any] = {}
+        self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> Routing:
         for name, block in self._blocks.items():
-            self._before[name] = block.__dict__.get("forward")
-            block.forward = self._watched(name, block.forward)
+            self._replaced.enter_context(replaced(block, "forward", self._watched(name, block.forward)))
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        for name, block in self._blocks.items():
-            if self._before[name] is None:
-                del block.forward
-            else:
-                block.forward = self._before[name]
+    def __exit__(self, *_: object) -> None:
+        self._replaced.close()
 
     def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -6,10 +6,12 @@ batch is split over the mesh.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,27 +54,21 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Those of one adapter, where others have rows too. On the host: it counts its labels."""
-        labels = self.labels[start:stop]
-        positions = None if self.position_ids is None else self.position_ids[start:stop]
-        return Batch(
-            self.input_ids[start:stop],
-            self.attention_mask[start:stop],
-            labels,
-            int((labels != IGNORED).sum()),
-            self.tokens[start:stop],
-            {name: column[start:stop] for name, column in self.columns.items()},
-            self.is_dummy,
-            positions,
-        )
+        part = dataclasses.replace(self, trained=None)._mapped(lambda tensor: tensor[start:stop])
+        return dataclasses.replace(part, num_trained_tokens=int((part.labels != IGNORED).sum()))
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on `device`, with `trained`: the host has the labels, and need not ask the device for it."""
         trained = (self.labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained
-        own = (self.input_ids, self.attention_mask, self.labels, self.tokens, trained)
-        ids, mask, labels, tokens, trained = (to_device(t, device) for t in own)
-        columns = {name: to_device(column, device) for name, column in self.columns.items()}
-        positions = None if self.position_ids is None else to_device(self.position_ids, device)
-        return Batch(ids, mask, labels, self.num_trained_tokens, tokens, columns, self.is_dummy, positions, trained)
+        return dataclasses.replace(self, trained=trained)._mapped(lambda tensor: to_device(tensor, device))
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """With `function` of each tensor in its place."""
+        tensors: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        columns = {name: function(column) for name, column in self.columns.items()}
+        return dataclasses.replace(self, **tensors, columns=columns)
 
 
 def collate(

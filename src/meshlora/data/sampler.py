@@ -17,6 +17,8 @@ import numpy as np
 from meshlora.common.errors import UserError
 
 
+# Every step of an epoch asks for the same order; two are kept because a step may look across the boundary.
+@functools.lru_cache(maxsize=2)
 def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation of `range(num_sequences)`: int64, `[num_sequences]`, read-only.
 
@@ -30,12 +32,6 @@ def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
         raise UserError(f"seed={seed}", "must not be negative")
     assert num_sequences >= 0, num_sequences
     assert epoch >= 0, epoch
-    return _epoch_order(num_sequences, seed, epoch)
-
-
-# Every step of an epoch asks for the same order; two are kept because a step may look across the boundary.
-@functools.lru_cache(maxsize=2)
-def _epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
     keys = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(num_sequences)
     order = np.argsort(keys, kind="stable").astype(np.int64)
     order.flags.writeable = False
