@@ -92,7 +92,7 @@ def parse_json(text: str) -> Any:
         ValueError: it is not such JSON.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_int=_integer)
+        value = json.loads(text, object_pairs_hook=once, parse_int=_integer)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level = [value]
@@ -110,11 +110,12 @@ def _parts(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook=` of JSON whose keys are given once. Raises: ValueError."""
     values = dict(pairs)
     if len(values) < len(pairs):
         times = Counter(key for key, _ in pairs)
-        raise ValueError(f"{max(times, key=times.__getitem__)[:_LONGEST_QUOTE]!a} is given twice")
+        raise ValueError(f"the key {max(times, key=times.__getitem__)[:_LONGEST_QUOTE]!r} is given twice")
     return values
 
 

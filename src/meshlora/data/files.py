@@ -1,7 +1,7 @@
 """What a path of data may be, and how it is read: regular files and folders of them, lines of bounded length, JSON
 taken strictly.
 
-Owns: that no file of a stranger makes us wait, or fills the memory. Does not own: formats (`sources.py`, `rows.py`),
+Owns: that no file of a stranger makes us wait, or fills the memory. Does not own: formats (`sources.py`),
 records.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from meshlora.common.errors import UserError
+from meshlora.common.reading import once
 from meshlora.data.records import MalformedError, Problems, json_type, quoted
 
 # No example of a million tokens is longer. JSON of small objects takes up to twenty times its length in memory.
@@ -124,11 +125,9 @@ def parse_object(line: str) -> dict[str, Any]:
         MalformedError: it is none.
     """
     try:
-        row = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        row = json.loads(line, object_pairs_hook=once, parse_constant=_refuse_constant)
     except RecursionError:
         raise MalformedError("bad JSON (nested too deeply)") from None
-    except MalformedError:
-        raise
     except ValueError as error:  # a number of thousands of digits is one too
         hint = "; one object a line is read, not one list" if line.lstrip().startswith("[") else ""
         raise MalformedError(f"bad JSON ({error}){hint}") from None
@@ -137,14 +136,5 @@ def parse_object(line: str) -> dict[str, Any]:
     return row
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise MalformedError(f"the key {quoted(twice)} is given twice")
-    return found
-
-
 def _refuse_constant(name: str) -> None:
-    raise MalformedError(f"bad JSON ({name} is not a finite number)")
+    raise ValueError(f"{name} is not a finite number")
