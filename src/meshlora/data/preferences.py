@@ -117,6 +117,5 @@ def _record_of(row: Mapping[str, Any], name: str, origin: str) -> Record:
     if isinstance(answer, list):
         if prompt is not None and not isinstance(prompt, list):
             raise MalformedError(f"{name} is a list of messages, prompt is {json_type(prompt)}")
-        return build_record({"messages": [*(prompt or []), *answer]}, {"messages": "messages"}, origin=origin)
-    values = {"prompt": "" if prompt is None else prompt, "completion": answer}
-    return build_record(values, {"prompt": "prompt", "completion": "completion"}, origin=origin)
+        return build_record({"messages": [*(prompt or []), *answer]}, origin=origin)
+    return build_record({"prompt": "" if prompt is None else prompt, "completion": answer}, origin=origin)

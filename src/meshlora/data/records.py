@@ -172,15 +172,15 @@ def select_fields(names: Collection[str], chosen: Mapping[str, str] | None) -> d
     return keys
 
 
-def build_record(row: Mapping[str, Any], keys: Mapping[str, str], *, origin: str) -> Record:
-    """The record that `row` holds under `keys` (our field -> its key).
+def build_record(row: Mapping[str, Any], *, origin: str) -> Record:
+    """The record of a row that has the fields of one kind.
 
     Raises:
         MalformedError: a value is of the wrong type, empty, or not a conversation.
     """
-    if "messages" in keys:
-        return Record(messages=_checked_messages(row[keys["messages"]]), origin=origin)
-    values = {ours: _checked_text(row[theirs], ours) for ours, theirs in keys.items()}
+    if "messages" in row:
+        return Record(messages=_checked_messages(row["messages"]), origin=origin)
+    values = {name: _checked_text(value, name) for name, value in row.items()}
     for name, value in values.items():
         # A prompt may be empty: that is generation from nothing.
         if name != "prompt" and not value.strip():

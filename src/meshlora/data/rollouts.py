@@ -82,7 +82,7 @@ def read_rollouts(
         for name, column in own.items():
             values[name].append(column[:max_length])
     mistakes.raise_if_any()
-    offsets = np.cumsum([0, *map(len, ids)]).astype(np.int64)
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     columns_of_all = {name: np.concatenate(parts) for name, parts in values.items()}
     return TokenizedDataset(np.concatenate(ids), np.concatenate(trained), offsets, columns_of_all)
 
@@ -91,7 +91,8 @@ def _record(row: Mapping[str, Any], origin: str) -> Record | None:
     """The text of a row; None where it has tokens."""
     text = {name: value for name, value in row.items() if name in TEXT_FIELDS}
     if "input_ids" not in row:
-        return build_record(text, select_fields(text, None), origin=origin)
+        select_fields(text, None)
+        return build_record(text, origin=origin)
     if text:
         raise MalformedError(f"has input_ids and {', '.join(sorted(text))}: one of the two")
     return None

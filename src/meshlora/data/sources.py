@@ -90,7 +90,8 @@ def read_records(
 
     def make(row: Mapping[str, Any], origin: str) -> tuple[Record, Iterable[str]]:
         keys = keys_of(tuple(row))
-        return build_record(row, keys, origin=origin), [name for name in row if name not in keys.values()]
+        ours = {field: row[name] for field, name in keys.items()}
+        return build_record(ours, origin=origin), [name for name in row if name not in keys.values()]
 
     return _read(source, _Kind(Problems(), header, {".csv": _csv_rows, "": lines}, make), say)
 

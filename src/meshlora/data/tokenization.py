@@ -153,13 +153,11 @@ def tokenize(
     def make() -> Arrays:
         return _flat_arrays(records, tokenizer, max_length=max_length, loss_on=loss_on)
 
-    key = None
-    if cache_dir is not None:
-        key = cache_key(records, tokenizer, {"max_length": max_length, "loss_on": loss_on})
-    if cache_dir is None or key is None:
-        arrays = make()
-    else:
+    options = {"max_length": max_length, "loss_on": loss_on}
+    if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:
         arrays = load_or_make(cache_dir, key, make, num_sequences=len(records), max_length=max_length)
+    else:
+        arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
     tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"])
@@ -208,8 +206,7 @@ def _flat_arrays(
             f"have no trained token within max_length={max_length}",
             "raise data.max_length, or drop them",
         )
-    offsets = np.zeros(len(records) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids in input_ids], out=offsets[1:])
+    offsets = np.cumsum([0, *map(len, input_ids)], dtype=np.int64)
     return {"input_ids": np.concatenate(input_ids), "is_trained": np.concatenate(is_trained), "offsets": offsets}
 
 
