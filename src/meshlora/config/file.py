@@ -207,7 +207,8 @@ def yaml_value(given: str, text: str) -> Any:
 def _build(cls: type, tree: Any, path: str) -> Any:
     """An instance of the dataclass `cls` from plain values."""
     if not isinstance(tree, Mapping):
-        raise UserError(f"{path or 'the run file'}: {tree!r}", f"it must be a group of keys: {_keys(cls)}")
+        keys = ", ".join(item.name for item in dataclasses.fields(cls))
+        raise UserError(f"{path or 'the run file'}: {tree!r}", f"it must be a group of keys: {keys}")
     hints = typing.get_type_hints(cls)
     values = {}
     for key, value in tree.items():
@@ -295,7 +296,3 @@ def _words(hint: Any) -> str:
 
 def _near(value: Any, options: tuple[Any, ...]) -> str:
     return did_you_mean(str(value), map(str, options)) if isinstance(value, str) else ""
-
-
-def _keys(cls: type) -> str:
-    return ", ".join(item.name for item in dataclasses.fields(cls))

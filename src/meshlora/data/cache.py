@@ -91,11 +91,9 @@ def load_or_make(
         UserError: `cache_dir` cannot be made or written, or others can write it; who makes the arrays takes an hour.
             Whatever `make` raises.
     """
-    folder, path = (
-        PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder"),
-        cache_dir / f"{key}.safetensors",
-    )
+    folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
     folder.make()
+    path = cache_dir / f"{key}.safetensors"
     load = functools.partial(_load, path, key, num_sequences=num_sequences, max_length=max_length)
     if (arrays := load(says_why_not=False)) is not None:
         return arrays
