@@ -12,16 +12,14 @@ import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import meshlora
-
 # Those that compute. A release of another minor number may compute otherwise, one of another patch should not.
 COMPUTING = ("torch", "transformers", "peft")
 
 
 def versions() -> dict[str, str]:
     """Name -> version; transformers' and PEFT's files are read by safetensors."""
-    installed = {name: importlib.metadata.version(name) for name in (*COMPUTING, "safetensors")}
-    return {"meshlora": meshlora.__version__, "python": platform.python_version(), **installed}
+    installed = {name: importlib.metadata.version(name) for name in ("meshlora", *COMPUTING, "safetensors")}
+    return {**installed, "python": platform.python_version()}
 
 
 def other_minors(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
@@ -44,5 +42,5 @@ def digest(parts: Iterable[str]) -> str:
 
 def own_sources() -> Iterable[str]:
     """meshlora's own code, file by file: a proof of other code is no proof."""
-    for file in sorted(Path(meshlora.__file__).parent.rglob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         yield file.read_text(encoding="utf-8")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-import meshlora
 from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, versions
 from meshlora.config.objective import Objective, Sft
@@ -266,5 +265,5 @@ def _fingerprint(file: Path, *, name: str = "") -> str:
 
 def _own_sources() -> list[str]:
     """The reference's own code: a change in it makes earlier results void."""
-    root = Path(meshlora.__file__).parent
+    root = Path(__file__).parents[1]
     return [(root / name).read_text(encoding="utf-8") for name in _SOURCES]
