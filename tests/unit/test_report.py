@@ -281,18 +281,25 @@ def test_cells_are_under_their_columns_and_a_layer_shows_its_worst() -> None:
     worst = next(t for t in run["tensors"]["gradients"] if t["name"] == "model.layers.0.self_attn.o_proj.lora_B")
     worst["relative"] = 7e-12
     drawn = HeatMap(run, decades=6.0)
-    layer = next(group for group in drawn.groups if group.name == "model.layers.0")
-    head = layer.heads[3]
-    assert head is not None
-    assert (head.relative, head.of) == (7e-12, "self_attn.o_proj")
-    row = next(row for row in layer.rows if row.label == "self_attn.o_proj")
-    assert [cell.relative for cell in row.cells if cell] == [2e-15, 2e-15, 2e-15, 7e-12, 3e-14, 3e-14, 3e-14, 3e-14]
-    mlp = next(row for row in layer.rows if row.label == "mlp")
-    assert [cell is not None for cell in mlp.cells] == [True, True, *[False] * 6]
-    (logits,) = [group for group in drawn.groups if group.name == "logits"]
-    saved = logits.rows[0].cells[-1]
-    assert saved is not None
-    assert (saved.relative, saved.span) == (3e-14, 2)
+    layer = next(group for group in drawn.groups if group["name"] == "model.layers.0")
+    head = layer["heads"][3]
+    assert (head["relative"], head["of"]) == (7e-12, "self_attn.o_proj")
+    row = next(row for row in layer["rows"] if row["label"] == "self_attn.o_proj")
+    assert [cell["relative"] for cell in row["cells"] if cell] == [
+        2e-15,
+        2e-15,
+        2e-15,
+        7e-12,
+        3e-14,
+        3e-14,
+        3e-14,
+        3e-14,
+    ]
+    mlp = next(row for row in layer["rows"] if row["label"] == "mlp")
+    assert [cell is not None for cell in mlp["cells"]] == [True, True, *[False] * 6]
+    (logits,) = [group for group in drawn.groups if group["name"] == "logits"]
+    saved = logits["rows"][0]["cells"][-1]
+    assert (saved["relative"], saved["span"]) == (3e-14, 2)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +337,7 @@ def test_any_number_of_steps_can_be_drawn(num_steps: int) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_curve_and_fails_in_the_gap() -> None:
-    losses = {"ours": [2.0, float("nan"), 2.0], "reference": [2.0, 2.0, 2.0]}
+    losses: dict[str, list[float | None]] = {"ours": [2.0, None, 2.0], "reference": [2.0, 2.0, 2.0]}
     drawing, gaps = figures.curve(losses), figures.gaps({"losses": losses})
     assert drawing is not None
     assert gaps is not None

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshlora.common.versions import versions
-from meshlora.oracle.results import Phase
+from meshlora.oracle.results import Phase, TensorResult
 from meshlora.plan.grads import general_rules
 from meshlora.verify.faults.registry import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
 
 SCHEMA_VERSION = 1
+_OF_CASE = ("model_type", "dtype", "seed", "steps", "device", "lora", "packing", "recompute", "resumes")
 
 
 def document(
@@ -27,21 +28,15 @@ def document(
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
-        "model_type": case.model_type,
         "model": case.model or "twin",
         "versions": versions(),
-        "dtype": case.dtype,
-        "seed": case.seed,
-        "steps": case.steps,
-        "device": proof.case.device,
-        "lora": case.lora,
+        **{name: getattr(case, name) for name in _OF_CASE},
         "objective": case.objective.kind,
         **{name: value for name, value in vars(case.objective).items() if name != "kind"},
-        **{key: getattr(case, key) for key in ("packing", "recompute", "resumes")},
         "adapters": proof.request.adapters,
         "passed": is_proved(outcomes),
         "seconds": round(seconds, 2),
-        "runs": [_run(outcome, details=details) for outcome in outcomes],
+        "runs": [_run(outcome) | (_details(outcome) if details else {}) for outcome in outcomes],
     }
     if details:
         result["gradient_axes"] = [
@@ -62,9 +57,9 @@ def is_proved(outcomes: Sequence[Outcome]) -> bool:
     return bool(outcomes) and all(outcome.passed == (outcome.mutation is None) for outcome in outcomes)
 
 
-def _run(outcome: Outcome, *, details: bool) -> dict[str, Any]:
+def _run(outcome: Outcome) -> dict[str, Any]:
     found = outcome.divergence
-    run: dict[str, Any] = {
+    return {
         "topology": str(outcome.topology),
         "mutation": outcome.mutation,
         "invariant": find(outcome.mutation).invariant if outcome.mutation else None,
@@ -72,46 +67,31 @@ def _run(outcome: Outcome, *, details: bool) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
         "error": outcome.error or None,
         "phases": {phase.name: _phase(phase) for phase in outcome.phases},
-        "first_divergence": None
-        if found is None
-        else {
-            "phase": found.phase,
-            "name": found.name,
-            "relative": _number(found.relative),
-            "ranks": found.ranks,
-            "ratio": found.ratio,
-            "cause": found.cause,
-            "num_failed": found.num_failed,
-        },
+        "first_divergence": vars(found) | {"relative": _number(found.relative)} if found else None,
     }
-    if details:
-        run["tensors"] = {
-            phase.name: [
-                {
-                    "name": r.name,
-                    "relative": _number(r.error),
-                    "limit": _number(r.limit),
-                    "passed": r.passed,
-                    "note": r.note,
-                }
-                for r in phase.results
-            ]
-            for phase in outcome.phases
-        }
-        ours, reference = (list(map(_number, losses)) for losses in outcome.losses)
-        run["losses"] = {"ours": ours, "reference": reference}
-        run["collectives"] = [
+
+
+def _details(outcome: Outcome) -> dict[str, Any]:
+    losses = zip(("ours", "reference"), outcome.losses, strict=True)
+    kinds = {key: key.split(" ") for key in sorted({*outcome.collectives, *outcome.budget})}
+    return {
+        "tensors": {phase.name: [_tensor(result) for result in phase.results] for phase in outcome.phases},
+        "losses": {side: list(map(_number, values)) for side, values in losses},
+        "collectives": [
             {
                 "phase": phase,
                 "kind": kind,
                 "calls": outcome.collectives.get(key, 0),
                 "budget": outcome.budget.get(key, 0),
             }
-            for key in sorted({*outcome.collectives, *outcome.budget})
-            for phase, kind in [key.split(" ")]
-        ]
-        run["splits"] = outcome.facts
-    return run
+            for key, (phase, kind) in kinds.items()
+        ],
+        "splits": outcome.facts,
+    }
+
+
+def _tensor(r: TensorResult) -> dict[str, Any]:
+    return {"name": r.name, "relative": _number(r.error), "limit": _number(r.limit), "passed": r.passed, "note": r.note}
 
 
 def _phase(phase: Phase) -> dict[str, Any]:

@@ -6,13 +6,14 @@ Owns: scales, ticks and points, in units of each drawing's viewBox. Does not own
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 Drawing = dict[str, Any]
 
 _FLOOR = -17.0  # the least decade that is drawn
 _MOST_TONES = 3
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 14.0, 28.0
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 560.0, 52.0, 14.0, 14.0, 28.0  # of curves
 
 
 def on_scale(value: float | None) -> float | None:
@@ -37,24 +38,22 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
     greatest = max((t["relative"] for t in tensors if t["relative"] is not None), default=0.0)
     first, last = 2 * int(_FLOOR), 4 if greatest >= 1 else 0  # half decades
     slot = (width - 40) / (last - first + 4)
-    counts: dict[int, dict[str, int]] = {}
+    counts: Counter[tuple[int, str]] = Counter()
     for tensor in tensors:
         kind = f"tone{tones.get(tensor['limit'], 0)}" if tensor["passed"] else "over"
-        kinds = counts.setdefault(_slot(tensor["relative"], first, last), {})
-        kinds[kind] = kinds.get(kind, 0) + 1
-    tallest = max(sum(kinds.values()) for kinds in counts.values())
+        counts[_slot(tensor["relative"], first, last), kind] += 1
+    totals: Counter[int] = Counter()
+    for (place, _), count in counts.items():
+        totals[place] += count
+    tops: dict[int, float] = {}
     bars: list[Drawing] = []
-    totals: list[Drawing] = []
-    for place, kinds in sorted(counts.items()):
-        x, y = 20 + slot * place, base
-        for kind, count in sorted(kinds.items(), reverse=True):  # the alarming ones on top
-            size = max((base - top) * count / tallest, 2.0)
-            y -= size
-            bars.append(
-                {"x": _r(x + 1.5), "y": _r(y), "w": _r(slot - 3), "h": _r(size), "kind": kind, "count": count}
-                | {"range": _range(place, first, last)}
-            )
-        totals.append({"x": _r(x + slot / 2), "y": _r(y - 5), "count": sum(kinds.values()), "over": "over" in kinds})
+    for (place, kind), count in sorted(counts.items(), key=lambda item: item[0][1], reverse=True):  # alarming on top
+        size = max((base - top) * count / max(totals.values()), 2.0)
+        tops[place] = tops.get(place, base) - size
+        bars.append(
+            {"x": _r(21.5 + slot * place), "y": _r(tops[place]), "w": _r(slot - 3), "h": _r(size)}
+            | {"kind": kind, "count": count, "range": _range(place, first, last)}
+        )
 
     def x_of(exponent: float) -> float:
         return _r(20 + slot * (2 + 2 * min(max(exponent, _FLOOR), last / 2) - first))
@@ -64,9 +63,17 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
         "height": height,
         "base": base,
         "bars": bars,
-        "totals": totals,
+        "totals": [
+            {
+                "x": _r(20 + slot * (place + 0.5)),
+                "y": _r(y - 5),
+                "count": totals[place],
+                "over": (place, "over") in counts,
+            }
+            for place, y in tops.items()
+        ],
         "ticks": [{"x": x_of(e), "exponent": e} for e in range(int(_FLOOR) + 1, last // 2 + 1, 2)],
-        "zero": _r(20 + slot / 2) if 0 in counts else None,
+        "zero": _r(20 + slot / 2) if 0 in totals else None,
         "infinite": _r(20 + slot * (last - first + 3.5)) if any(t["relative"] is None for t in tensors) else None,
         "lines": [{"x": x_of(math.log10(value)), "value": value, "tone": tone} for value, tone in tones.items()],
         "band": None if tones or not limits else (x_of(math.log10(limits[0])), x_of(math.log10(limits[-1]))),
@@ -91,73 +98,53 @@ def _range(place: int, first: int, last: int) -> tuple[float | None, float | Non
     return 10.0**low, 10.0 ** (low + 0.5)
 
 
-def curve(losses: dict[str, list[float | None]], *, width: float = 560.0, height: float = 230.0) -> Drawing | None:
+def curve(losses: dict[str, list[float | None]]) -> Drawing | None:
     """Both losses over the steps; None where a run has none."""
-    lines = {key: [_finite(value) for value in values] for key, values in losses.items()}
-    there = [value for values in lines.values() for value in values if value is not None]
+    there = [value for values in losses.values() for value in values if value is not None]
     if not there:
         return None
     ticks = _nice_ticks(min(there), max(there))
     low, high = min(ticks[0], min(there)), max(ticks[-1], max(there))
-    bottom = height - _BOTTOM
-    num_steps = max(map(len, lines.values()))
+    frame = _frame(max(map(len, losses.values())), height=230.0)
+    bottom, num_steps = frame["bottom"], frame["num_steps"]
 
     def y_of(value: float) -> float:
         return _r(bottom - (bottom - _TOP) * (value - low) / (high - low))
 
     points = {
-        key: [(_x(i, num_steps, width), y_of(v)) for i, v in enumerate(values) if v is not None]
-        for key, values in lines.items()
+        key: [(_x(i, num_steps), y_of(v)) for i, v in enumerate(values) if v is not None]
+        for key, values in losses.items()
     }
-    return {
-        "width": width,
-        "height": height,
-        "left": _LEFT,
-        "right": width - _RIGHT,
-        "bottom": bottom,
-        "y_ticks": [{"y": y_of(value), "text": f"{value:.6g}"} for value in ticks],
-        "x_ticks": _step_ticks(num_steps, width),
-        "reference": points.get("reference", []),
-        "ours": points.get("ours", []),
-        "show_points": num_steps <= 40,
-        "num_steps": num_steps,
-    }
+    return frame | points | {"y_ticks": [{"y": y_of(value), "text": f"{value:.6g}"} for value in ticks]}
 
 
-def gaps(run: Drawing, *, width: float = 560.0, height: float = 150.0) -> Drawing | None:
+def gaps(run: Drawing) -> Drawing | None:
     """The relative gap of the losses at each step, on a log scale that begins at 1e-17."""
-    ours, reference = (list(map(_finite, run["losses"][key])) for key in ("ours", "reference"))
-    values = [_gap(a, b) for a, b in zip(ours, reference, strict=False)]
+    values = [_gap(a, b) for a, b in zip(run["losses"]["ours"], run["losses"]["reference"], strict=False)]
     if not values:
         return None
     limit = min((t["limit"] for t in run.get("tensors", {}).get("loss", []) if t["limit"]), default=None)
     most = max([math.log10(v) for v in [*values, limit] if v] or [_FLOOR + 3])
     high = math.ceil(min(most + 0.5, 3.0))
-    bottom, infinite = height - _BOTTOM, _TOP - 4
+    frame = _frame(len(values), height=150.0)
+    bottom = frame["bottom"]
 
     def y_of(value: float | None) -> float:
         if value is None:
-            return infinite
+            return _TOP - 4
         if not value:
             return bottom
         return _r(bottom - (bottom - _TOP) * min(max((math.log10(value) - _FLOOR) / (high - _FLOOR), 0.02), 1.0))
 
     every = max(1, math.ceil((high - _FLOOR) / 5))
-    return {
-        "width": width,
-        "height": height,
-        "left": _LEFT,
-        "right": width - _RIGHT,
-        "bottom": bottom,
+    return frame | {
         "y_ticks": [{"y": y_of(10.0**e), "exponent": e} for e in range(int(_FLOOR) + every, high + 1, every)],
-        "x_ticks": _step_ticks(len(values), width),
         "points": [
-            {"x": _x(i, len(values), width), "y": y_of(v), "step": i + 1, "gap": v}
+            {"x": _x(i, len(values)), "y": y_of(v), "step": i + 1, "gap": v}
             | {"passed": v is not None and (limit is None or v <= limit)}
             for i, v in enumerate(values)
         ],
         "limit": {"y": y_of(limit), "value": limit} if limit else None,
-        "radius": 3.0 if len(values) <= 40 else 1.6,
         "worst": None if None in values else max(v for v in values if v is not None),
     }
 
@@ -168,16 +155,26 @@ def _gap(ours: float | None, reference: float | None) -> float | None:
     return abs(ours - reference) / max(abs(reference), 1e-300)
 
 
-def _x(index: int, number: int, width: float) -> float:
+def _frame(num_steps: int, *, height: float) -> Drawing:
+    """What both drawings over the steps have."""
+    every = next(e for e in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if num_steps / e <= 8)
+    steps = sorted({1, *range(every, num_steps + 1, every)})
+    return {
+        "width": _WIDTH,
+        "height": height,
+        "left": _LEFT,
+        "right": _WIDTH - _RIGHT,
+        "bottom": height - _BOTTOM,
+        "x_ticks": [{"x": _x(step - 1, num_steps), "step": step} for step in steps],
+        "num_steps": num_steps,
+        "show_points": num_steps <= 40,
+    }
+
+
+def _x(index: int, number: int) -> float:
     """Steps are spread over the drawing, a little inside its ends."""
-    inside = width - _LEFT - _RIGHT - 24
+    inside = _WIDTH - _LEFT - _RIGHT - 24
     return _r(_LEFT + 12 + inside * (index / (number - 1) if number > 1 else 0.5))
-
-
-def _step_ticks(number: int, width: float) -> list[Drawing]:
-    every = next(e for e in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if number / e <= 8)
-    steps = sorted({1, *range(every, number + 1, every)}) if every > 1 else range(1, number + 1)
-    return [{"x": _x(step - 1, number, width), "step": step} for step in steps]
 
 
 def _nice_ticks(low: float, high: float) -> list[float]:
@@ -189,10 +186,6 @@ def _nice_ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
     return [step * i for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _r(value: float) -> float:

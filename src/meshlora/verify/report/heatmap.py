@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 Tensor = dict[str, Any]  # an entry of the document: name, relative, limit, passed, note
@@ -30,95 +29,51 @@ _ROW_OF = {"logits of PEFT": "logits"}
 _LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One tensor on the map.
+class HeatMap:
+    """The map of one run, as the template draws it. decades: how far below the limit the calmest shade begins.
 
-    Attributes:
-        limit: None where it is that of the column. of: on the row of a layer, the module inside that is worst.
-        span: 2 where one tensor stands for both factors.
+    A group is one layer with its modules, or one module by itself; its heads are the worst cells inside, by column.
     """
 
-    shade: str
-    relative: float | None
-    passed: bool
-    limit: float | None
-    note: str
-    of: str = ""
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """One module. split: what the plan makes of it."""
-
-    name: str
-    label: str
-    split: str
-    cells: list[Cell | None]
-
-
-@dataclass
-class Group:
-    """One layer with its modules, or one module by itself. heads: the worst inside, by column."""
-
-    name: str
-    is_layer: bool
-    failed: bool
-    heads: list[Cell | None]
-    rows: list[Row]
-    is_open: bool = False
-
-
-@dataclass
-class HeatMap:
-    """The map of one run. decades: how far below the limit the calmest shade begins."""
-
-    run: dict[str, Any]
-    decades: float
-    limits: list[float] = field(init=False)
-    groups: list[Group] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._rows = _rows(self.run.get("tensors", {}))
+    def __init__(self, run: dict[str, Any], *, decades: float) -> None:
+        self.run, self._decades = run, decades
+        self._rows = _rows(run.get("tensors", {}))
         self.limits = [self._usual_limit((phase, side)) for phase, side, _ in COLUMNS]
         groups: dict[str, list[str]] = {}
         for module in self._rows:
             layer = _LAYER.match(module)
             groups.setdefault(layer.group(1) if layer else module, []).append(module)
         self.groups = [self._group(name, modules) for name, modules in groups.items()]
-        layers = [group for group in self.groups if group.is_layer]
-        for group in [layer for layer in layers if layer.failed][:1] or layers[:1]:
-            group.is_open = True
-
-    @property
-    def can_fold(self) -> bool:
-        return any(group.is_layer for group in self.groups)
+        layers = [group for group in self.groups if group["is_layer"]]
+        self.can_fold = bool(layers)
+        for group in [layer for layer in layers if self._fails(layer)][:1] or layers[:1]:
+            group["is_open"] = True
 
     def _usual_limit(self, key: Key) -> float:
         """The limit that most cells of a column have: the others carry their own."""
         counts = Counter(row[key]["limit"] for row in self._rows.values() if key in row)
         return counts.most_common(1)[0][0] if counts else 0.0
 
-    def _group(self, name: str, modules: list[str]) -> Group:
-        is_layer = len(modules) > 1
-        return Group(
-            name,
-            is_layer,
-            any(not tensor["passed"] for module in modules for tensor in self._rows[module].values()),
-            [self._worst(name, modules, column) for column in range(len(COLUMNS))] if is_layer else [],
-            [
-                Row(
-                    module,
-                    module if not is_layer else "whole layer" if module == name else module.removeprefix(f"{name}."),
-                    self.run.get("splits", {}).get(module, ""),
-                    self._cells(module),
-                )
-                for module in modules
-            ],
-        )
+    def _fails(self, group: dict[str, Any]) -> bool:
+        return any(not tensor["passed"] for row in group["rows"] for tensor in self._rows[row["name"]].values())
 
-    def _worst(self, name: str, modules: list[str], column: int) -> Cell | None:
+    def _group(self, name: str, modules: list[str]) -> dict[str, Any]:
+        is_layer = len(modules) > 1
+        labels = {m: m.removeprefix(f"{name}.") if m != name else "whole layer" for m in modules} if is_layer else {}
+        splits = self.run.get("splits", {})
+        return {
+            "name": name,
+            "is_layer": is_layer,
+            "is_open": False,
+            "heads": [self._worst(name, modules, column) for column in range(len(COLUMNS))] if is_layer else [],
+            "rows": [
+                {"name": m, "label": labels.get(m, m), "split": splits.get(m, ""), "cells": self._cells(m)}
+                for m in modules
+            ],
+        }
+
+    def _worst(self, name: str, modules: list[str], column: int) -> Tensor | None:
+        """of: the module inside the layer `name` that is worst."""
         key = COLUMNS[column][:2]
         inside = [(module, self._rows[module][key]) for module in modules if key in self._rows[module]]
         if not inside:
@@ -126,9 +81,9 @@ class HeatMap:
         module, tensor = max(inside, key=lambda i: (not i[1]["passed"], excess(i[1]["relative"], i[1]["limit"])))
         return self._cell(tensor, column, of=module.removeprefix(f"{name}.") if module != name else "")
 
-    def _cells(self, module: str) -> list[Cell | None]:
+    def _cells(self, module: str) -> list[Tensor | None]:
         """A cell a column; what is of a whole module where factors are shown takes the columns of both."""
-        row, cells = self._rows[module], []
+        row, cells = self._rows[module], list[Tensor | None]()
         for column, (phase, side, _) in enumerate(COLUMNS):
             if not side or (phase, "") not in row:
                 cells.append(self._cell(row[phase, side], column) if (phase, side) in row else None)
@@ -136,10 +91,10 @@ class HeatMap:
                 cells.append(self._cell(row[phase, ""], column, span=2))
         return cells
 
-    def _cell(self, tensor: Tensor, column: int, *, of: str = "", span: int = 1) -> Cell:
+    def _cell(self, tensor: Tensor, column: int, *, of: str = "", span: int = 1) -> Tensor:
+        """`tensor` with its shade; limit: None where it is that of the column."""
         limit = None if tensor["limit"] == self.limits[column] else tensor["limit"]
-        shade = shade_of(tensor, decades=self.decades)
-        return Cell(shade, tensor["relative"], tensor["passed"], limit, tensor["note"], of, span)
+        return tensor | {"shade": shade_of(tensor, decades=self._decades), "limit": limit, "of": of, "span": span}
 
 
 def _rows(tensors: dict[str, list[Tensor]]) -> dict[str, dict[Key, Tensor]]:

@@ -47,6 +47,7 @@ def render(document: Document) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "times": times, "several": several, "limit": limit_text}
+    environment.filters["on_scale"] = figures.on_scale
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.from_string(_part("report.html.j2")).render(
         style=Markup(_part("report.css")),
@@ -60,19 +61,21 @@ def render(document: Document) -> str:
 
 def _page(document: Document) -> dict[str, Any]:
     """Everything that the template shows beside the document itself."""
-    runs = document["runs"]
-    plain = [run for run in runs if run["mutation"] is None]
-    mutated = [run for run in runs if run["mutation"] is not None]
+    plain = [run for run in document["runs"] if run["mutation"] is None]
+    mutated = [run for run in document["runs"] if run["mutation"] is not None]
     differing = [run for run in plain if not run["passed"]]
-    survived = [run for run in mutated if run["passed"]]
     decades = 6.0 if document["dtype"] == "float64" else 2.0
+    kills: dict[str, dict[str, Document]] = {}  # mutation -> topology -> run, where it can show
+    for run in mutated:
+        kills.setdefault(run["mutation"], {})[run["topology"]] = run
     return {
         "verdict": "proved" if document["passed"] else "differs" if differing or not plain else "not proved",
         "model": _model(document),
         "plain": plain,
         "differing": [_differing(run) for run in differing],
-        "num_mutated": len(mutated),
-        "survived": survived,
+        "mutated": mutated,
+        "survived": sum(run["passed"] for run in mutated),
+        "kills": kills,
         "compared": [run["topology"] for run in plain if run["phases"]],
         "num_tensors": sum(
             phase["num_tensors"] for run in plain for name, phase in run["phases"].items() if name not in _NOT_TENSORS
@@ -85,9 +88,6 @@ def _page(document: Document) -> dict[str, Any]:
         "scale": scale(plain, decades=decades),
         "phases": _phases(plain),
         "curves": [(run, figures.curve(run["losses"]), figures.gaps(run)) for run in plain],
-        "collectives": [(run, [_calls(c) for c in run.get("collectives", [])]) for run in plain],
-        "axes": _axes(document.get("gradient_axes", [])),
-        "kills": _kills(mutated),
         "lora": {key: _short(value) for key, value in document["lora"].items()},
     }
 
@@ -116,12 +116,11 @@ def _measured(run: Document) -> list[Document]:
 
 
 def _phases(plain: list[Document]) -> list[Document]:
-    """A row a phase, with the worst of each topology."""
-    names = list(dict.fromkeys(name for run in plain for name in run["phases"]))
+    """A row a phase, with that of each topology."""
     result = []
-    for name in names:
-        found = [run["phases"].get(name) for run in plain]
-        there = [phase for phase in found if phase]
+    for name in dict.fromkeys(name for run in plain for name in run["phases"]):
+        cells = [run["phases"].get(name) for run in plain]
+        there = [phase for phase in cells if phase]
         limits = [phase["limit"] for phase in there if phase["limit"] is not None]
         result.append(
             {
@@ -129,12 +128,7 @@ def _phases(plain: list[Document]) -> list[Document]:
                 "title": PHASES.get(name, name),
                 "num_tensors": max(phase["num_tensors"] for phase in there),
                 "limit": max(limits, default=None),
-                "cells": [
-                    phase | {"at": figures.on_scale(phase["worst_relative"]), "bar": figures.on_scale(phase["limit"])}
-                    if phase and phase["num_tensors"]
-                    else None
-                    for phase in found
-                ],
+                "cells": cells,
             }
         )
     return result
@@ -143,44 +137,13 @@ def _phases(plain: list[Document]) -> list[Document]:
 def _differing(run: Document) -> Document:
     """Of a run that fails: what failed by phase, and the first tensors of it."""
     failed = [
-        tensor | {"phase": phase, "title": PHASES.get(phase, phase)}
+        tensor | {"phase": phase}
         for phase, tensors in run.get("tensors", {}).items()
         for tensor in tensors
         if not tensor["passed"]
     ]
     counts = Counter(tensor["phase"] for tensor in failed)
     return {"run": run, "failed": failed[:_MAX_LISTED], "num_failed": len(failed), "counts": list(counts.items())}
-
-
-def _calls(entry: Document) -> Document:
-    calls, budget = entry["calls"], entry["budget"]
-    return entry | {"share": 100 * calls / max(calls, budget, 1), "mark": 100 * budget / max(calls, budget, 1)}
-
-
-def _axes(entries: list[Document]) -> list[tuple[str, list[Document]]]:
-    """(base, its factors)."""
-    bases = list(dict.fromkeys(entry["base"] for entry in entries))
-    return [(base, [entry for entry in entries if entry["base"] == base]) for base in bases]
-
-
-def _kills(mutated: list[Document]) -> Document:
-    """Mutations down, topologies across; None where a mutation cannot show."""
-    topologies = list(dict.fromkeys(run["topology"] for run in mutated))
-    by_place = {(run["mutation"], run["topology"]): run for run in mutated}
-    invariants = {run["mutation"]: run["invariant"] for run in mutated}
-    own = [[run for run in mutated if run["topology"] == topology] for topology in topologies]
-    return {
-        "topologies": [
-            {"name": name, "num": len(runs), "killed": sum(not run["passed"] for run in runs)}
-            for name, runs in zip(topologies, own, strict=True)
-        ],
-        "rows": [
-            {"name": name, "invariant": invariant, "runs": [by_place.get((name, t)) for t in topologies]}
-            for name, invariant in invariants.items()
-        ],
-        "num": len(mutated),
-        "killed": sum(not run["passed"] for run in mutated),
-    }
 
 
 # Text.
