@@ -104,7 +104,7 @@ def test_wrong_lora_file_is_refused(
 @pytest.mark.parametrize("lora", [{"target_modules": ["q_proj"]}, {"r": 2, "lora_alpha": 4, "lora_dropout": 0.9}])
 def test_adapters_at_once_are_made_of_whatever_the_file_has(lora: dict[str, object]) -> None:
     case = prepare_proof(Request(("tp=2",), family="llama", lora=lora, adapters=12)).case
-    made = [adapter.lora for adapter in adapters_of(case, 12).values()]
+    made = [run.lora or {} for run in adapters_of(case, Topology(tp=2), 12, Path("unused")).values()]
     assert all(0 <= one["lora_dropout"] < 1 for one in made)
     for option in ("r", "lora_alpha", "lora_dropout"):
         assert len({one[option] for one in made}) == 12, option

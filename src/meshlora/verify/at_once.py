@@ -6,9 +6,9 @@ proof of one adapter (`verify.proof`), the preflight (`verify.preflight`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,95 +17,73 @@ from peft import LoraConfig
 
 from meshlora.adapter.attach import draw_adapter
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.config.run import DataConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.case import Case
 from meshlora.oracle.compare import Worst, compare_adapters
 from meshlora.oracle.reference import train_run
+from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
-from meshlora.train.watch.metrics import Reporter, StepMetrics
 from meshlora.verify.faults.registry import applied
+from meshlora.verify.ours import Recorder, run_config
 from meshlora.verify.pool import Pool
 from meshlora.verify.sequences import as_records
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6
-_TOGETHER, _ALONE = "together", "alone"
 
 
-@dataclass(frozen=True)
-class OneOfSeveral:
-    """One adapter: its LoRA options, its sequences, and how it is trained. Travels between processes."""
-
-    lora: Mapping[str, Any]
-    lengths: tuple[int, ...]
-    train: TrainConfig
-
-
-@dataclass(frozen=True)
-class Base:
-    """What all adapters have in common. model: as of a run. outputs: a folder for all of them.
-
-    packing, recompute: as of a run. dropout: fields of the model's configuration that are not set to 0.
-    """
-
-    model: ModelConfig
-    outputs: Path
-    packing: bool = False
-    recompute: str | int = "none"
-    dropout: tuple[str, ...] = ()
-
-    def config(self, own: OneOfSeveral, output: Path, topology: str) -> RunConfig:
-        """The run of one adapter."""
-        train = TrainConfig(**{**vars(own.train), "output": str(output), "recompute": self.recompute})
-        data = DataConfig("unused", packing=self.packing, max_length=2 * max(own.lengths))  # two in a row, or three
-        return RunConfig(self.model, data, train, lora={}, topology=topology)
-
-    def data(self, own: OneOfSeveral) -> TokenizedDataset:
-        """Records of random tokens."""
-        config = read_model_config(self.model.path, trust_remote_code=self.model.trust_remote_code)
-        vocab, objective = config.get_text_config().vocab_size, own.train.objective
-        lengths = own.lengths * (1 if objective.per == "token" else 2)
-        generator, number = np.random.Generator(np.random.PCG64(own.train.seed)), sum(lengths)
-        tokens = generator.integers(0, vocab, number).astype(np.int32)
-        offsets = np.cumsum([0, *lengths]).astype(np.int64)
-        sequences = TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
-        return as_records(sequences, objective, vocab_size=vocab, seed=own.train.seed)
-
-
-def one_of_several(number: int, lora: Mapping[str, Any], train: TrainConfig) -> OneOfSeveral:
-    """An adapter with the loss and LoRA+ of `train`, and all else of its own, so that mixed-up adapters show.
+def one_of_several(like: RunConfig, number: int, lora: Mapping[str, Any], output: Path) -> RunConfig:
+    """The run of one adapter: model, loss and LoRA+ are those of `like`, all else its own, so that mixed-up adapters
+    show.
 
     Both factors are drawn; of three adapters one has no limit of its norm, one a low and one a high one, and they end
     one after another. eps is of the size of the gradients: with the usual one AdamW forgets a gradient's scale, and
     with it a wrong count.
     """
+    same = ("objective", "recompute", "lora_plus_ratio", "lora_plus_embedding_lr")
     options = TrainConfig(
-        output="unused",
+        output=str(output),
         steps=2 + number % 2,
         batch_size=2 + number % 3,
         micro_batch_size=3,
         lr=1e-2 / (1 + number),
         max_grad_norm=(0.0, 0.02, 20.0)[number % 3],
         eps=1e-3,
-        objective=train.objective,
-        lora_plus_ratio=train.lora_plus_ratio,
-        lora_plus_embedding_lr=train.lora_plus_embedding_lr,
         seed=number + 1,
         replica_check_every=0,
+        **{name: getattr(like.train, name) for name in same},
     )
-    lengths = tuple(4 + (3 * number + 5 * place) % 9 for place in range(5))
-    return OneOfSeveral({**lora, "init_lora_weights": False}, lengths, options)
+    # Two sequences in a row, or three.
+    data = DataConfig("unused", packing=like.data.packing, max_length=2 * max(_lengths(options)))
+    lora = {**lora, "init_lora_weights": False}
+    return RunConfig(like.model, data, options, lora=lora, topology=like.topology)
 
 
-def adapters_of(case: Case, number: int, *, head: str = "") -> dict[str, OneOfSeveral]:
+def _lengths(options: TrainConfig) -> list[int]:
+    return [4 + (3 * (options.seed - 1) + 5 * place) % 9 for place in range(5)]
+
+
+def _data(run: RunConfig) -> TokenizedDataset:
+    """Records of random tokens."""
+    config = read_model_config(run.model.path, trust_remote_code=run.model.trust_remote_code)
+    vocab, objective, seed = config.get_text_config().vocab_size, run.train.objective, run.train.seed
+    lengths = _lengths(run.train) * (1 if objective.per == "token" else 2)
+    generator, number = np.random.Generator(np.random.PCG64(seed)), sum(lengths)
+    tokens = generator.integers(0, vocab, number).astype(np.int32)
+    offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    sequences = TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
+    return as_records(sequences, objective, vocab_size=vocab, seed=seed)
+
+
+def adapters_of(case: Case, topology: Topology, number: int, folder: Path, *, head: str = "") -> dict[str, RunConfig]:
     """`number` adapters as that of `case`, of other ranks, scales and dropouts. head: the module that has none."""
-    options = {name: getattr(case, name) for name in ("objective", "lora_plus_ratio", "lora_plus_embedding_lr")}
-    train, lora = TrainConfig(output="unused", steps=1, lr=case.lr, **options), LoraConfig(**case.lora)
+    like, lora = run_config(case, str(topology), folder), LoraConfig(**case.lora)
+    like = dataclasses.replace(like, model=dataclasses.replace(like.model, dtype="float64"))
     # The last one's dropout is below 1 too. There is none with DoRA, on parameters, and on the head.
     on_head = head.rpartition(".")[2] in (lora.target_modules or ())
     has_none = lora.use_dora or bool(lora.target_parameters) or on_head
@@ -114,29 +92,36 @@ def adapters_of(case: Case, number: int, *, head: str = "") -> dict[str, OneOfSe
     of_ours |= {"share_experts": True} if case.share_experts else {}
     for n in range(number):
         own = {"r": lora.r + n, "lora_alpha": lora.lora_alpha + 3 * n, "lora_dropout": lora.lora_dropout + further * n}
-        found[f"adapter-{n + 1}"] = one_of_several(n, case.lora | own | of_ours, train)
+        name = f"adapter-{n + 1}"
+        found[name] = one_of_several(like, n, case.lora | own | of_ours, folder / name)
     return found
 
 
 def compare_at_once(
-    base: Base,
-    adapters: Mapping[str, OneOfSeveral],
-    topology: Topology,
+    runs: Mapping[str, RunConfig],
     *,
+    dropouts: Collection[str],
     ranks: Pool,
     alone: Pool,
     mutation: str | None = None,
     timeout_s: float = 300.0,
 ) -> dict[str, Worst]:
-    """Adapter -> what differs most between training at once on `ranks` and by itself in `alone`: a factor or a loss."""
-    found = ranks.run(train_at_once, base, adapters, str(topology), mutation, timeout_s=timeout_s)[0]
-    expected = alone.run(train_alone, base, adapters, timeout_s=timeout_s)[0]
+    """Adapter -> what differs most between training at once on `ranks` and by itself in `alone`: a factor or a loss.
+
+    dropouts: fields of the model's configuration that are not set to 0.
+    """
+    found = ranks.run(train_at_once, runs, mutation, timeout_s=timeout_s)[0]
+    expected = alone.run(train_alone, runs, dropouts, timeout_s=timeout_s)[0]
     worst = {}
-    for name in adapters:
-        factors = compare_adapters(base.outputs / _TOGETHER / name / "adapter", base.outputs / _ALONE / name)
+    for name, run in runs.items():
+        factors = compare_adapters(Path(run.train.output) / "adapter", _alone(run))
         losses = Worst("loss of a step", _largest_gap(found[name], expected[name]))
         worst[name] = max(factors, losses, key=lambda one: one.relative)
     return worst
+
+
+def _alone(run: RunConfig) -> Path:
+    return Path(run.train.output) / "alone"
 
 
 def _largest_gap(ours: list[float], theirs: list[float]) -> float:
@@ -146,43 +131,26 @@ def _largest_gap(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
-class _Recorder(Reporter):
-    """The loss of each step, instead of a file."""
-
-    def __init__(self, own: OneOfSeveral) -> None:
-        super().__init__(Path("unused"), steps=own.train.steps or 0, log_every=1, is_main=False)
-        self.losses: list[float] = []
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Record one step."""
-        self.losses.append(metrics.loss)
-
-
-def train_at_once(
-    base: Base, adapters: Mapping[str, OneOfSeveral], topology: str, mutation: str | None = None
-) -> dict[str, list[float]]:
-    """Train all of `adapters` at once, on the calling ranks; returns the losses of each."""
-    shape = Topology.parse(topology)
+def train_at_once(runs: Mapping[str, RunConfig], mutation: str | None) -> dict[str, list[float]]:
+    """Train the adapters of all `runs` at once, on the calling ranks; returns the losses of each."""
+    first = next(iter(runs.values()))
     with applied(mutation):
-        blueprint = make_blueprint(base.model.path, shape, base.model)
-        model, runs = load_blueprint(blueprint, device="cpu"), {}
-        for name, own in adapters.items():
-            config = base.config(own, base.outputs / _TOGETHER / name, topology)
-            one = blueprint.with_adapter(lora_config(own.lora, "lora"))
-            runs[name] = Prepared(config, one, 0, base.data(own), None, own.train.steps or 0)
-            draw_adapter(model, name, one.trained, seed=own.train.seed)
-        recorders = {name: _Recorder(own) for name, own in adapters.items()}
-        Trainer(runs, model, recorders).train()
-    return {name: recorder.losses for name, recorder in recorders.items()}
+        blueprint = make_blueprint(first.model.path, Topology.parse(first.topology), first.model)
+        model, prepared = load_blueprint(blueprint, device="cpu"), {}
+        for name, run in runs.items():
+            one = blueprint.with_adapter(lora_config(run.lora, "lora"))
+            prepared[name] = Prepared(run, one, 0, _data(run), None, run.train.steps or 0)
+            draw_adapter(model, name, one.trained, seed=run.train.seed)
+        recorders = {name: Recorder(Trace(), run.train) for name, run in runs.items()}
+        Trainer(prepared, model, recorders).train()
+    return {name: recorder.trace.losses for name, recorder in recorders.items()}
 
 
-def train_alone(base: Base, adapters: Mapping[str, OneOfSeveral]) -> dict[str, list[float]]:
-    """Train each of `adapters` by itself with transformers and peft, from where it began on the ranks."""
+def train_alone(runs: Mapping[str, RunConfig], dropouts: Collection[str]) -> dict[str, list[float]]:
+    """Train each adapter by itself with transformers and peft, from where it began on the ranks."""
     losses = {}
-    for name, own in adapters.items():
-        begin, end = base.outputs / _TOGETHER / name / "initial", base.outputs / _ALONE / name
-        steps = own.train.steps or 0
-        config = base.config(own, end, "")
-        options: dict[str, Any] = {"pad_token_id": 0, "adapter": begin, "out": end, "dropouts": base.dropout}
-        losses[name] = train_run(config, base.data(own), steps=steps, **options)
+    for name, run in runs.items():
+        begin, steps = Path(run.train.output) / "initial", run.train.steps or 0
+        options: dict[str, Any] = {"pad_token_id": 0, "adapter": begin, "out": _alone(run), "dropouts": dropouts}
+        losses[name] = train_run(run, _data(run), steps=steps, **options)
     return losses

@@ -26,7 +26,7 @@ from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.comm.groups import Mesh
 from meshlora.common.float64 import lift
 from meshlora.config.objective import Objective, Sft
-from meshlora.config.run import DataConfig, RunConfig
+from meshlora.config.run import DataConfig, RunConfig, TrainConfig
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.quantized import plain_weights
 from meshlora.loading.blueprint import make_blueprint
@@ -69,25 +69,19 @@ def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
 
 
 def _run_case(case: Case, topology: Topology, folder: Path) -> None:
-    config = _run_config(case, str(topology), folder)
+    config = run_config(case, str(topology), folder)
     blueprint = make_blueprint(case.model, topology, config.model).with_folder(Path(case.adapter))
     model = load_blueprint(blueprint, device=case.device)
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
     trace.scalings = _scalings(model, "default")
-    trace.rows, trace.columns = _fingerprints(model)
+    with attach.disable_adapter(model), whole_weights(model), plain_weights(model):
+        trace.rows, trace.columns = fingerprints(model)
     trace.fresh = _fresh(model, case, "fresh")
     trace.fresh_both = _fresh(model, case, "fresh_both")
     trace.fresh_scalings = _scalings(model, "fresh")
     peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both")
-    run = Prepared(
-        config,
-        blueprint,
-        case.pad_token_id,
-        case.data,
-        case.data,
-        case.steps,
-    )
+    run = Prepared(config, blueprint, case.pad_token_id, case.data, case.data, case.steps)
     stopped = _train(run, model, trace, case)
     if stopped is not None:
         run = dataclasses.replace(run, resume=stopped)
@@ -99,7 +93,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
 
 def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
     """Take the steps of `run`, into `trace`; the checkpoint of a run that was stopped, as `case` may say."""
-    trainer = Trainer({"default": run}, model, {"default": _Recorder(trace, case)})
+    trainer = Trainer({"default": run}, model, {"default": Recorder(trace, run.config.train)})
     train_step = trainer.train_step
 
     def watched(adapters: list[TrainedAdapter]) -> list[StepMetrics]:
@@ -147,11 +141,11 @@ def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], 
     return metrics
 
 
-class _Recorder(Reporter):
+class Recorder(Reporter):
     """What the run says about itself, into the trace instead of a file."""
 
-    def __init__(self, trace: Trace, case: Case) -> None:
-        super().__init__(Path("unused"), steps=case.steps, log_every=1, is_main=False)
+    def __init__(self, trace: Trace, options: TrainConfig) -> None:
+        super().__init__(Path("unused"), steps=options.steps or 0, log_every=1, is_main=False)
         self.trace = trace
 
     def step(self, metrics: StepMetrics) -> None:
@@ -175,12 +169,6 @@ def _logits(trainer: Trainer) -> list[Tensor]:
         with trainer.masks([one], micro), lift(model.dtype == torch.float64):
             found.append(copy(model(**model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids)).logits))
     return found
-
-
-def _fingerprints(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of the weights of the base that this rank holds."""
-    with attach.disable_adapter(model), whole_weights(model), plain_weights(model):
-        return fingerprints(model)
 
 
 @contextlib.contextmanager
@@ -301,15 +289,10 @@ def _terms(model: Any) -> list[str]:
     return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
 
 
-def _run_config(case: Case, topology: str, folder: Path) -> RunConfig:
+def run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     """The run file that a user would have written for this case."""
-    longest = max(map(len, (sequence.input_ids for sequence in case.data)))
-    return RunConfig(
-        model=case.base,
-        data=DataConfig(
-            "unused", eval="unused", packing=case.packing, max_length=2 * longest
-        ),  # two or three sequences in a row
-        train=dataclasses.replace(case.train, output=str(folder / Path(LAST).parent)),
-        adapter=case.adapter,
-        topology=topology,
-    )
+    # Two or three sequences in a row.
+    longest = max(len(sequence.input_ids) for sequence in case.data)
+    data = DataConfig("unused", eval="unused", packing=case.packing, max_length=2 * longest)
+    train = dataclasses.replace(case.train, output=str(folder / Path(LAST).parent))
+    return RunConfig(case.base, data, train, adapter=case.adapter, topology=topology)

@@ -9,10 +9,11 @@ of several (`verify.at_once`), the memory of passed proofs (`common.proof_record
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.train.launch import signals_end_what_was_started
 from meshlora.train.prepare import Prepared
-from meshlora.verify.at_once import LIMIT, Base, compare_at_once, one_of_several
+from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
 from meshlora.verify.report.page import write_report
@@ -55,25 +56,51 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
         )
         return
     proof, key = proof_of(run, cache_dir)
-    asked = _asked(proof, key)
+    what = f"{run.plan.model_type} on {proof.topologies[0]}"
+
+    def prove(usable: Path, processes: Processes, update: Callable[[str], None]) -> Mapping[str, Any]:
+        started = time.perf_counter()
+        own = dataclasses.replace(proof, request=dataclasses.replace(proof.request, cache_dir=usable))
+        outcomes = list(run_proof(own, processes, progress=lambda text: update(f"preflight: {text}")))
+        command = (
+            f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}"
+            "  # the twin of your own configuration: --model FOLDER --twin"
+        )
+        details = functools.partial(document, proof, outcomes, command=command, seconds=time.perf_counter() - started)
+        if not is_proved(outcomes):
+            _refuse(
+                what, outcomes[0], details(details=True), key, cache_dir / "failed" if usable == cache_dir else None
+            )
+        return details()
+
+    how = f"a twin of {what} against transformers + peft on one process (once; about half a minute)"
+    _prove_once(what, f"proving {how}", _asked(proof, key), prove, console=console, cache_dir=cache_dir)
+
+
+def _prove_once(
+    what: str,
+    doing: str,
+    asked: Mapping[str, Any],
+    prove: Callable[[Path, Processes, Callable[[str], None]], Mapping[str, Any]],
+    *,
+    console: Console,
+    cache_dir: Path,
+) -> None:
+    """Prove `asked`, or remember that it was proved.
+
+    prove: raises for a difference, and returns what a record of it says besides. Its arguments: a cache of references
+    that can be used, processes, and what says how far it is.
+    """
     if proved_on(cache_dir, asked):
         return
     started = time.perf_counter()
-    what = f"{run.plan.model_type} on {proof.topologies[0]}"
-    console.say(
-        f"preflight: proving a twin of {what} against transformers + peft on one process (once; about half a minute)"
-    )
+    console.say(f"preflight: {doing}")
     with signals_end_what_was_started(), usable_cache(cache_dir) as (usable, why_not):
-        proof = dataclasses.replace(proof, request=dataclasses.replace(proof.request, cache_dir=usable))
         with Processes() as processes, console.busy("preflight") as update:
-            outcomes = list(run_proof(proof, processes, progress=lambda text: update(f"preflight: {text}")))
-        seconds = time.perf_counter() - started
-        _refuse_a_difference(proof, outcomes, seconds, what, folder=None if why_not else cache_dir / "failed", key=key)
-        if not why_not:
-            details = document(proof, outcomes, command=_command(proof), seconds=seconds)
-            why_not = remember(cache_dir, asked, details)
+            details = prove(usable, processes, update)
+        why_not = why_not or remember(cache_dir, asked, details)
     lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
-    console.say(f"preflight: {what} proved in {seconds:.0f} s{lost}")
+    console.say(f"preflight: {what} proved in {time.perf_counter() - started:.0f} s{lost}")
 
 
 def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
@@ -88,31 +115,20 @@ def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
     return "preflight: train will prove this combination first (about half a minute)"
 
 
-def _refuse_a_difference(
-    proof: Proof, outcomes: list[Outcome], seconds: float, what: str, *, folder: Path | None, key: str
-) -> None:
+def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, folder: Path | None) -> None:
     """Raise for a failed proof, with its report in `folder`, or where that is None in a new one that stays."""
-    if is_proved(outcomes):
-        return
     folder = folder.expanduser() if folder else Path(tempfile.mkdtemp(prefix="meshlora-report-"))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = folder / f"{key}.html"
-    write_report(document(proof, outcomes, command=_command(proof), seconds=seconds, details=True), report)
-    found = outcomes[0].divergence
+    write_report(details, report)
+    found = outcome.divergence
     if found is None:
-        cause = outcomes[0].error.splitlines()[-1]
+        cause = outcome.error.splitlines()[-1]
         raise MeshloraError(f"preflight of {what}: the proof broke off ({cause}); the report is {report}")
     raise UnsupportedError(
         what,
         f"its twin does not train as one process would ({found.phase} of {found.name}: {found.cause})",
         f"the report is {report}; use another topology, or tp=1 with dp as you like",
-    )
-
-
-def _command(proof: Proof) -> str:
-    return (
-        f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}  # the twin of your own "
-        "configuration: --model FOLDER --twin"
     )
 
 
@@ -162,16 +178,11 @@ def preflight_runs(
         preflight(run, skip=skip, console=console, cache_dir=cache_dir)
     if skip or "" in runs:
         return
-    asked = _asked_together(runs, cache_dir)
-    if proved_on(cache_dir, asked):
-        return
-    first = next(iter(runs.values()))
-    topology, started = provable(first.topology), time.perf_counter()
+    topology = provable(next(iter(runs.values())).topology)
     what = f"{len(runs)} adapters at once on {topology}"
-    console.say(f"preflight: {what} against each by itself (once; seconds)")
-    with signals_end_what_was_started(), usable_cache(cache_dir) as (_, why_not), console.busy("preflight"):
-        with Processes() as processes:
-            worst = compare_on_twin(runs, topology, processes)
+
+    def prove(_: Path, processes: Processes, __: Callable[[str], None]) -> Mapping[str, Any]:
+        worst = compare_on_twin(runs, topology, processes)
         adapter, found = max(worst.items(), key=lambda item: item[1].relative)
         if not found.relative <= LIMIT:
             raise UnsupportedError(
@@ -179,10 +190,10 @@ def preflight_runs(
                 f"on the twin {adapter} does not train as it would by itself ({found.name}: {found.relative:.1e} off)",
                 "train the adapters one by one",
             )
-        seconds = time.perf_counter() - started
-        why_not = why_not or remember(cache_dir, asked, {"worst": found.relative})
-    lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
-    console.say(f"preflight: {what} proved in {seconds:.0f} s{lost}")
+        return {"worst": found.relative}
+
+    doing = f"{what} against each by itself (once; seconds)"
+    _prove_once(what, doing, _asked_together(runs, cache_dir), prove, console=console, cache_dir=cache_dir)
 
 
 def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
@@ -210,23 +221,27 @@ def _asked_together(runs: Mapping[str, Prepared], cache_dir: Path) -> dict[str, 
 def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
     """`compare_at_once` of adapters as those of `runs`, on the twin."""
     first, stand_in = next(iter(runs.values())), StandIn(*runs.values())
-    adapters = {
-        name: one_of_several(number, stand_in.lora(run), run.config.train)
-        for number, (name, run) in enumerate(runs.items())
-    }
     alone, ranks = processes.reference("cpu"), processes.ranks(topology.world, "cpu")
     alone.start()
     ranks.start()
     with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
-        folder, options = Path(temporary), first.config
+        folder = Path(temporary)
         write_twin(stand_in.config, folder / "twin", dtype=torch.float64, seed=0)
         model = dataclasses.replace(
-            options.model,
+            first.config.model,
             path=str(folder / "twin"),
             dtype="float64",
             attn_implementation=stand_in.attn_implementation,
             disable_dropout="unsupported",
         )
-        dropout = tuple(sorted(dropout_fields(stand_in.config)))
-        base = Base(model, folder, options.data.packing, options.train.recompute, dropout)
-        return compare_at_once(base, adapters, topology, ranks=ranks, alone=alone)
+        adapters = {
+            name: one_of_several(
+                dataclasses.replace(run.config, model=model, topology=str(topology)),
+                number,
+                stand_in.lora(run),
+                folder / name,
+            )
+            for number, (name, run) in enumerate(runs.items())
+        }
+        dropouts = sorted(dropout_fields(stand_in.config))
+        return compare_at_once(adapters, dropouts=dropouts, ranks=ranks, alone=alone)

@@ -8,7 +8,6 @@ Owns: the cache of reference runs, the processes, and the order of work. Does no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import shutil
 import tempfile
@@ -31,7 +30,7 @@ from meshlora.oracle.saved import Saved, read_saved
 from meshlora.oracle.trace import Trace
 from meshlora.oracle.unshard import by_expert, with_prints_of_each
 from meshlora.plan.topology import Topology
-from meshlora.verify.at_once import LIMIT, Base, adapters_of, compare_at_once
+from meshlora.verify.at_once import LIMIT, adapters_of, compare_at_once
 from meshlora.verify.faults.generated import NotPutInError
 from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
@@ -105,17 +104,16 @@ def run_proof(
     worker.start()
     processes.ranks(proof.topologies[0].world, proof.case.device).start()
     progress("the reference: transformers + peft on one process")
-    case, reference, rounded = reference_of(proof, worker)
+    made = reference_of(proof, worker)
     for topology in proof.topologies:
+        pool = processes.ranks(topology.world, proof.case.device)
         for mutation in (None, *proof.mutations_on(topology)):
-            progress(f"{topology}" + (f" with {mutation}" if mutation else ""))
-            pool = processes.ranks(topology.world, case.device)
-            timeout_s = _timeout_s(proof)
-            compare = functools.partial(
-                evidence_of, case, reference, rounded, topology, mutation, pool, worker, timeout_s=timeout_s
-            )
-            beside = functools.partial(_adapters, proof, case, topology, mutation, pool, worker)
-            yield _run(topology, mutation, compare, beside)
+            progress(_called(topology, mutation))
+            yield _run(proof, made, topology, mutation, pool, worker)
+
+
+def _called(topology: Topology, mutation: str | None) -> str:
+    return f"{topology}" + (f" with {mutation}" if mutation else "")
 
 
 def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
@@ -183,13 +181,15 @@ def _adapters(
     """The phase of several adapters at once, where the request has several."""
     if proof.request.adapters == 1:
         return []
-    adapters = adapters_of(case, proof.request.adapters, head=proof.plans[topology].head or "-")
     with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
-        model = dataclasses.replace(case.base, dtype="float64")
-        recompute = "full" if case.recompute else "none"
-        base = Base(model, Path(folder), case.packing, recompute, case.dropout)
+        head = proof.plans[topology].head or "-"
         worst = compare_at_once(
-            base, adapters, topology, ranks=pool, alone=worker, mutation=mutation, timeout_s=_timeout_s(proof)
+            adapters_of(case, topology, proof.request.adapters, Path(folder), head=head),
+            dropouts=case.dropout,
+            ranks=pool,
+            alone=worker,
+            mutation=mutation,
+            timeout_s=_timeout_s(proof),
         )
     named = {
         f"{name}: {one.name.removeprefix('base_model.model.').removesuffix('.weight')}": one.relative
@@ -199,18 +199,21 @@ def _adapters(
 
 
 def _run(
-    topology: Topology, mutation: str | None, compare: Callable[[], Evidence], beside: Callable[[], list[Phase]]
+    proof: Proof,
+    made: tuple[Case, Trace, list[Trace]],
+    topology: Topology,
+    mutation: str | None,
+    pool: Pool,
+    worker: Pool,
 ) -> Outcome:
-    """beside: further phases, for which nothing is run where one before them fails."""
     started = time.perf_counter()
     try:
-        evidence = compare()
+        evidence = evidence_of(*made, topology, mutation, pool, worker, timeout_s=_timeout_s(proof))
         phases = list(judge(evidence) if mutation is None else until_found(judge(evidence)))
         if all(phase.passed for phase in phases):
-            phases += beside()
+            phases += _adapters(proof, made[0], topology, mutation, pool, worker)
     except RankEndedError as error:
-        run = f"{topology}" + (f" with {mutation}" if mutation else "")
-        raise RankEndedError(f"{run}: no verdict: {error}") from None
+        raise RankEndedError(f"{_called(topology, mutation)}: no verdict: {error}") from None
     except RankError as error:
         if isinstance(error.cause, NotPutInError) or (isinstance(error.cause, UserError) and mutation is None):
             raise error.cause from None

@@ -100,16 +100,11 @@ class Request:
     trust_remote_code: bool = False
     cache_dir: Path = CACHE
 
-    @property
-    def base(self) -> BaseOptions:
-        """How the model is built."""
-        return BaseOptions(
-            dtype=self.dtype,  # type: ignore[arg-type] # a wrong one is refused by its name
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            disable_dropout="unsupported",
-            quantization=self.quantization,  # type: ignore[arg-type] # the same
-        )
+
+def same_fields(kind: Any, source: object) -> dict[str, Any]:
+    """The fields of `kind` that `source` has under the same names."""
+    names = (item.name for item in dataclasses.fields(kind))
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,8 @@ def prepare_proof(request: Request) -> Proof:
 
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
     """Topology -> the model with the adapter that is trained there, in the order of the runs."""
-    base = make_blueprint(config, given[0] if given else Topology(), request.base)
+    options = BaseOptions(**same_fields(BaseOptions, request), disable_dropout="unsupported")
+    base = make_blueprint(config, given[0] if given else Topology(), options)
     check_recompute(base.model, "full" if request.recompute else "none")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
@@ -247,7 +243,6 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         model=request.model if isinstance(request.model, str) and not request.twin else None,
         trust_remote_code=request.trust_remote_code,
     )
-    asked = {item.name: getattr(request, item.name) for item in dataclasses.fields(Case) if hasattr(request, item.name)}
     own = {
         "adapter": "",
         "model_type": config.model_type,
@@ -262,7 +257,7 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         "pad_token_id": pad,
         "dropout": tuple(sorted(dropout_fields(config))),
     }
-    return Case(**(asked | own))
+    return Case(**(same_fields(Case, request) | own))
 
 
 def _check(request: Request) -> None:
@@ -281,10 +276,8 @@ def _check(request: Request) -> None:
     if request.packing and objective.per != "token":
         given = f"--packing with --objective {objective.kind}"
         raise UserError(given, f"a {objective.per} is two rows", "leave out --packing")
-    alone = {"--resume": request.resume}
-    for what, is_given in alone.items():
-        if is_given and request.adapters > 1:
-            raise UserError(f"--adapters {request.adapters} with {what}", "several adapters are not proved with it")
+    if request.resume and request.adapters > 1:
+        raise UserError(f"--adapters {request.adapters} with --resume", "several adapters are not proved with it")
     for name in request.mutations:
         find(name)
 
