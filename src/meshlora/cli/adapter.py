@@ -73,6 +73,7 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from meshlora.adapter.formats.engine_export import export_per_expert, import_per_expert
     from meshlora.adapter.formats.export import export
     from meshlora.common.console import Console
 
@@ -91,18 +92,12 @@ def _export(options: argparse.Namespace) -> None:
     if is_file:
         done = _import_loralib(options)
     elif options.model:
-        done = _export_experts(options)
+        convert = import_per_expert if layout == "peft" else export_per_expert
+        blueprint = read_blueprint(options, "")
+        done = convert(options.adapter, options.out, model=blueprint.model, plan=blueprint.plan)
     else:
         done = export(given, options.out, layout=layout)
     Console().say(f"exported and read back: {options.out} ({done} tensors)")
-
-
-def _export_experts(options: argparse.Namespace) -> Any:
-    from meshlora.adapter.formats.engine_export import export_per_expert, import_per_expert
-
-    convert = import_per_expert if options.layout == "peft" else export_per_expert
-    blueprint = read_blueprint(options, "")
-    return convert(options.adapter, options.out, model=blueprint.model, plan=blueprint.plan)
 
 
 def _import_loralib(options: argparse.Namespace) -> int:

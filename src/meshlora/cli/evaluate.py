@@ -16,13 +16,31 @@ from meshlora.common.errors import UserError
 from meshlora.common.reading import path_argument
 
 
+def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
+    """The run file, and what stands in the place of its values."""
+    parser.add_argument("file", metavar="RUN.yaml", help="the run file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
+    )
+
+
+def run_file_words(options: argparse.Namespace) -> list[str]:
+    """The arguments of `add_run_file` as they were given."""
+    return [options.file, *(word for override in options.overrides for word in ("--set", override))]
+
+
+def check_nproc(options: argparse.Namespace, place: Any) -> None:
+    """place: among the ranks of a launcher."""
+    if options.nproc is not None and place is not None:
+        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+
+
 def add_evaluate(commands: Any) -> None:
     """Add both to the commands of the parser."""
     evaluate = commands.add_parser("evaluate", help="loss, perplexity and scores of generated text on a held-out set")
-    evaluate.add_argument("file", metavar="RUN.yaml", help="the run file")
-    evaluate.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as in --set data.eval=FILE"
-    )
+    add_run_file(evaluate, example="data.eval=FILE")
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument(
         "--adapter",
@@ -93,6 +111,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import launcher_place, leave, on_gpus
+    from meshlora.common.files import write_json_atomically
     from meshlora.config.file import read_run
     from meshlora.text.scores import check_scorers
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
@@ -100,10 +119,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.train.launch import launch
 
     place = launcher_place()
-    if options.nproc is not None and place is not None:
-        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    check_nproc(options, place)
     if options.hypotheses and not options.generate:
         raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
     for file in (options.json, options.hypotheses):
@@ -129,13 +145,15 @@ def _evaluate(options: argparse.Namespace) -> None:
             on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world)
         texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
-        for file in (options.json, texts if options.generate else None):
-            _check_writable(file)
+        for file in filter(None, (options.json, texts if options.generate else None)):
+            _check_writable(Path(file))
         if options.generate:
             check_scorers()
         prompts, encoded = _prompts(run) if options.generate else ([], [])
         if options.nproc is not None:
-            result = _on_ranks(options, adapter, launch)
+            words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]
+            words += ["--data", options.data] if options.data else []
+            result = launch(["evaluate", *run_file_words(options), *words], nproc=options.nproc)
         else:
             result = evaluate(run)
             is_main = place is None or place.rank == 0
@@ -147,28 +165,17 @@ def _evaluate(options: argparse.Namespace) -> None:
             result |= _generate_and_score(run, prompts, encoded, texts)
         _show(result)
         if options.json:
-            _write_json(options.json, result)
+            write_json_atomically(Path(options.json), result)
         leave()
 
 
-def _check_writable(file: str | Path | None) -> None:
+def _check_writable(file: Path) -> None:
     """A result is not lost at the end for a folder that could not be written to at the beginning."""
     from meshlora.common.files import is_writable
 
-    if file is None:
-        return
-    parent = next(folder for folder in Path(file).absolute().parents if folder.exists())
-    if Path(file).is_dir() or not parent.is_dir() or not is_writable(parent):
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if file.is_dir() or not parent.is_dir() or not is_writable(parent):
         raise UserError(f"{file}", "it cannot be written", "choose another file")
-
-
-def _on_ranks(options: argparse.Namespace, adapter: Path | None, launch: Any) -> dict[str, Any]:
-    """The result of as many ranks as were asked for."""
-    words = [word for override in options.overrides for word in ("--set", override)]
-    words += ["--adapter", str(adapter)] if adapter is not None else ["--base"]
-    words += ["--data", options.data] if options.data else []
-    result: dict[str, Any] = launch(["evaluate", options.file, *words], nproc=options.nproc)
-    return result
 
 
 def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
@@ -208,8 +215,7 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
             hypotheses.append(" ".join(text.split()))  # a line each
             update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = "".join(f"{text}\n" for text in hypotheses)
-    write_text_atomically(file, content)
+    write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))
     references = [prompt.references for prompt in prompts]
     return {
         "prompts": len(prompts),
@@ -233,9 +239,3 @@ def _show(result: dict[str, Any]) -> None:
     if "bleu" in result:
         say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
         say(f"BLEU {result['bleu']:.2f}  ROUGE-L {result['rouge_l']:.2f}  ({result['bleu_signature']})")
-
-
-def _write_json(file: str, result: dict[str, Any]) -> None:
-    from meshlora.common.files import write_json_atomically
-
-    write_json_atomically(Path(file), result)

@@ -8,6 +8,7 @@ model is loaded.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def _show_saved(folder: Path, console: Console) -> list[str]:
     rows = _rows(saved)
     for name, mistake in mistakes.items():
         rows.append((name, f"{saved.files[name].num_bytes:,} bytes, {mistake or 'as they were saved'}"))
-    _print(rows, console)
+    show_rows(rows, console)
     return [mistake for mistake in mistakes.values() if mistake]
 
 
@@ -102,7 +103,8 @@ def _show_run(output: Path, console: Console) -> list[str]:
     rows, whole, broken = [], dict[Path, Saved](), []
     for folder in folders:
         try:
-            saved = whole[folder] = read_whole(folder, kinds=(_kind_of(folder),))
+            kind = folder.name if folder.name in ("initial", FINISHED) else "checkpoint"
+            saved = whole[folder] = read_whole(folder, kinds=(kind,))
             rows.append((f"{folder.relative_to(output)}", f"whole, after {saved.step:,} of {saved.steps:,} steps"))
         except NotWholeError as error:
             rows.append((f"{folder.relative_to(output)}", f"not whole: {error.rule}"))
@@ -118,15 +120,12 @@ def _show_run(output: Path, console: Console) -> list[str]:
         rows.append(("--resume auto", "begins at the first step"))
     if (holder := holder_of(output)) is not None:
         rows.append(("trains now", str(holder)))
-    _print(rows, console)
+    show_rows(rows, console)
     return broken
 
 
-def _kind_of(folder: Path) -> Any:
-    return folder.name if folder.name in ("initial", "adapter") else "checkpoint"
-
-
-def _print(rows: list[tuple[str, str]], console: Console) -> None:
+def show_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
+    """Names and values, one below another."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None)

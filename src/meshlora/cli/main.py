@@ -1,8 +1,8 @@
 """The command line: `meshlora train | verify | check | inspect | plan | evaluate | generate | merge | export | plot`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
-wrong. Does not own: anything that happens in between; merge and export (`cli_adapter`), plan (`cli_plan`), evaluate and
-generate (`cli_evaluate`), inspect (`cli_inspect`), pictures (`cli_pictures`).
+wrong. Does not own: anything that happens in between; merge and export (`cli.adapter`), plan (`cli.plan`), evaluate and
+generate (`cli.evaluate`), inspect (`cli.inspect`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from meshlora.cli.adapter import add_merge_and_export
-from meshlora.cli.evaluate import add_evaluate
-from meshlora.cli.inspect import add_inspect
-from meshlora.cli.pictures import add_pictures, plot_schedule_of
+from meshlora.cli.evaluate import add_evaluate, add_run_file, check_nproc, run_file_words
+from meshlora.cli.inspect import add_inspect, show_rows
 from meshlora.cli.plan import add_plan
 from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, import_libraries, note_interrupts
@@ -85,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
     train = commands.add_parser("train", help="train an adapter as a run file says")
-    _add_run_arguments(train)
+    add_run_file(train)
     train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     train.add_argument(
         "--no-preflight",
@@ -108,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
 
     check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
-    _add_run_arguments(check)
+    add_run_file(check)
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.set_defaults(run=_check)
 
@@ -116,7 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     add_plan(commands)
     add_evaluate(commands)
     add_merge_and_export(commands)
-    add_pictures(commands)
+
+    plot = commands.add_parser("plot", help="draw loss, learning rate, gradient norm and speed of runs into one file")
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, or its metrics.jsonl")
+    plot.add_argument("--out", default="runs.png", metavar="FILE", help=".png, .svg, .pdf or .html (default runs.png)")
+    plot.set_defaults(run=_plot)
     return parser
 
 
@@ -164,13 +167,6 @@ def _add_verify(commands: Any) -> None:
     verify.set_defaults(run=_verify)
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="RUN.yaml", help="the run file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as in --set train.lr=1e-4"
-    )
-
-
 def _train(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.comm.groups import join, launcher_place, on_gpus
@@ -184,10 +180,7 @@ def _train(options: argparse.Namespace) -> None:
     from meshlora.verify.preflight import preflight_runs
 
     place = launcher_place()
-    if options.nproc is not None and place is not None:
-        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    check_nproc(options, place)
     resume, despite = options.resume, options.resume_despite
     if despite and resume is None:
         raise UserError(f"--resume-despite {despite[0]}", "it has no effect without --resume", "give both")
@@ -200,11 +193,11 @@ def _train(options: argparse.Namespace) -> None:
                 return
             preflight_runs(runs, skip=options.no_preflight)
             stop_forking()
-            words = [word for override in options.overrides for word in ("--set", override)]
+            words = ["train", *run_file_words(options)]
             words += ["--resume", resume] if resume is not None else []
             words += [word for name in despite for word in ("--resume-despite", name)]
             timeout_s = max(config.train.timeout_s for config in configs.values())
-            launch(["train", options.file, *words], nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+            launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
         return
     is_main = place is None or place.rank == 0
     with rank_edge(), contextlib.ExitStack() as held:
@@ -218,19 +211,17 @@ def _train(options: argparse.Namespace) -> None:
             return held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
 
         runs = agreed(look, words_of)
-        if _are_finished(runs, is_main=place is None or place.rank == 0):
+        if _are_finished(runs, is_main=is_main):
             return
-        first = next(iter(runs.values()))
-        if not launched_by_us() and (place is None or place.rank == 0):
+        if not launched_by_us() and is_main:
             # Joined first, so that the ranks that wait for this one notice when it ends here.
-            join(first.config.device)
+            join(next(iter(runs.values())).config.device)
             preflight_runs(runs, skip=options.no_preflight)
             stop_forking()
         if place is not None and place.rank > 0:
             goes_on = any(run.resume is not None for run in runs.values())
             log_to_file(logs_of(runs), place.rank, goes_on=goes_on)
-        go_on = how_to_go_on(options.words)
-        train(runs, go_on=go_on)
+        train(runs, go_on=how_to_go_on(options.words))
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
@@ -256,7 +247,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.verify.command import verify
     from meshlora.verify.faults.objectives import as_proved
     from meshlora.verify.faults.registry import MUTATIONS
-    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request, same_fields
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -267,31 +258,16 @@ def _verify(options: argparse.Namespace) -> None:
                 "start it once, without torchrun or srun",
             )
     names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
-    request = Request(
-        topologies=tuple(options.topology),
-        model=options.model,
-        family=options.family,
-        twin=options.twin,
-        overrides=_fields(options.overrides),
-        lora=read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
-        default_dropout=0.0 if options.lora else DROPOUT,
-        dtype=options.dtype,
-        objective=as_proved(options.objective),
-        packing=options.packing,
-        recompute=options.recompute,
-        resume=options.resume,
-        quantization=options.quantization,
-        steps=options.steps,
-        micro_batch_size=options.micro_batch_size,
-        adapters=options.adapters,
-        seed=SEED if options.seed is None else options.seed,
-        data=options.data,
-        nproc=options.nproc,
-        mutations=tuple(dict.fromkeys(names)),
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-    )
-    verify(request, command=options.words, json_file=options.json, html_file=options.html)
+    given = same_fields(Request, options) | {
+        "topologies": tuple(options.topology),
+        "overrides": _fields(options.overrides),
+        "lora": read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
+        "default_dropout": 0.0 if options.lora else DROPOUT,
+        "objective": as_proved(options.objective),
+        "seed": SEED if options.seed is None else options.seed,
+        "mutations": tuple(dict.fromkeys(names)),
+    }
+    verify(Request(**given), command=options.words, json_file=options.json, html_file=options.html)
 
 
 def _fields(overrides: Sequence[str]) -> dict[str, Any]:
@@ -311,7 +287,9 @@ def _check(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
+    from meshlora.train.optimizer import learning_rate
     from meshlora.train.together import prepare_runs
+    from meshlora.train.watch.plot import plot_schedule
     from meshlora.verify.preflight import runs_state
 
     runs = prepare_runs(read_runs(options.file, options.overrides))
@@ -321,41 +299,44 @@ def _check(options: argparse.Namespace) -> None:
     for name, run in runs.items():
         if name:
             console.say(f"adapter {name}", style="bold")
-        console.print(_table_of(run))
+        show_rows(_rows_of(run), console)
         for note in run.notes:
             console.say(f"note: {note}")
     run = next(iter(runs.values()))
     if options.plot:
-        plot_schedule_of(run, options.plot)
+        train = run.config.train
+        rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
+        plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
-    overrides = [word for override in options.overrides for word in ("--set", override)]
-    command = shlex.join(["meshlora", "train", options.file, *overrides, "--nproc", str(run.topology.world)])
+    command = shlex.join(["meshlora", "train", *run_file_words(options), "--nproc", str(run.topology.world)])
     console.say(runs_state(runs))
     console.say(f"ready: {command}")
 
 
-def _table_of(run: Any) -> Any:
+def _rows_of(run: Any) -> list[tuple[str, str]]:
     """What is known of a prepared run."""
-    from rich.table import Table
-
     from meshlora.adapter.targets.describe import describe_targets
     from meshlora.config.presets import resolved
 
-    table, adapter = Table(show_header=False, box=None), run.blueprint.trained
-    rows = {
-        "model": f"{run.config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)",
-        "topology": f"{run.topology} ({run.topology.world} processes)",
-        "adapter": "\n".join([f"{adapter.num_trainable:,} trainable parameters", *describe_targets(adapter.targets)]),
-        "train data": _size(run.train_data),
-        "eval data": _size(run.eval_data),
-        "steps": f"{run.steps:,} of {run.config.train.batch_size} sequences",
-        "output": run.config.train.output,
-    }
-    if run.config.preset is not None:
-        rows = {f"preset {run.config.preset}": resolved(run.config), **rows}
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    config, adapter = run.config, run.blueprint.trained
+    return [
+        *([(f"preset {config.preset}", resolved(config))] if config.preset is not None else []),
+        ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
+        ("topology", f"{run.topology} ({run.topology.world} processes)"),
+        ("adapter", "\n".join([f"{adapter.num_trainable:,} trainable parameters", *describe_targets(adapter.targets)])),
+        ("train data", _size(run.train_data)),
+        ("eval data", _size(run.eval_data)),
+        ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
+        ("output", config.train.output),
+    ]
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from meshlora.common.console import Console
+    from meshlora.train.watch.plot import plot_runs
+
+    plot_runs([Path(run) for run in options.runs], Path(options.out))
+    Console().say(f"drawn: {options.out}")
 
 
 def _size(data: object) -> str:
