@@ -31,7 +31,7 @@ from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.registry import applied
 from meshlora.verify.ours import Recorder, run_config
 from meshlora.verify.pool import Pool
-from meshlora.verify.sequences import as_records
+from meshlora.verify.request import as_records
 
 # As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6

@@ -1,7 +1,7 @@
-"""Which topologies a proof runs on, with their plans, and which adapter it trains there.
+"""Which topologies "auto" means, and which adapter a proof trains there.
 
-Owns: what "auto" means; what the default adapter is on; the targets of an adapter on experts
-by their full names. Does not own: the other rules of a request (`verify.request`).
+Owns: what the default adapter is on; the targets of an adapter on experts by their full names. Does not own: the other
+rules of a request (`verify.request`).
 """
 
 from __future__ import annotations
@@ -14,38 +14,12 @@ from collections.abc import Collection
 from peft import LoraConfig
 
 from meshlora.adapter.targets.expert_targets import with_whole_projections
-from meshlora.common.errors import UserError
-from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, divisors
 
 # Linears of families with experts that the default adapter is not on: one process gives them no gradient, as what they
 # compute only chooses; and those of state-space mixers that PEFT refuses.
 _LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^nemotron_h\..*\.out_proj$")
-
-
-def blueprints_on(
-    base: Blueprint, lora: LoraConfig, given: Collection[Topology], *, processes: int | None
-) -> dict[Topology, Blueprint]:
-    """Topology -> blueprint of `base` with the adapter `lora`.
-
-    given: topologies that were asked for by name; one that is refused is an error. processes: also every topology that
-    the model allows on so many.
-    """
-
-    def blueprint(topology: Topology) -> Blueprint:
-        return base.on(topology).with_adapter(lora)
-
-    found = {topology: blueprint(topology) for topology in given}
-    if processes is None:
-        return found
-    has_experts = bool(blueprint(Topology()).plan.experts)  # what is refused everywhere is refused with its reason
-    for topology in every_topology(processes, has_experts=has_experts):
-        try:
-            found.setdefault(topology, blueprint(topology))
-        except UserError:
-            continue
-    return found
 
 
 def default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float) -> LoraConfig:

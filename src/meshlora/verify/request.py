@@ -1,11 +1,13 @@
 """What is to be proved: the request in a user's words, checked before any process starts.
 
-Owns: the rules of a request. Does not own: running it (`verify.proof`), which topologies "auto" means (`verify.plans`),
-where sequences come from (`verify.sequences`), the shapes of twins (`plan.families.twin`).
+Owns: the rules of a request, and the sequences that it trains on: random tokens, or a user's text. Does not own:
+running it (`verify.proof`), which topologies "auto" means (`verify.plans`), how many sequences there must be
+(`oracle.case`), the shapes of twins (`plan.families.twin`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -26,9 +28,21 @@ from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, re
 from meshlora.common.proof_records import CACHE
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import BaseOptions
+from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
-from meshlora.oracle.case import Case, batch_size_for, case_hash, file_fingerprint, num_sequences_for
+from meshlora.oracle.case import (
+    Case,
+    as_pairs,
+    batch_size_for,
+    case_hash,
+    distinct_sequences,
+    file_fingerprint,
+    num_sequences_for,
+    random_tokens,
+    with_feedback,
+    with_rollouts,
+)
 from meshlora.oracle.objectives import has_load_balancing
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.plan.families.twin import shrink_config, twin_config
@@ -36,18 +50,19 @@ from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DENSE_AXES, Topology
+from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.together import check_adapter_together
 from meshlora.verify.faults.registry import find
 from meshlora.verify.features import features_of_model
-from meshlora.verify.plans import blueprints_on, default_adapter, in_full
-from meshlora.verify.sequences import proof_sequences
+from meshlora.verify.plans import default_adapter, every_topology, in_full
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DROPOUT = 0.12  # what the command proves with, unless told otherwise
 SEED = 3  # 0 is the default of a run
 _AUTO_PROCESSES = 4
+_MAX_LENGTH = 128  # of a sequence of a user's text
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _DTYPES = ("float64", "float32", "bfloat16")
 
@@ -223,9 +238,13 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
-    is_auto = "auto" in [text.strip() for text in request.topologies]
-    processes = request.nproc or _AUTO_PROCESSES if is_auto else None
-    found = blueprints_on(base, lora, given, processes=processes)
+    found = {topology: base.on(topology).with_adapter(lora) for topology in given}
+    if "auto" in [text.strip() for text in request.topologies]:
+        # What is refused everywhere is refused with its reason.
+        has_experts = bool(base.on(Topology()).with_adapter(lora).plan.experts)
+        for topology in every_topology(request.nproc or _AUTO_PROCESSES, has_experts=has_experts):
+            with contextlib.suppress(UserError):
+                found.setdefault(topology, base.on(topology).with_adapter(lora))
     first = next(iter(found.values()))
     if request.adapters > 1:
         check_adapter_together("adapter-1", lora, first.trained.targets, first.plan)
@@ -234,15 +253,9 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
 
 def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
     """What `request` asks for as it is asked for, on sequences of its own or of the user."""
-    data, pad = proof_sequences(
-        config,
-        number=num_sequences_for(batch_size, request.steps),
-        objective=request.objective,
-        seed=request.seed,
-        data=request.data,
-        model=request.model if isinstance(request.model, str) and not request.twin else None,
-        trust_remote_code=request.trust_remote_code,
-    )
+    objective, number = request.objective, num_sequences_for(batch_size, request.steps)
+    found, pad = _sequences(request, config, number if objective.per == "token" else 2 * number)
+    data = as_records(found, objective, vocab_size=config.get_text_config().vocab_size, seed=request.seed)
     own = {
         "adapter": "",
         "model_type": config.model_type,
@@ -258,6 +271,37 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         "dropout": tuple(sorted(dropout_fields(config))),
     }
     return Case(**(same_fields(Case, request) | own))
+
+
+def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple[TokenizedDataset, int]:
+    """(`number` sequences, the id of padding).
+
+    Raises:
+        UserError: text without a tokenizer, or too little of it.
+    """
+    text_config, data = config.get_text_config(), request.data
+    size = text_config.vocab_size
+    if data is None:
+        pad = getattr(text_config, "pad_token_id", None)
+        pad = pad if isinstance(pad, int) and 0 <= pad < size else 0
+        return random_tokens(num_sequences=number, vocab_size=size, seed=request.seed, pad_token_id=pad), pad
+    if not isinstance(request.model, str) or request.twin:
+        raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
+    tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+    limit = min(getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH, _MAX_LENGTH)
+    found = tokenize(read_records([data]), tokenizer, max_length=limit, vocab_size=size)
+    return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
+
+
+def as_records(found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int) -> TokenizedDataset:
+    """The sequences `found` as what `objective` trains on."""
+    if objective.reader == "pairs":
+        return as_pairs(found)
+    if objective.reader == "feedback":
+        return with_feedback(found)
+    if objective.reader == "rollouts":
+        return with_rollouts(found, vocab_size=vocab_size, seed=seed)
+    return found
 
 
 def _check(request: Request) -> None:
