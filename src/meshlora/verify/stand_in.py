@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
-
-from transformers import PretrainedConfig
 
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError
@@ -47,20 +44,16 @@ class StandIn:
     def __init__(self, *runs: Prepared) -> None:
         self._run = run = runs[0]
         self._given = run.blueprint.config
-        self._marks = _adapters_of_layers(runs)
+        layers = _adapters_of_layers(runs)
+        self._layers = layers_of_twin(self._given, layers=layers)
         self.topology = provable(run.topology)
         attention = run.blueprint.options.attn_implementation
         self.attn_implementation = attention if attention in _ATTENTIONS else None
-        self.config = self._twin()
-
-    def _twin(self) -> PretrainedConfig:
-        given, run = copy.deepcopy(self._given), self._run
-        block = BLOCK if run.plan.quantized else 1
-        config = shrink_config(given, tp=run.topology.tp, block=block, layers=self._marks)
+        given, block = copy.deepcopy(self._given), BLOCK if run.plan.quantized else 1
+        self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers)
         handle_dropout(given, disable=run.blueprint.options.disable_dropout)
         for name, rate in dropout_fields(given).items():  # a twin has none of its own
-            setattr(config, name, rate)
-        return config
+            setattr(self.config, name, rate)
 
     def lora(self, run: Prepared) -> dict[str, Any]:
         """The adapter of `run` on the twin: on each linear what the one that it stands for has."""
@@ -113,7 +106,8 @@ class StandIn:
         names = [*stood_for, *plan.projections, *plan.matrices]
         real = self._stood_for(plan, names)
         covered = {kind_of(name) for name in names if real[name] in targets}
-        first = {kind: target for kind, target in _by_kind(targets).items() if kind not in covered}
+        of_kinds = {kind_of(name): target for name, target in reversed(list(targets.items()))}
+        first = {kind: target for kind, target in of_kinds.items() if kind not in covered}
         found = {name: targets.get(real[name]) or first.get(kind_of(name)) for name in names}
         return {f"{name}.weight" if name in plan.matrices else name: target for name, target in found.items() if target}
 
@@ -127,10 +121,6 @@ class StandIn:
             return f"{self._run.plan.layers}.{layers[int(number)]}.{rest}" if is_inside else name
 
         return {name: real(name) for name in names}
-
-    @functools.cached_property
-    def _layers(self) -> list[int]:
-        return layers_of_twin(self._given, layers=self._marks)
 
     def check(self, proof: Proof) -> None:
         """A proof of the twin says something of the model only where the twin has all that the model has.
@@ -181,10 +171,6 @@ def provable(topology: Topology) -> Topology:
 def _few(size: int) -> list[int]:
     """The least numbers above 1 that divide `size`, at most two of them."""
     return divisors(size)[1:3] or [1]
-
-
-def _by_kind(targets: Mapping[str, Target]) -> dict[str, Target]:
-    return {kind_of(name): target for name, target in reversed(list(targets.items()))}
 
 
 def _adapters_of_layers(runs: Iterable[Prepared]) -> dict[int, Hashable]:
