@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,13 +59,12 @@ def verify(
         outcomes = _run(proof, console)
     show(console, proof, outcomes)
     seconds = time.perf_counter() - started
+    describe = functools.partial(document, proof, outcomes, command=command, seconds=seconds)
     files: dict[str, Callable[[Path], None]] = {}
     if json_file is not None:
-        short = document(proof, outcomes, command=command, seconds=seconds)
-        files[json_file] = lambda file: write_json_atomically(file, short)
+        files[json_file] = lambda file: write_json_atomically(file, describe())
     if html_file is not None:
-        full = document(proof, outcomes, command=command, seconds=seconds, details=True)
-        files[html_file] = lambda file: write_report(full, file)
+        files[html_file] = lambda file: write_report(describe(details=True), file)
     problems = {name: problem for name, write in files.items() if (problem := _write(name, write))}
     if html_file is not None and html_file not in problems:
         console.say(f"report: {html_file}")

@@ -37,7 +37,7 @@ def write_report(document: Document, path: Path) -> None:
     """Write the report of `document(..., details=True)` to `path`, whole or not at all."""
     # A command line may hold bytes that are not UTF-8 (surrogates): shown, never an error.
     page = render(document).encode("utf-8", "backslashreplace")
-    write_atomically(path, lambda temporary: _write_bytes(temporary, page))
+    write_atomically(path, lambda temporary: temporary.write_bytes(page))
 
 
 def render(document: Document) -> str:
@@ -191,7 +191,3 @@ def _short(value: Any) -> str:
 
 def _part(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
