@@ -1,7 +1,7 @@
 """What is to be proved: the request in a user's words, checked before any process starts.
 
-Owns: the rules of a request, and the sequences that it trains on: random tokens, or a user's text. Does not own:
-running it (`verify.proof`), which topologies "auto" means (`verify.plans`), how many sequences there must be
+Owns: the rules of a request, which topologies "auto" means, what the default adapter is on, and the sequences that are
+trained on: random tokens, or a user's text. Does not own: running it (`verify.proof`), how many sequences there must be
 (`oracle.case`), the shapes of twins (`plan.families.twin`).
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.adapter.targets.expert_targets import with_whole_projections
 from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.comm.groups import on_gpus
 from meshlora.common.compat import READ_FROM
@@ -49,14 +51,13 @@ from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import BLOCK
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import DENSE_AXES, Topology
+from meshlora.plan.topology import DENSE_AXES, Topology, divisors
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.together import check_adapter_together
 from meshlora.verify.faults.registry import find
 from meshlora.verify.features import features_of_model
-from meshlora.verify.plans import default_adapter, every_topology, in_full
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DROPOUT = 0.12  # what the command proves with, unless told otherwise
@@ -65,6 +66,9 @@ _AUTO_PROCESSES = 4
 _MAX_LENGTH = 128  # of a sequence of a user's text
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _DTYPES = ("float64", "float32", "bfloat16")
+# Linears of families with experts that the default adapter is not on: one process gives them no gradient, as what they
+# compute only chooses; and those of state-space mixers that PEFT refuses.
+_LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^nemotron_h\..*\.out_proj$")
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class Proof:
 
     def mutations_on(self, topology: Topology) -> list[str]:
         """Those of the request that can show on `topology` with this model and adapter."""
-        return [name for name in self.request.mutations if find(name).needs <= self.features_on(topology)]
+        has = self.features_on(topology)
+        return [name for name in self.request.mutations if find(name).needs <= has]
 
     def features_on(self, topology: Topology) -> set[str]:
         """What a run on `topology` has for a mutation to show, in the words of `verify.faults.fault.Mutation`."""
@@ -201,7 +206,7 @@ def prepare_proof(request: Request) -> Proof:
     blueprints = _blueprints(request, config, given)
     plans = {topology: blueprint.plan for topology, blueprint in blueprints.items()}
     first = next(iter(blueprints.values()))
-    lora = in_full(first.trained.config, first.trained.targets, first.plan)
+    lora = _in_full(first.trained.config, first.trained.targets, first.plan)
     pieces = getattr(lora, "pieces", None) or {}
     for name, rule in first.plan.linears.items():
         for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
@@ -237,17 +242,65 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     check_recompute(base.model, "full" if request.recompute else "none")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
-        lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
+        lora = _default_adapter(lora, base.plan, dropout=request.default_dropout)
     found = {topology: base.on(topology).with_adapter(lora) for topology in given}
     if "auto" in [text.strip() for text in request.topologies]:
         # What is refused everywhere is refused with its reason.
         has_experts = bool(base.on(Topology()).with_adapter(lora).plan.experts)
-        for topology in every_topology(request.nproc or _AUTO_PROCESSES, has_experts=has_experts):
+        for topology in _every_topology(request.nproc or _AUTO_PROCESSES, has_experts=has_experts):
             with contextlib.suppress(UserError):
                 found.setdefault(topology, base.on(topology).with_adapter(lora))
     first = next(iter(found.values()))
     if request.adapters > 1:
         check_adapter_together("adapter-1", lora, first.trained.targets, first.plan)
+    return found
+
+
+def _default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float) -> LoraConfig:
+    """`lora`, which nobody chose: of a model with experts it is on them too, and else it has dropout: PEFT has none for
+    experts.
+    """
+    if not plan.projections:
+        return dataclasses.replace(lora, lora_dropout=dropout)
+    left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
+    return dataclasses.replace(lora, target_parameters=list(plan.projections), exclude_modules=left_out or None)
+
+
+def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
+    """All with more than one process, whose number divides `processes`; small ones first.
+
+    has_experts: each of them also with experts split over ep, over etp and over both, by the smallest number that there
+    is; more ranks on these axes show nothing that two do not.
+    """
+    found = []
+    for world in divisors(processes)[1:]:
+        parts = divisors(world)[1]
+        splits = [(1, 1, False)]
+        if has_experts:
+            splits += [(parts, 1, False), (1, parts, False)]
+            splits += [(parts, parts, way) for way in (False, True) if world % parts**2 == 0]
+        found += [
+            Topology(dp=world // tp, tp=tp, sp=sp, ep=ep, etp=etp, two_stage=two_stage)
+            for tp in divisors(world)
+            for sp in (False, True)
+            if tp > 1 or not sp
+            for ep, etp, two_stage in splits
+        ]
+    return found or [Topology()]
+
+
+def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> LoraConfig:
+    """An adapter on parameters with all of its targets by their full names, which PEFT takes as they are."""
+    if not lora.target_parameters:
+        return lora
+    found = copy.copy(with_whole_projections(lora, plan))
+    ends = list(found.target_parameters or ())
+    weights = [
+        name for name in targets if any(f"{name}.weight" == end or f"{name}.weight".endswith(f".{end}") for end in ends)
+    ]
+    experts = [name for name in targets if name in plan.projections]
+    found.target_parameters = experts + [f"{name}.weight" for name in weights]
+    found.target_modules = [name for name in targets if name not in {*experts, *weights}]
     return found
 
 
