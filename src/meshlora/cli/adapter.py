@@ -89,6 +89,7 @@ def _export(options: argparse.Namespace) -> None:
         raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
     if not options.model and layout == "per-expert":
         raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
+    done: Any  # its text is the number of tensors
     if is_file:
         done = _import_loralib(options)
     elif options.model:

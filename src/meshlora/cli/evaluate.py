@@ -1,7 +1,7 @@
 """The commands that look at what an adapter learnt: `meshlora evaluate | generate`.
 
-Owns: their arguments, and what is printed and written. Does not own: losses (`train.evaluate`), decoding
-(`text.decoding`), scores.
+Owns: their arguments, those that every command on a run file has, and what is printed and written. Does not own: losses
+(`train.evaluate`), decoding (`text.decoding`), scores.
 """
 
 from __future__ import annotations

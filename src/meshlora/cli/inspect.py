@@ -103,7 +103,7 @@ def _show_run(output: Path, console: Console) -> list[str]:
     rows, whole, broken = [], dict[Path, Saved](), []
     for folder in folders:
         try:
-            kind = folder.name if folder.name in ("initial", FINISHED) else "checkpoint"
+            kind: Any = folder.name if folder.name in ("initial", FINISHED) else "checkpoint"
             saved = whole[folder] = read_whole(folder, kinds=(kind,))
             rows.append((f"{folder.relative_to(output)}", f"whole, after {saved.step:,} of {saved.steps:,} steps"))
         except NotWholeError as error:
