@@ -138,6 +138,7 @@ def train_at_once(runs: Mapping[str, RunConfig], mutation: str | None) -> dict[s
         blueprint = make_blueprint(first.model.path, Topology.parse(first.topology), first.model)
         model, prepared = load_blueprint(blueprint, device="cpu"), {}
         for name, run in runs.items():
+            assert run.lora is not None
             one = blueprint.with_adapter(lora_config(run.lora, "lora"))
             prepared[name] = Prepared(run, one, 0, _data(run), None, run.train.steps or 0)
             draw_adapter(model, name, one.trained, seed=run.train.seed)
