@@ -173,7 +173,7 @@ OF_MERGING_EXPERTS: dict[str, Fault] = {
     ),
 }
 
-_ENGINE, _FORMAT = "adapter/formats/engine_export.py", "adapter/formats/expert_format.py"
+_ENGINE, _FORMAT = "adapter/formats/engine_export.py", "adapter/formats/per_expert.py"
 _ENGINES = "tests/unit/test_engine_export.py"
 _SAME = f"{_ENGINES}::test_peft_computes_the_same_with_either_form"
 _PADDED = f"{_ENGINES}::test_smaller_ranks_of_the_same_scale_are_padded_with_zeros"
@@ -205,9 +205,9 @@ OF_EXPORTING: dict[str, Fault] = {
     "names_of_the_next_layer": Fault(
         "factors have the name of their own layer",
         _FORMAT,
-        'return f"{_PREFIX}{above}.{self.block or block}.{leaf}"',
+        'return f"{PREFIX}{above}.{self.block or block}.{leaf}"',
         'above = re.sub(r"[0-9]+", lambda found: str(int(found[0]) ^ 1), above)\n'
-        '        return f"{_PREFIX}{above}.{self.block or block}.{leaf}"',
+        '        return f"{PREFIX}{above}.{self.block or block}.{leaf}"',
         f"{_ENGINES}::test_values_are_those_of_each_expert[qwen3_moe]",
     ),
     "rows_of_gate_and_up_exchanged": Fault(
@@ -220,8 +220,8 @@ OF_EXPORTING: dict[str, Fault] = {
     "experts_exported_in_the_order_of_text": Fault(
         "the third expert is called 2, however many there are",
         _FORMAT,
-        "for e, matrix in enumerate(stack.expand(num_experts, -1, -1)):",
-        "for e, matrix in zip(sorted(range(num_experts), key=str), stack.expand(num_experts, -1, -1), strict=True):",
+        "for key, matrix in zip(of_side, stack.expand(num_experts, -1, -1), strict=True):",
+        "for key, matrix in zip(sorted(of_side), stack.expand(num_experts, -1, -1), strict=True):",
         "tests/unit/test_expert_format.py::test_more_than_ten_experts_keep_their_order",
     ),
     "experts_imported_in_the_order_of_text": Fault(

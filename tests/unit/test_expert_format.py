@@ -13,23 +13,24 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshlora
-from meshlora.adapter.formats.expert_format import (
-    EngineNames,
+from meshlora.adapter.formats.file_tensors import (
     ExpertFactors,
-    engine_names,
-    engine_tensors,
     from_blocks,
     from_peft,
-    join_rows,
-    parameter_of_key,
     peft_keys,
-    read_engine_tensors,
-    split_rows,
     to_blocks,
     to_peft,
     to_shared,
 )
 from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.adapter.formats.per_expert import (
+    EngineNames,
+    engine_names,
+    engine_tensors,
+    join_rows,
+    read_engine_tensors,
+    split_rows,
+)
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.float64 import lift
 from meshlora.plan.families.twin import twin_config
@@ -156,7 +157,7 @@ def test_shared_adapter_is_repeated_and_comes_back_as_one(is_swapped: bool) -> N
     full = from_peft(a, b, num_experts=E, is_swapped=is_swapped)
     assert torch.equal(full.a, adapter.a.expand(E, -1, -1))
     assert torch.equal(product(full), product(adapter).expand(E, -1, -1))
-    assert equal(from_peft(a, b, num_experts=E, is_swapped=is_swapped, is_shared=True), adapter)
+    assert equal(to_shared(full, where="file"), adapter)
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
@@ -167,7 +168,7 @@ def test_one_bit_off_is_no_shared_adapter(side: str) -> None:
     stack[2, 0, 0] = torch.nextafter(stack[2, 0, 0], torch.tensor(9.0, dtype=torch.float64))
     a, b = to_peft(*changed, num_experts=E)
     with pytest.raises(UserError, match=rf"lora_{side} of expert 2 is not that of expert 0.*to the last bit"):
-        from_peft(a, b, num_experts=E, is_shared=True, where="file: experts.down_proj")
+        to_shared(from_peft(a, b, num_experts=E), where="file: experts.down_proj")
 
 
 def test_only_one_side_may_be_shared() -> None:
@@ -175,15 +176,23 @@ def test_only_one_side_may_be_shared() -> None:
     full = from_peft(*to_peft(*adapter, num_experts=E), num_experts=E)
     assert torch.equal(full.a[3], adapter.a[0])
     assert torch.equal(full.b, adapter.b)
-    assert to_shared(ExpertFactors(full.a, full.b[:1])).a.shape == (1, R, IN)
+    assert to_shared(ExpertFactors(full.a, full.b[:1]), where="file").a.shape == (1, R, IN)
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [((R * E + 1, IN), (OUT, R * E + 1)), ((R * E, IN), (OUT, R * E - E)), ((E, R, IN), (OUT, R * E))]
+    ("a", "b"),
+    [((R * E + 1, HIDDEN), (INNER, R * E + 1)), ((R * E, INNER), (HIDDEN, R * E - E)), ((E, R, INNER), None)],
 )
-def test_shapes_of_another_number_of_experts_are_refused(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match=r"for 4 experts they are \[r \* 4, in\]"):
-        from_peft(random(*a), random(*b), num_experts=E)
+def test_shapes_of_another_number_of_experts_are_refused(
+    a: tuple[int, ...], b: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    tensors, _ = peft_folder("qwen3_moe", tmp_path, ["down_proj"])
+    keys = peft_keys(experts_name("qwen3_moe", 1), ["down_proj"])
+    tensors[keys["down_proj", "A"]] = random(*a)
+    tensors[keys["down_proj", "B"]] = random(*(b or (HIDDEN, R * E)))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"experts.lora_A.*need \[12, 24\]|experts.lora_B.*need \[32, 12\]"):
+        meshlora.load(twin("qwen3_moe").config, adapter=tmp_path)
 
 
 def test_forms_share_no_memory() -> None:
@@ -205,7 +214,7 @@ def test_pieces_as_blocks(rows: dict[str, Tensor], pieces: tuple[str, ...], num_
     for name in pieces:
         expected[:, rows[name]] = product(own[name])
     torch.testing.assert_close(product(whole), expected, rtol=0, atol=1e-13)
-    back = from_blocks(whole, pieces=pieces, rows=rows)
+    back = from_blocks(whole, pieces=pieces, rows=rows, where="file")
     assert list(back) == list(pieces)
     assert all(equal(back[name], own[name]) for name in pieces)
 
@@ -215,9 +224,7 @@ def test_blocks_that_are_not_zero_outside_are_refused() -> None:
     whole = to_blocks(own, rows=INTERLEAVED, out_features=2 * INNER)
     whole.b[3, INTERLEAVED["up"][0], 0] = 1e-30
     with pytest.raises(UserError, match=r"not zero outside the pieces \['gate', 'up'\]"):
-        from_blocks(whole, pieces=("gate", "up"), rows=INTERLEAVED)
-    with pytest.raises(UserError, match="rank 6: it is not 4 times"):
-        from_blocks(whole, pieces=("gate", "up", "q", "k"), rows=INTERLEAVED)
+        from_blocks(whole, pieces=("gate", "up"), rows=INTERLEAVED, where="file")
 
 
 def test_keys_depend_on_which_parameters_are_targets() -> None:
@@ -228,20 +235,19 @@ def test_keys_depend_on_which_parameters_are_targets() -> None:
     assert peft_keys(layer, ["gate_up_proj"]) == {
         ("gate_up_proj", side): f"{start}.lora_{side}.weight" for side in "AB"
     }
-    for targets in (["down_proj"], ["gate_up_proj"], ["gate_up_proj", "down_proj"], ["up_proj", "down_proj"]):
-        for (name, side), key in peft_keys(layer, targets).items():
-            assert parameter_of_key(key, {layer: targets}) == (f"{layer}.{name}", side)
+    assert len(set(peft_keys(layer, ["up_proj", "down_proj"]).values())) == 4
 
 
-def test_keys_of_no_target_are_refused() -> None:
-    layer = "model.layers.1.mlp.experts"
-    inner = peft_keys(layer, ["gate_up_proj", "down_proj"])["gate_up_proj", "A"]
-    with pytest.raises(UserError, match="one more parameter than the targets"):
-        parameter_of_key(inner, {layer: ["down_proj"]})
-    with pytest.raises(UserError, match="no adapter of experts that are targets; did you mean"):
-        parameter_of_key(inner.replace("layers.1", "layers.7"), {layer: ["gate_up_proj", "down_proj"]})
-    with pytest.raises(UnsupportedError, match="did you mean 'down_proj'"):
-        peft_keys(layer, ["down_proj_bias"])
+def test_keys_of_no_target_are_refused(tmp_path: Path) -> None:
+    tensors, _ = peft_folder("qwen3_moe", tmp_path, ["gate_up_proj", "down_proj"])
+    peft_folder("qwen3_moe", tmp_path, ["down_proj"])
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"4 of its tensors have no place in this model, first .*experts.base_layer"):
+        meshlora.load(twin("qwen3_moe").config, adapter=tmp_path)
+    elsewhere = {key.replace("layers.1", "layers.7"): t for key, t in tensors.items() if ".base_layer" not in key}
+    save_file(elsewhere, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"lacks 2 of 4 tensors, first .*layers.1.mlp.experts.lora_A.*did you mean"):
+        meshlora.load(twin("qwen3_moe").config, adapter=tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
@@ -318,7 +324,7 @@ def test_engine_keys_and_back(model_type: str, start: str) -> None:
     assert torch.equal(tensors[f"{start}.lora_A.weight"], own["gate"].a[2])
     assert torch.equal(tensors[f"{start}.lora_B.weight"], own["gate"].b[2])
     assert len({t.untyped_storage().data_ptr() for t in tensors.values()}) == len(tensors)  # what safetensors asks for
-    back = read_engine_tensors({**tensors, "another": random(1)}, experts, num_experts=E, names=names)
+    back = read_engine_tensors({**tensors, "another": random(1)}, experts, num_experts=E, names=names, where="file")
     assert list(back) == ["gate", "up", "down"]
     assert all(equal(back[name], own[name]) for name in own)
     joined = join_rows(back, rows=CONCATENATED)
@@ -332,7 +338,7 @@ def test_more_than_ten_experts_keep_their_order() -> None:
     tensors = engine_tensors(experts, own, num_experts=12, names=names)
     for e in range(12):
         assert torch.equal(tensors[f"base_model.model.{experts}.{e}.up_proj.lora_A.weight"], own["up"].a[e])
-    assert equal(read_engine_tensors(tensors, experts, num_experts=12, names=names)["up"], own["up"])
+    assert equal(read_engine_tensors(tensors, experts, num_experts=12, names=names, where="file")["up"], own["up"])
 
 
 def test_fresh_adapter_comes_back_from_engines() -> None:
@@ -340,7 +346,7 @@ def test_fresh_adapter_comes_back_from_engines() -> None:
     names, experts = engine_names("olmoe"), "model.layers.0.mlp.experts"
     a, b = factors()
     tensors = engine_tensors(experts, {"up": ExpertFactors(a, b.zero_())}, num_experts=E, names=names)
-    back = read_engine_tensors(tensors, experts, num_experts=E, names=names)
+    back = read_engine_tensors(tensors, experts, num_experts=E, names=names, where="file")
     assert list(back) == ["up"]
     assert torch.equal(back["up"].a, a)
 
@@ -360,9 +366,9 @@ def test_engines_get_zeros_where_there_is_no_adapter(given: str) -> None:
         "down_projA": (R, INNER),
         "down_projB": (HIDDEN, R),
     }
-    back = read_engine_tensors(tensors, experts, num_experts=E, names=names)
+    back = read_engine_tensors(tensors, experts, num_experts=E, names=names, where="file")
     assert list(back) == [given]
-    assert equal(to_shared(back[given]), adapter)
+    assert equal(to_shared(back[given], where="file"), adapter)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
@@ -390,7 +396,7 @@ def test_engine_files_with_holes_are_refused() -> None:
 
     def refused(changed: dict[str, Tensor], match: str, num_experts: int = E) -> None:
         with pytest.raises(UserError, match=match):
-            read_engine_tensors(changed, experts, num_experts=num_experts, names=names)
+            read_engine_tensors(changed, experts, num_experts=num_experts, names=names, where="file")
 
     refused({k: t for k, t in tensors.items() if k != key}, "lacks 1 of 4 experts' factors, first .*3.down_proj.lora_B")
     refused({**tensors, key: random(HIDDEN, R + 1)}, "all experts of a layer have one shape")

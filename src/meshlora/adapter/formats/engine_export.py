@@ -1,8 +1,7 @@
 """Adapter folders for serving engines, with one pair of factors for each expert, and back to PEFT's fused form.
 
-Owns: the one rank and the one scale that engines know of an adapter, and both configurations. Does not own: the keys
-(`adapter.formats.expert_format`), reading such a folder (`adapter.formats.per_expert`), writing a folder
-(`adapter.formats.export`).
+Owns: the one rank and the one scale that engines know of an adapter, and both configurations. Does not own: the keys,
+and reading such a folder (`adapter.formats.per_expert`); writing a folder (`adapter.formats.export`).
 
 vLLM reads `r` and `lora_alpha` of `adapter_config.json` and follows no pattern: where targets have
 different ranks and the same scale, the smaller factors are padded with zeros to the largest rank, which changes no
@@ -19,18 +18,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshlora.adapter.formats.expert_format import EngineNames, ExpertFactors, engine_names, engine_tensors, split_rows
-from meshlora.adapter.formats.export import check_new, read_tensors, write_folder
-from meshlora.adapter.formats.file_tensors import factors_of_file, file_keys, file_tensors
+from meshlora.adapter.formats.export import check_new, write_folder
+from meshlora.adapter.formats.file_tensors import (
+    ExpertFactors,
+    base_keys,
+    factors_of_file,
+    file_keys,
+    file_tensors,
+    read_tensors,
+)
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, plan_folder, read_config
-from meshlora.adapter.formats.per_expert import base_keys, check_lora_alone, engine_factors, is_per_expert
+from meshlora.adapter.formats.per_expert import (
+    EngineNames,
+    by_projection,
+    check_lora_alone,
+    engine_factors,
+    engine_names,
+    engine_tensors,
+    is_per_expert,
+)
 from meshlora.adapter.plan import plan_adapter
+from meshlora.adapter.targets.pieces import own_words
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors, read_json
 from meshlora.plan.rules import ExpertsRule, ModelPlan
-
-LAYOUT = "per-expert"
 
 
 class Exported(NamedTuple):
@@ -71,7 +83,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
     r, scaling = max(ranks.values()), _one_scaling(folder, targets)
     linears = {name: each for name, each in targets.items() if not each.num_experts}
-    written = {key: tensors[key] for key in base_keys(linears, plan) if key in tensors}
+    written = {key: tensors[key] for key in base_keys(linears, plan).values() if key in tensors}
     for (_, side), key in file_keys(linears).items():
         written[key] = _padded(tensors[key], r, dim=0 if side == "A" else 1)
     full = factors_of_file(tensors, targets, folder / WEIGHTS_FILE)
@@ -79,7 +91,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         written |= _of_layer(rule, full, r, names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
     stored["target_modules"] = sorted({name.rpartition(".")[2] for name in linears} | {*names.projections.values()})
-    write_folder(target, written, stored)
+    write_folder(target, written, stored, {})
     return Exported(len(written), r, sum(own < r for own in ranks.values()))
 
 
@@ -104,7 +116,8 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     full = {targets[name].name_of(part): tensor for name, parts in factors.items() for part, tensor in parts.items()}
     written = file_tensors(full, targets)
     with open_safetensors(file) as opened:
-        written |= {key: opened.get_tensor(key).clone() for key in base_keys(targets, plan) & set(opened.keys())}
+        besides = set(opened.keys()).intersection(base_keys(targets, plan).values())
+        written |= {key: opened.get_tensor(key).clone() for key in besides}
     stored = read_json(folder / CONFIG_FILE) | {
         "target_modules": sorted(config.target_modules or ()),
         "target_parameters": list(config.target_parameters or ()),
@@ -115,20 +128,14 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         "alpha_pattern": dict(config.alpha_pattern),
         "lora_dropout": 0.0,  # PEFT has none on parameters
     }
-    write_folder(
-        target,
-        written,
-        stored,
-        pieces=getattr(config, "pieces", None),
-        share_experts=getattr(config, "share_experts", False),
-    )
+    write_folder(target, written, stored, own_words(config))
     return len(written)
 
 
 def _names(plan: ModelPlan) -> EngineNames:
     if not plan.experts:
         raise UserError(
-            f"--layout {LAYOUT}",
+            "--layout per-expert",
             f"{plan.model_type!r} has no routed experts",
             "engines read its adapters in PEFT's form",
         )
@@ -193,26 +200,11 @@ def _of_layer(
     rule: ExpertsRule, full: Mapping[str, Mapping[str, Tensor]], r: int, names: EngineNames
 ) -> dict[str, Tensor]:
     """Keys and tensors of the experts of one layer; none where it has no adapter."""
-    projections: dict[str, ExpertFactors] = {}
-    if parts := full.get(rule.first.name):
-        fused = rule.first.fused
-        if "A" not in parts:
-            pieces = {part.partition(".")[2] for part in parts}
-            projections |= {piece: ExpertFactors(parts[f"A.{piece}"], parts[f"B.{piece}"]) for piece in sorted(pieces)}
-        elif fused is None:
-            projections["up"] = ExpertFactors(parts["A"], parts["B"])
-        else:
-            rows = {piece.name: fused.piece_rows(piece.name) for piece in fused.pieces}
-            projections |= split_rows(ExpertFactors(parts["A"], parts["B"]), rows=rows)
-    if parts := full.get(rule.second.name):
-        projections["down"] = ExpertFactors(parts["A"], parts["B"])
-    if not projections:
-        return {}
     padded = {
         name: ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
-        for name, factors in projections.items()
+        for name, factors in by_projection(rule, full).items()
     }
-    return engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
+    return engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names) if padded else {}
 
 
 def _padded(factor: Tensor, r: int, *, dim: int) -> Tensor:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshlora.adapter.formats.file_tensors import PREFIX, read_tensors
 from meshlora.adapter.formats.loralib import (
     Factors,
     PieceRows,
@@ -41,16 +42,15 @@ from meshlora.adapter.formats.peft_format import (
     PIECES_FILE,
     WEIGHTS_FILE,
     read_config,
-    read_pieces,
     write_adapter,
 )
 from meshlora.adapter.formats.per_expert import refuse_per_expert
 from meshlora.adapter.targets.patterns import check_patterns, pattern_key
+from meshlora.adapter.targets.pieces import own_words
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import open_safetensors, read_json, write_atomically
 
 LAYOUTS = ("peft", "loralib")
-_PREFIX = "base_model.model."
 _SIDES = {
     ".lora_A.weight": "A",
     ".lora_B.weight": "B",
@@ -90,13 +90,13 @@ def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: Pie
     refuse_per_expert(folder, tensors, *(["use --layout peft"] if layout == "peft" else []))
     rows = piece_rows or equal_blocks()
     # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
-    pieces = read_pieces(folder) if layout == "loralib" else {}
+    pieces = own_words(config).get("pieces", {}) if layout == "loralib" else {}
     factors, biases = _factors(tensors, config, pieces, f"{folder}", strict=layout == "loralib")
     for module, each in factors.items():
         if each.pieces:
             blocks(module, each, rows)  # refuses what is not block form
     if layout == "peft":
-        write_folder(target, tensors, read_json(folder / CONFIG_FILE))
+        write_folder(target, tensors, read_json(folder / CONFIG_FILE), {})
         return len(tensors)
     state, metadata = loralib_state(factors, biases, rows)
     _write_file(target, state, metadata)
@@ -161,8 +161,8 @@ def import_loralib(
     if model is not None:
         check_modules(source, factors, biases, model)
     config, stored = _peft_state(factors, biases, base_model)
-    pieces = {module: list(each.pieces) for module, each in factors.items() if each.pieces}
-    write_folder(target, stored, config, pieces={_common(m, factors): names for m, names in pieces.items()})
+    pieces = {_common(module, factors): list(each.pieces) for module, each in factors.items() if each.pieces}
+    write_folder(target, stored, config, {"pieces": pieces} if pieces else {})
     return Imported(len(stored), prefix)
 
 
@@ -172,18 +172,6 @@ def check_new(target: Path, suffix: str = "") -> None:
         raise UserError(f"--out {target}", "it is there already", "choose a new path; nothing is overwritten")
     if suffix and target.suffix != suffix:
         raise UserError(f"--out {target}", f"this layout is one file, whose name ends in {suffix}")
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Every tensor of a file of adapters: finite floats."""
-    with open_safetensors(file) as opened:
-        tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 - not a dict
-    for key, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise UserError(f"{file}: {key}", f"its type is {tensor.dtype}", "an adapter holds floats")
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
-    return tensors
 
 
 def _factors(
@@ -199,7 +187,7 @@ def _factors(
     embeddings: set[str] = set()
     biases: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix(_PREFIX)
+        name = key.removeprefix(PREFIX)
         suffix = next((s for s in _SIDES if name.endswith(s)), None)
         if suffix is not None:
             module = name.removesuffix(suffix)
@@ -258,10 +246,10 @@ def _peft_state(
     for module, each in factors.items():
         for side, tensor in (("A", each.a), ("B", each.b)):
             suffix = f"lora_embedding_{side}" if each.is_embedding else f"lora_{side}.weight"
-            stored[f"{_PREFIX}{module}.{suffix}"] = tensor
+            stored[f"{PREFIX}{module}.{suffix}"] = tensor
     for key, tensor in biases.items():
         module = key.removesuffix(".bias")
-        stored[f"{_PREFIX}{module}.base_layer.bias" if module in factors else f"{_PREFIX}{key}"] = tensor
+        stored[f"{PREFIX}{module}.base_layer.bias" if module in factors else f"{PREFIX}{key}"] = tensor
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return json.loads(json.dumps(values, default=lambda value: getattr(value, "value", str(value)))), stored
 
@@ -280,23 +268,17 @@ def _common(module: str, factors: Mapping[str, Factors]) -> str:
 
 
 def write_folder(
-    target: Path,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    pieces: Mapping[str, list[str]] | None = None,
-    *,
-    share_experts: bool = False,
+    target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> None:
-    """Write beside `target`, read back, then rename: it appears only where it is right."""
+    """`write_adapter`: write beside `target`, read back, then rename: it appears only where it is right."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as temporary:
             folder = Path(temporary) / target.name
-            write_adapter(folder, tensors, config, pieces=pieces, share_experts=share_experts)
+            write_adapter(folder, tensors, config, own)
             _compare(folder / WEIGHTS_FILE, tensors)
             found = read_config(folder, ignore_dropout=True)
-            own = (getattr(found, "pieces", None) or {}, getattr(found, "share_experts", False))
-            if read_json(folder / CONFIG_FILE) != config or own != (dict(pieces or {}), share_experts):
+            if read_json(folder / CONFIG_FILE) != config or own_words(found) != own:
                 raise MeshloraError(f"{target}: read back, {CONFIG_FILE} differs from what was written")
             folder.rename(target)
     except (OSError, SafetensorError) as error:

@@ -1,22 +1,44 @@
 """The tensors of a PEFT adapter file: their keys and shapes, and how they are made of factors, both ways.
 
 Owns: the mapping between the factors of targets, whole, and what stands in `adapter_model.safetensors`: adapters on
-pieces of a fused matrix in block form, those of experts in PEFT's order (`adapter.formats.expert_format`). Does not
-own: the file itself and its checks (`adapter.formats.peft_format`), what is trained (`adapter.targets.resolve`).
+pieces of a fused matrix in block form, those of experts in PEFT's order; what any tensor of such a file has to be. Does
+not own: the folder (`adapter.formats.peft_format`), what is trained (`adapter.targets.resolve`), one pair of factors
+for each expert (`adapter.formats.per_expert`).
+
+Ours, for a projection of E experts: A `[E, r, in]` on the input side, B `[E, out, r]` on the output side; one adapter
+that all experts of a layer share has E = 1 (either side may). gate and up in one matrix are one projection, or two
+pieces, each with an A and a B of its own, the rows of each in the fused `out` given as an index.
+
+PEFT's (`ParamWrapper`, peft/tuners/lora/layer.py): A `[r*E, in]`, the expert the slow index; B `[out, r*E]`, the expert
+the *fast* one. It calls the dims of a parameter in and out by the attribute `is_transposed` of its module: where a
+parameter is stored `[E, in, out]` and the module does not say so (llama4), its A is on the output side: swapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from meshlora.adapter.formats.expert_format import ExpertFactors, from_blocks, from_peft, peft_keys, to_blocks, to_peft
 from meshlora.adapter.targets.resolve import Target
+from meshlora.common.errors import UserError
+from meshlora.common.files import open_safetensors
+from meshlora.model.stream import FLOATS
+from meshlora.plan.rules import ModelPlan
 
 PREFIX = "base_model.model."
+# In the order in which modules of experts register them: PEFT wraps the first one first, innermost.
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class ExpertFactors(NamedTuple):
+    """The adapter of one projection: a `[E, r, in]`, b `[E, out, r]`; E = 1: experts share it, or it is a linear."""
+
+    a: Tensor
+    b: Tensor
 
 
 def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target]) -> dict[str, Tensor]:
@@ -25,7 +47,7 @@ def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target]) -> d
     left = dict(full)
     keys = file_keys(targets)
     for target in targets.values():
-        parts = {part: left.pop(target.name_of(part)) for part in _parts(target)}
+        parts = {part: left.pop(target.name_of(part)) for part in target.shapes}
         if target.pieces:
             parts |= _as_one(parts, target)
         if target.num_experts:
@@ -49,14 +71,8 @@ def factors_of_file(
         where = f"{file}: {keys[target.name, 'B']}"
         parts = {part: tensors[keys[target.name, part]] for part in _file_parts(target)}
         if target.num_experts:
-            factors = from_peft(
-                parts["A"],
-                parts["B"],
-                num_experts=target.num_experts,
-                is_swapped=target.is_swapped,
-                is_shared=target.is_shared,
-                where=where,
-            )
+            factors = from_peft(parts["A"], parts["B"], num_experts=target.num_experts, is_swapped=target.is_swapped)
+            factors = to_shared(factors, where=where) if target.is_shared else factors
             parts = {"A": factors.a, "B": factors.b}
         found[target.name] = _in_pieces(parts, target, where) if target.pieces else parts
     return found
@@ -64,17 +80,12 @@ def factors_of_file(
 
 def file_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
     """Key -> shape of every tensor that belongs to a target."""
-    keys = file_keys(targets)
-    expected: dict[str, tuple[int, ...]] = {}
-    for target in targets.values():
-        # In the file the pieces are one adapter of all their ranks.
-        shapes = replace(target, r=target.r * max(1, len(target.pieces)), pieces=()).shapes
-        if number := target.num_experts:
-            (*_, r, inside), (*_, out, _) = shapes["A"], shapes["B"]
-            inside, out = (out, inside) if target.is_swapped else (inside, out)
-            shapes = {"A": (r * number, inside), "B": (out, r * number)}
-        expected |= {keys[target.name, part]: shapes[part] for part in _file_parts(target)}
-    return expected
+    empty = {
+        target.name_of(part): torch.empty(shape, device="meta")
+        for target in targets.values()
+        for part, shape in target.shapes.items()
+    }
+    return {key: tuple(tensor.shape) for key, tensor in file_tensors(empty, targets).items()}
 
 
 def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
@@ -96,15 +107,149 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
     return found
 
 
-def key_of_parameter(name: str, targets: Mapping[str, Target]) -> str:
+def peft_keys(experts: str, targeted: Collection[str]) -> dict[tuple[str, str], str]:
+    """(parameter, "A" or "B") -> key in PEFT's file, for the targeted parameters of one module of experts.
+
+    PEFT wraps the module once for each target; the last one is outermost and has the plain name. So the key of one
+    parameter depends on which others are targets, whatever their order in `target_parameters`:
+
+        both           experts.base_layer.lora_A = gate_up_proj    experts.lora_A = down_proj
+        one of them    experts.lora_A
+    """
+    ordered = [name for name in _PARAMETERS if name in targeted]
+    assert len(ordered) == len(targeted), (experts, targeted)
+    return {
+        (name, side): f"{PREFIX}{experts}{'.base_layer' * (len(ordered) - 1 - index)}.lora_{side}.weight"
+        for index, name in enumerate(ordered)
+        for side in "AB"
+    }
+
+
+def key_of_parameter(name: str, targets: Collection[str]) -> str:
     """Of a parameter of the base that is trained besides."""
     owner, _, leaf = name.rpartition(".")
     return f"{PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{PREFIX}{name}"
 
 
-def _parts(target: Target) -> list[str]:
-    ends = [f".{piece}" for piece in target.pieces] or [""]
-    return [f"{side}{end}" for end in ends for side in "AB"] + (["magnitude"] if target.use_dora else [])
+def base_keys(targets: Collection[str], plan: ModelPlan) -> dict[str, str]:
+    """Embedding and head, where they are targets -> the key under which PEFT may store the base's weight too."""
+    return {name: f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Every tensor of an adapter file, as `read_tensor` takes it."""
+    with open_safetensors(file) as opened:
+        return {key: read_tensor(opened, file, key) for key in opened.keys()}  # noqa: SIM118 - not a dict
+
+
+def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The tensor `key` of an open adapter file, in memory of its own.
+
+    Raises:
+        UserError: it has another shape than `shape`, a type that an adapter cannot have, or values that are not finite.
+    """
+    view = opened.get_slice(key)
+    if shape is not None:
+        check_shape(file, key, tuple(view.get_shape()), shape)
+    if view.get_dtype() not in FLOATS:
+        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
+    tensor: Tensor = opened.get_tensor(key).clone()
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
+    return tensor
+
+
+def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape than the model and the configuration say."""
+    if found != needed:
+        raise UserError(
+            f"{file}: {what}",
+            f"its shape is {list(found)}, this model and adapter_config.json need {list(needed)}",
+            "it belongs to another model or another rank",
+        )
+
+
+def to_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = False) -> tuple[Tensor, Tensor]:
+    """PEFT's A `[r*E, in]` and B `[out, r*E]`; swapped: A `[r*E, out]` and B `[in, r*E]`.
+
+    A shared side is repeated for every expert: PEFT knows no other.
+    """
+    r = a.shape[1]
+    assert b.shape[2] == r, (a.shape, b.shape)
+    assert {len(a), len(b)} <= {1, num_experts}, (a.shape, b.shape, num_experts)
+    a, b = a.expand(num_experts, -1, -1), b.expand(num_experts, -1, -1)
+    if is_swapped:
+        a, b = b.mT, a.mT
+    # [E, r, in] -> [E*r, in] and [E, out, r] -> [out, r, E] -> [out, r*E]; clones: files hold no tensor twice.
+    return a.reshape(num_experts * r, -1).clone(), b.permute(1, 2, 0).reshape(-1, r * num_experts).clone()
+
+
+def from_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = False) -> ExpertFactors:
+    """The inverse of `to_peft`, one adapter for each expert, in memory of its own."""
+    assert a.shape[0] == b.shape[1], (a.shape, b.shape)
+    a = a.reshape(num_experts, -1, a.shape[1])  # [E, r, in]
+    b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [E, out, r]
+    if is_swapped:
+        a, b = b.mT, a.mT
+    return ExpertFactors(*(side.clone(memory_format=torch.contiguous_format) for side in (a, b)))
+
+
+def to_shared(factors: ExpertFactors, *, where: str) -> ExpertFactors:
+    """The one adapter, E = 1, that is that of every expert to the last bit.
+
+    Raises:
+        UserError: experts have different ones; names the first that differs. where: begins the message.
+    """
+    for side, stack in zip("AB", factors, strict=True):
+        if differs := [e for e in range(len(stack)) if not torch.equal(stack[e], stack[0])]:
+            raise UserError(
+                f"{where}: lora_{side} of expert {differs[0]} is not that of expert 0",
+                "an adapter that experts share is the same for all of them to the last bit",
+                "load it as one adapter for each expert",
+            )
+    return ExpertFactors(factors.a[:1].clone(), factors.b[:1].clone())
+
+
+def to_blocks(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor], out_features: int) -> ExpertFactors:
+    """One adapter of the fused matrix from those of its pieces, in their order.
+
+    For each expert: A is the stack of theirs, `[sum of r, in]`; B `[out, sum of r]` is zero but for the rows of each
+    piece in its columns.
+
+    Args:
+        rows: piece -> where its rows lie in the fused `out`: `[gate | up]` or interleaved.
+    """
+    num_experts = max(len(each) for factors in pieces.values() for each in factors)
+    a, b = [], []
+    for name, piece in pieces.items():
+        a.append(piece.a.expand(num_experts, -1, -1))
+        whole = piece.b.new_zeros(num_experts, out_features, piece.b.shape[2])
+        b.append(whole.index_copy(1, rows[name].to(whole.device), piece.b.expand(num_experts, -1, -1)))
+    return ExpertFactors(torch.cat(a, 1), torch.cat(b, 2))
+
+
+def from_blocks(
+    factors: ExpertFactors, *, pieces: Sequence[str], rows: Mapping[str, Tensor], where: str
+) -> dict[str, ExpertFactors]:
+    """The inverse of `to_blocks` for pieces of the same rank.
+
+    Raises:
+        UserError: B is not zero outside its blocks. where: begins the message.
+    """
+    a, b = factors
+    assert a.shape[1] % len(pieces) == 0, (a.shape, pieces)
+    r = a.shape[1] // len(pieces)
+    found = {}
+    for index, name in enumerate(pieces):
+        columns = slice(index * r, (index + 1) * r)
+        found[name] = ExpertFactors(a[:, columns].clone(), b[:, rows[name], columns].clone())
+    if not torch.equal(to_blocks(found, rows=rows, out_features=b.shape[1]).b, b):
+        raise UserError(
+            f"{where}: lora_B",
+            f"it is not zero outside the pieces {list(pieces)}",
+            "load it as one adapter of the whole matrix",
+        )
+    return found
 
 
 def _file_parts(target: Target) -> list[str]:
@@ -124,11 +269,7 @@ def _as_one(parts: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
 
 
 def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[str, Tensor]:
-    """The inverse of `_as_one`; a magnitude stays as it is.
-
-    Raises:
-        UserError: B is not zero outside its blocks.
-    """
+    """The inverse of `_as_one`; a magnitude stays as it is."""
     whole = ExpertFactors(_stack(parts["A"]), _stack(parts["B"]))
     found: dict[str, Tensor] = {}
     for name, piece in from_blocks(whole, pieces=target.pieces, rows=_rows_of_pieces(target), where=where).items():

@@ -20,17 +20,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshlora.adapter.attach import attach, draw_adapter, gather_adapter, local_part, runtime
-from meshlora.adapter.formats.file_tensors import PREFIX, factors_of_file, file_shapes, file_tensors, key_of_parameter
+from meshlora.adapter.formats.file_tensors import (
+    base_keys,
+    factors_of_file,
+    file_shapes,
+    file_tensors,
+    key_of_parameter,
+    read_tensor,
+)
 from meshlora.adapter.formats.per_expert import engine_config, engine_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
-from meshlora.adapter.targets.pieces import PieceLoraConfig, with_pieces
+from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.collectives import broadcast_in_place
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.reading import parse_yaml, read_text
-from meshlora.model.stream import FLOATS
 from meshlora.plan.rules import ModelPlan
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -60,8 +66,6 @@ def save_adapter(
     # On every rank, so that what cannot be stored ends all of them.
     planned = state.adapters[name].plan
     config = json.loads(json.dumps(_config_to_store(planned.stored, state.source)))
-    pieces = getattr(planned.stored, "pieces", None)
-    shared = getattr(planned.stored, "share_experts", False)
     full = gather_adapter(model, name, only_rank=0)
     tensors, broken, failure = {}, "", ""
     if state.mesh.rank == 0:
@@ -71,7 +75,7 @@ def save_adapter(
         raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
     if state.mesh.rank == 0:
         try:
-            write_adapter(Path(path), tensors, config, pieces=pieces, share_experts=shared, also=also)
+            write_adapter(Path(path), tensors, config, own_words(planned.stored), also=also)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = reason(error)
     if failure := _of_rank_0(failure, state.mesh):
@@ -82,17 +86,18 @@ def write_adapter(
     path: Path,
     tensors: Mapping[str, Tensor],
     config: Mapping[str, Any],
+    own: Mapping[str, Any],
     *,
-    pieces: Mapping[str, list[str]] | None = None,
-    share_experts: bool = False,
     also: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes."""
+    """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes.
+
+    own: what the configuration cannot say (`own_words`).
+    """
     with new_folder(path) as folder:
         write_json_atomically(folder / CONFIG_FILE, dict(config))
-        if pieces or share_experts:
-            own = {"pieces": dict(pieces or {})} | ({"share_experts": True} if share_experts else {})
-            write_json_atomically(folder / PIECES_FILE, own)
+        if own:
+            write_json_atomically(folder / PIECES_FILE, dict(own))
         ordered = {key: tensors[key].contiguous() for key in sorted(tensors)}
         save_file(ordered, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / WEIGHTS_FILE).chmod(0o644)
@@ -153,29 +158,11 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
     if ignore_dropout:
         stored["lora_dropout"] = 0.0
     config = lora_config(stored, f"{folder / CONFIG_FILE}")
-    pieces = read_pieces(folder)
-    shared = _shares_experts(folder)
-    if not pieces and not shared:
+    file = folder / PIECES_FILE
+    if not file.is_file():
         return config
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
-    return PieceLoraConfig(**values, pieces=pieces, share_experts=shared)
-
-
-def read_pieces(folder: Path) -> dict[str, list[str]]:
-    """The pieces that an adapter folder says it is on; none where it says nothing.
-
-    Raises:
-        UserError: what it says is no mapping from targets to names.
-    """
-    file = folder / PIECES_FILE
-    return _pieces(read_json(file), f"{file}") if file.is_file() else {}
-
-
-def _shares_experts(folder: Path) -> bool:
-    """Whether an adapter folder says that all experts of a layer share one adapter."""
-    file = folder / PIECES_FILE
-    found = read_json(file) if file.is_file() else {}
-    return bool(isinstance(found, dict) and found.get("share_experts") is True)
+    own = read_json(file)
+    return with_own_words(config, _pieces(own, f"{file}"), share_experts=own.get("share_experts") is True)
 
 
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
@@ -188,7 +175,7 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
         UserError: a value that peft refuses. UnsupportedError: a name that peft does not know and that is set.
     """
     known = {f.name for f in dataclasses.fields(LoraConfig)}
-    pieces = _pieces(values, where) if values.get("pieces") else None
+    pieces = _pieces(values, where) if values.get("pieces") else {}
     shared = values.get("share_experts", False)
     if not isinstance(shared, bool):
         raise UserError(f"{where}: share_experts={shared!r}", "it is true or false")
@@ -207,11 +194,7 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
             config = LoraConfig(**{k: v for k, v in values.items() if k in known})
     except (TypeError, ValueError, ImportError, UserWarning) as error:  # ImportError: an option needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
-    if not pieces and not shared:
-        return config
-    found = with_pieces(config, pieces or {})
-    found.share_experts = shared
-    return found
+    return with_own_words(with_pieces(config, pieces), share_experts=shared)
 
 
 def read_lora(path: str | Path) -> dict[str, Any]:
@@ -235,11 +218,7 @@ def read_lora(path: str | Path) -> dict[str, Any]:
 
 
 def _pieces(values: Any, where: str) -> dict[str, list[str]]:
-    """The entry `pieces` of a file.
-
-    Raises:
-        UserError: it is not a mapping from targets to lists of names.
-    """
+    """The entry `pieces` of a file, refused where it does not map targets to lists of names."""
     pieces = values.get("pieces") if isinstance(values, Mapping) else None
     if not isinstance(pieces, Mapping) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in pieces.values()
@@ -261,17 +240,10 @@ def _read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict
         return of_single_experts, {}
     of_copies = {name: key_of_parameter(name, targets) for name in planned.copies}
     expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
-    tensors: dict[str, Tensor] = {}
     with open_safetensors(file) as opened:
-        check_keys(file, set(opened.keys()) - set(_base_keys(targets, plan).values()), expected.keys())
-        for key, shape in expected.items():
-            tensors[key] = _read_tensor(opened, file, key, shape)
+        check_keys(file, set(opened.keys()) - {*base_keys(targets, plan).values()}, expected)
+        tensors = {key: read_tensor(opened, file, key, shape) for key, shape in expected.items()}
     return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
-
-
-def _base_keys(targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, str]:
-    """Embedding and head, where they are targets -> the key under which PEFT may store the base's weight too."""
-    return {name: f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
 
 
 def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> None:
@@ -282,7 +254,7 @@ def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> N
     """
     state = runtime(model)
     with open_safetensors(file) as opened:
-        for name, key in _base_keys(targets, state.plan).items():
+        for name, key in base_keys(targets, state.plan).items():
             if key not in opened.keys():  # noqa: SIM118 - not a dict
                 continue
             parameter = state.base.get(f"{name}.weight", model.get_parameter(f"{name}.weight"))
@@ -295,31 +267,6 @@ def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> N
                 raise UserError(
                     f"{file}: {key}", "it is not the weight of this model", "is it the model that was trained on?"
                 )
-
-
-def check_header(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> None:
-    """The tensor `key` of an open file has this shape, and a type that an adapter can have.
-
-    Raises:
-        UserError: it has not.
-    """
-    view = opened.get_slice(key)
-    if tuple(view.get_shape()) != shape:
-        raise UserError(
-            f"{file}: {key}",
-            f"its shape is {list(view.get_shape())}, this model and adapter_config.json need {list(shape)}",
-            "it belongs to another model or another rank",
-        )
-    if view.get_dtype() not in FLOATS:
-        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
-
-
-def _read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...]) -> Tensor:
-    check_header(opened, file, key, shape)
-    tensor: Tensor = opened.get_tensor(key).clone()
-    if not torch.isfinite(tensor).all():
-        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
-    return tensor
 
 
 def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:

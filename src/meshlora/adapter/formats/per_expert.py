@@ -1,18 +1,19 @@
 """Adapter files with one pair of factors for each expert, as serving engines keep them, in meshlora's words.
 
-Owns: what such a file is about (`engine_config`: its keys say it, whatever patterns its configuration holds) and its
-factors (`engine_factors`), with every check. gate and up with the same A to the last bit are one adapter of the fused
-matrix, else pieces of it; factors that are the same for every expert of every layer are one that experts share; where
-both factors are zero, as engines want them where there is no adapter, there is none.
-Does not own: keys and shapes of one layer (`adapter.formats.expert_format`), writing folders
-(`adapter.formats.engine_export`).
+Owns: keys and shapes of the adapters of one layer's experts, both ways (vLLM's 2-D form: A `[r, in]`, B `[out, r]` for
+each of gate, up and down of each expert); what such a file is about (`engine_config`: its keys say it, whatever
+patterns its configuration holds) and its factors (`engine_factors`), with every check. gate and up with the same A to
+the last bit are one adapter of the fused matrix, else pieces of it; factors that are the same for every expert of every
+layer are one that experts share; where both factors are zero, as engines want them where there is no adapter, there is
+none. Does not own: writing folders (`adapter.formats.engine_export`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,238 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from meshlora.adapter.formats.expert_format import (
-    EngineNames,
+from meshlora.adapter.formats.file_tensors import (
+    PREFIX,
     ExpertFactors,
-    engine_names,
-    join_rows,
-    read_engine_tensors,
+    base_keys,
+    check_shape,
+    factors_of_file,
+    file_shapes,
+    read_tensor,
     to_shared,
 )
-from meshlora.adapter.formats.file_tensors import PREFIX, factors_of_file, file_shapes
 from meshlora.adapter.targets.patterns import check_patterns, pattern_key
-from meshlora.adapter.targets.pieces import PieceLoraConfig, with_pieces
+from meshlora.adapter.targets.pieces import with_own_words, with_pieces
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors
-from meshlora.model.stream import FLOATS
 from meshlora.plan.rules import ExpertsRule, ModelPlan
 
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+\.lora_[AB]\.weight$")
 _OF_LINEAR = re.compile(rf"{re.escape(PREFIX)}(?P<name>.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")
+
+
+@dataclass(frozen=True)
+class EngineNames:
+    """How serving engines call the projections of one expert, as the family's first checkpoints did.
+
+    Attributes:
+        gate: empty where experts have none.
+        block: the name there of the module around `experts`; empty: that of transformers.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    block: str = ""
+
+    @property
+    def projections(self) -> dict[str, str]:
+        """Which it is ("gate", "up", "down") -> name."""
+        names = {"gate": self.gate, "up": self.up, "down": self.down}
+        return {projection: name for projection, name in names.items() if name}
+
+    def prefix(self, experts: str) -> str:
+        """`model.layers.0.mlp.experts` -> what comes before the number of an expert."""
+        parent, _, leaf = experts.rpartition(".")
+        above, _, block = parent.rpartition(".")
+        return f"{PREFIX}{above}.{self.block or block}.{leaf}"
+
+    def keys(self, experts: str, projection: str, num_experts: int) -> dict[str, list[str]]:
+        """Side ("A", "B") -> the keys of one projection, in the order of the experts."""
+        start, name = self.prefix(experts), self.projections[projection]
+        return {side: [f"{start}.{e}.{name}.lora_{side}.weight" for e in range(num_experts)] for side in "AB"}
+
+
+_MIXTRAL = EngineNames("w1", "w3", "w2", block="block_sparse_moe")
+# As their checkpoints do, which vLLM follows (`get_expert_mapping` in vllm/model_executor/models/<family>.py).
+_ENGINE_NAMES = {
+    **dict.fromkeys(("mixtral", "minimax_m2", "phimoe"), _MIXTRAL),
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "ernie4_5_moe",
+            "flex_olmo",
+            "glm4_moe",
+            "hunyuan_v1_moe",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_next",
+        ),
+        EngineNames(),
+    ),
+    "nemotron_h": EngineNames(gate=""),
+}
+# vLLM's `is_3d_moe_weight`: it reads PEFT's fused form for these, and by default nothing else.
+_FUSED = {"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen3_vl_moe_text"}
+
+
+def engine_names(model_type: str) -> EngineNames:
+    """The names of one expert's projections in `model_type`.
+
+    Raises:
+        UnsupportedError: serving engines read PEFT's own form for it, or what they call them is not known.
+    """
+    if model_type in _FUSED:
+        raise UnsupportedError(
+            f"one adapter for each expert of {model_type!r}",
+            "serving engines read the experts of this family in PEFT's form",
+            "serve the adapter as it is",
+        )
+    if model_type not in _ENGINE_NAMES:
+        raise UnsupportedError(
+            f"one adapter for each expert of {model_type!r}",
+            "it is not known what serving engines call its projections",
+            f"known: {', '.join(sorted(_ENGINE_NAMES))}",
+        )
+    return _ENGINE_NAMES[model_type]
+
+
+def engine_tensors(
+    experts: str, projections: Mapping[str, ExpertFactors], *, num_experts: int, names: EngineNames
+) -> dict[str, Tensor]:
+    """Keys and tensors for serving engines, from the adapters on "gate", "up" and "down" of one layer's experts.
+
+    Engines take all projections of an expert or none: one that has no adapter gets factors that are zero.
+
+    Args:
+        experts: name of the module, `model.layers.0.mlp.experts`.
+        projections: all of the same rank, those in `names` or some of them; gate and up by `split_rows`.
+    """
+    assert {*projections} <= {*names.projections}, (list(projections), names)
+    assert len({factors.a.shape[1] for factors in projections.values()}) == 1, "engines know one rank"
+    tensors = {}
+    for projection in names.projections:
+        factors = projections.get(projection) or _zeros(projection, projections)
+        keys = names.keys(experts, projection, num_experts).values()
+        for of_side, stack in zip(keys, factors, strict=True):
+            for key, matrix in zip(of_side, stack.expand(num_experts, -1, -1), strict=True):
+                tensors[key] = matrix.clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def read_engine_tensors(
+    tensors: Mapping[str, Tensor], experts: str, *, num_experts: int, names: EngineNames, where: str
+) -> dict[str, ExpertFactors]:
+    """The inverse of `engine_tensors`: the adapters of "gate", "up" and "down" that are there, E = num_experts.
+
+    Args:
+        tensors: all of a file, or more than those of this layer. where: begins a message.
+
+    Raises:
+        UserError: factors of some experts or sides are missing, too many, or differ in shape or type.
+    """
+    left = {key for key in tensors if key.startswith(f"{names.prefix(experts)}.")}
+    found = {}
+    for projection in names.projections:
+        keys = names.keys(experts, projection, num_experts)
+        present = left.intersection(keys["A"] + keys["B"])
+        if not present:
+            continue
+        left -= present
+        factors = ExpertFactors(*(_stack(tensors, of_side, where) for of_side in keys.values()))
+        if factors.a.ndim != 3 or factors.b.ndim != 3 or factors.a.shape[1] != factors.b.shape[2]:
+            raise UserError(
+                f"{where}: {keys['A'][0]} {list(factors.a.shape[1:])}, lora_B {list(factors.b.shape[1:])}",
+                "they are [r, in] and [out, r]",
+            )
+        if factors.a.any() or factors.b.any():  # no training leaves both zero: neither would ever have a gradient
+            found[projection] = factors
+    if left:
+        raise UserError(
+            f"{where}: {min(left)}",
+            f"{experts} has {num_experts} experts with {', '.join(names.projections.values())}",
+            "it belongs to another model",
+        )
+    if len({stack.dtype for factors in found.values() for stack in factors}) > 1:
+        raise UserError(f"{where}: the factors of {experts} have several types", "they have one", "convert them")
+    return found
+
+
+def split_rows(fused: ExpertFactors, *, rows: Mapping[str, Tensor]) -> dict[str, ExpertFactors]:
+    """gate and up from their one adapter: the same A, the rows of B of each."""
+    return {name: ExpertFactors(fused.a, fused.b[:, index]) for name, index in rows.items()}
+
+
+def join_rows(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor]) -> ExpertFactors | None:
+    """The inverse of `split_rows`; None where one has no adapter or not the A of the other to the last bit: pieces."""
+    if not rows.keys() <= pieces.keys():
+        return None
+    first = pieces[next(iter(rows))]
+    if not all(torch.equal(pieces[name].a, first.a) for name in rows):
+        return None
+    b = first.b.new_empty(len(first.b), sum(len(index) for index in rows.values()), first.b.shape[2])
+    for name, index in rows.items():
+        b[:, index] = pieces[name].b
+    return ExpertFactors(first.a.clone(), b)
+
+
+def by_projection(rule: ExpertsRule, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, ExpertFactors]:
+    """The adapters of one layer's experts by "gate", "up" and "down". parts: of the targets, by their names."""
+    found: dict[str, ExpertFactors] = {}
+    for projection, name in ((rule.first, "up"), (rule.second, "down")):
+        own = parts.get(projection.name, {})
+        pieces = sorted({part.partition(".")[2] for part in own} - {""})
+        found |= {piece: ExpertFactors(own[f"A.{piece}"], own[f"B.{piece}"]) for piece in pieces}
+        if "A" in own:
+            whole = ExpertFactors(own["A"], own["B"])
+            found |= split_rows(whole, rows=_rows(rule)) if projection.fused is not None else {name: whole}
+    return found
+
+
+def _by_target(rule: ExpertsRule, found: Mapping[str, ExpertFactors]) -> dict[str, dict[str, ExpertFactors]]:
+    """The inverse: projection of the model -> piece -> its adapter; "" for all of it."""
+    targets = {rule.second.name: {"": found["down"]}} if "down" in found else {}
+    first = {projection: factors for projection, factors in found.items() if projection != "down"}
+    if first and rule.first.fused is None:
+        targets[rule.first.name] = {"": first["up"]}
+    elif first:
+        joined = join_rows(first, rows=_rows(rule))
+        targets[rule.first.name] = first if joined is None else {"": joined}
+    return targets
+
+
+def _rows(rule: ExpertsRule) -> dict[str, Tensor]:
+    """ "gate" and "up" -> where their rows lie in the fused matrix."""
+    assert rule.first.fused is not None, rule
+    return {piece.name: rule.first.fused.piece_rows(piece.name) for piece in rule.first.fused.pieces}
+
+
+def _zeros(projection: str, projections: Mapping[str, ExpertFactors]) -> ExpertFactors:
+    """Factors that add nothing, in the shapes that the other projections say: down leads back from gate and up."""
+    other, (a, b) = next(iter(projections.items()))
+    r, before, after = a.shape[1], a.shape[2], b.shape[1]
+    if (projection == "down") != (other == "down"):
+        before, after = after, before
+    return ExpertFactors(a.new_zeros(1, r, before), b.new_zeros(1, after, r))
+
+
+def _stack(tensors: Mapping[str, Tensor], keys: Sequence[str], where: str) -> Tensor:
+    if missing := [key for key in keys if key not in tensors]:
+        raise UserError(
+            f"{where}", f"it lacks {len(missing)} of {len(keys)} experts' factors, first {missing[0]}", "it is damaged"
+        )
+    first = tensors[keys[0]]
+    for key in keys:
+        if (tensors[key].shape, tensors[key].dtype) != (first.shape, first.dtype):
+            raise UserError(
+                f"{where}: {key} is {list(tensors[key].shape)} {tensors[key].dtype}",
+                f"{keys[0]} is {list(first.shape)} {first.dtype}, and all experts of a layer have one shape and type",
+            )
+    return torch.stack([tensors[key] for key in keys])
 
 
 def is_per_expert(keys: Iterable[str]) -> bool:
@@ -77,11 +291,11 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
         pieces: dict[str, tuple[str, ...]] = {}
         is_shared = True
         of_experts: set[str] = set()
-        for rule, own, found in _layers(opened, file, keys, plan, names):
+        for own, found in _layers(opened, file, keys, plan, names):
             of_experts |= own
-            for name, parts in _by_projection(rule, found).items():
+            for name, parts in found.items():
                 pieces[name] = tuple(part for part in parts if part)
-            is_shared = is_shared and all(_is_same(stack) for factors in found.values() for stack in factors)
+                is_shared = is_shared and all(_is_same(stack) for factors in parts.values() for stack in factors)
     is_shared = is_shared and bool(pieces)
     linears = _linears(file, keys - of_experts, plan)
     # PEFT takes these names among target_modules for the experts' own.
@@ -98,12 +312,7 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
         layers_pattern=None,
     )
     in_pieces = {name: list(parts) for name, parts in short.items() if parts}
-    if not in_pieces and not is_shared:
-        return plain
-    if in_pieces:
-        return dataclasses.replace(with_pieces(plain, in_pieces), share_experts=is_shared)
-    values = {f.name: getattr(plain, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
-    return PieceLoraConfig(**values, share_experts=True)
+    return with_own_words(with_pieces(plain, in_pieces), share_experts=is_shared)
 
 
 def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, dict[str, Tensor]] | None:
@@ -115,25 +324,21 @@ def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -
     Raises:
         UserError: names, shapes or types that do not fit the model, values not finite.
     """
-    linears = {name: target for name, target in targets.items() if not target.num_experts}
-    expected = file_shapes(linears)
     found: dict[str, dict[str, Tensor]] = {}
     with open_safetensors(file) as opened:
         keys = set(opened.keys())
         if not plan.experts or not is_per_expert(keys):
             return None
-        left = set(keys)
-        for rule, own, projections in _layers(opened, file, keys, plan, engine_names(plan.model_type)):
+        linears = {name: target for name, target in targets.items() if not target.num_experts}
+        expected = file_shapes(linears)
+        left = keys - {*base_keys(linears, plan).values()}
+        for own, projections in _layers(opened, file, keys, plan, engine_names(plan.model_type)):
             left -= own
-            for name, pieces in _by_projection(rule, projections).items():
-                found[name] = _parts(file, targets[name], pieces, targets[name].shapes)
-        left -= base_keys(linears, plan)
+            found |= {name: _parts(file, targets[name], pieces) for name, pieces in projections.items()}
         if wrong := sorted(left ^ expected.keys()):
             what = "its lora_A and lora_B are not both there" if wrong[0] in expected else "no target has it"
             raise UserError(f"{file}: {wrong[0]}", what, "it is damaged, or belongs to another model")
-        tensors = {key: _read(opened, file, key) for key in sorted(left)}
-    for key, tensor in tensors.items():
-        _check_shape(file, key, tensor, expected[key])
+        tensors = {key: read_tensor(opened, file, key, expected[key]) for key in sorted(left)}
     assert found.keys() | linears.keys() == targets.keys(), (sorted(found), sorted(targets))
     return found | factors_of_file(tensors, linears, file)
 
@@ -152,52 +357,18 @@ def check_lora_alone(config: LoraConfig, where: str) -> None:
             )
 
 
-def base_keys(targets: Collection[str], plan: ModelPlan) -> set[str]:
-    """Where PEFT may store the base's own embedding and head beside the adapters on them."""
-    return {f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
-
-
 def _layers(
     opened: Any, file: Path, keys: Collection[str], plan: ModelPlan, names: EngineNames
-) -> Iterator[tuple[ExpertsRule, set[str], dict[str, ExpertFactors]]]:
-    """(rule, keys, adapters by projection) of every layer whose experts the file is about."""
+) -> Iterator[tuple[set[str], dict[str, dict[str, ExpertFactors]]]]:
+    """(keys, adapters by projection of the model and piece) of every layer whose experts the file is about."""
     for rule in plan.experts.values():
         own = {key for key in keys if key.startswith(f"{names.prefix(rule.name)}.")}
-        tensors = {key: _read(opened, file, key) for key in sorted(own)}
+        tensors = {key: read_tensor(opened, file, key) for key in sorted(own)}
         found = read_engine_tensors(tensors, rule.name, num_experts=rule.num_experts, names=names, where=f"{file}")
-        if len({factors.a.dtype for factors in found.values()} | {factors.b.dtype for factors in found.values()}) > 1:
-            raise UserError(f"{file}: the factors of {rule.name} have several types", "they have one", "convert them")
-        yield rule, own, found
+        yield own, _by_target(rule, found)
 
 
-def _read(opened: Any, file: Path, key: str) -> Tensor:
-    dtype = opened.get_slice(key).get_dtype()
-    if dtype not in FLOATS:
-        raise UserError(f"{file}: {key}", f"its type is {dtype}", f"it must be one of {', '.join(FLOATS)}")
-    tensor: Tensor = opened.get_tensor(key).clone()
-    if not torch.isfinite(tensor).all():
-        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
-    return tensor
-
-
-def _by_projection(rule: ExpertsRule, found: Mapping[str, ExpertFactors]) -> dict[str, dict[str, ExpertFactors]]:
-    """Projection of the model -> piece -> its adapter; "" for all of it."""
-    by_name = {rule.second.name: {"": found["down"]}} if "down" in found else {}
-    first = {projection: factors for projection, factors in found.items() if projection != "down"}
-    if first and rule.first.fused is None:
-        return by_name | {rule.first.name: {"": first["up"]}}
-    if first:
-        assert rule.first.fused is not None
-        rows = {piece.name: rule.first.fused.piece_rows(piece.name) for piece in rule.first.fused.pieces}
-        has_one_a = len({factors.a.shape for factors in first.values()}) == 1
-        joined = join_rows(first, rows=rows) if has_one_a else None
-        by_name[rule.first.name] = first if joined is None else {"": joined}
-    return by_name
-
-
-def _parts(
-    file: Path, target: Target, pieces: Mapping[str, ExpertFactors], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
+def _parts(file: Path, target: Target, pieces: Mapping[str, ExpertFactors]) -> dict[str, Tensor]:
     """The factors of one projection by their parts, shared where the target is."""
     assert target.pieces == tuple(piece for piece in pieces if piece), (target, list(pieces))
     parts = {}
@@ -205,18 +376,9 @@ def _parts(
         own = to_shared(factors, where=f"{file}: {target.name}") if target.is_shared else factors
         for side, stack in zip("AB", own, strict=True):
             part = f"{side}.{piece}" if piece else side
-            _check_shape(file, f"lora_{part} of {target.name}", stack[0], shapes[part][1:])
+            check_shape(file, f"lora_{part} of {target.name}", tuple(stack.shape[1:]), target.shapes[part][1:])
             parts[part] = stack
     return parts
-
-
-def _check_shape(file: Path, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise UserError(
-            f"{file}: {what}",
-            f"its shape is {list(tensor.shape)}, this model and adapter_config.json need {list(shape)}",
-            "it belongs to another model or another rank",
-        )
 
 
 def _is_same(stack: Tensor) -> bool:
@@ -231,7 +393,7 @@ def _linears(file: Path, keys: Iterable[str], plan: ModelPlan) -> list[str]:
         match = _OF_LINEAR.fullmatch(key)
         if match is not None and match["name"] in known:
             found.add(match["name"])
-        elif key not in base_keys(known, plan):
+        elif key not in base_keys(known, plan).values():
             raise UserError(f"{file}: {key}", "it has no place in this model", "it belongs to another model")
     return [name for name in known if name in found]
 

@@ -21,7 +21,8 @@ from peft.tuners import lora as peft_lora
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_header, check_keys, read_config
+from meshlora.adapter.formats.file_tensors import PREFIX, read_tensor
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_keys, read_config
 from meshlora.adapter.formats.per_expert import refuse_per_expert
 from meshlora.adapter.targets.patterns import check_patterns
 from meshlora.adapter.targets.resolve import DESCRIPTIVE
@@ -30,7 +31,6 @@ from meshlora.common.compat import is_stored_in_out, targets_as_configured
 from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import open_safetensors
 
-PREFIX = "base_model.model."
 # Set in a file, these change neither which base PEFT runs nor what it adds in evaluation; the rest is refused.
 _FOLLOWED = {
     "r",
@@ -205,13 +205,10 @@ def _check_file(
     with open_safetensors(file) as opened:
         given = set(opened.keys())
         check_keys(file, given - (optional.keys() - expected.keys()), expected)
-        shapes = {**optional, **expected}
-        for key in sorted(given):
-            check_header(opened, file, key, shapes[key])
+    shapes = {**optional, **expected}
     for key in sorted(given):
-        with open_safetensors(file) as opened:
-            if not torch.isfinite(opened.get_tensor(key)).all():
-                raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
+        with open_safetensors(file) as opened:  # a map of its own, so that at most one tensor is in memory
+            read_tensor(opened, file, key, shapes[key])
     return given
 
 

@@ -63,12 +63,10 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
                 "name gate_proj and up_proj of them in the same way",
             )
     ordered = {fused: sorted(pieces) for fused, pieces in found.items()}  # gate, then up
-    own = {**(getattr(config, "pieces", None) or {}), **ordered}
     plain = dataclasses.replace(config, target_parameters=names)
     plain.rank_pattern = _of_whole(config.rank_pattern, config.r, ordered, names, "rank_pattern", plan)
     plain.alpha_pattern = _of_whole(config.alpha_pattern, config.lora_alpha, ordered, names, "alpha_pattern", plan)
-    doubled = with_pieces(plain, ordered)
-    return dataclasses.replace(doubled, pieces=own, share_experts=getattr(config, "share_experts", False))
+    return with_pieces(plain, ordered)
 
 
 def _of_whole(

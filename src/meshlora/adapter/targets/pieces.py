@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from peft import LoraConfig
 
@@ -34,6 +35,26 @@ class PieceLoraConfig(LoraConfig):
     share_experts: bool = False
 
 
+def own_words(config: LoraConfig) -> dict[str, Any]:
+    """What `config` says beyond PEFT's words, as the file beside an adapter holds it; empty where it says nothing."""
+    pieces, shared = getattr(config, "pieces", None) or {}, getattr(config, "share_experts", False)
+    words = {"pieces": dict(pieces)} if pieces or shared else {}
+    return words | ({"share_experts": True} if shared else {})
+
+
+def with_own_words(
+    config: LoraConfig, pieces: Mapping[str, list[str]] | None = None, *, share_experts: bool = False
+) -> LoraConfig:
+    """`config` that says these besides; as it is where that is nothing."""
+    known = own_words(config)
+    pieces = {**known.get("pieces", {}), **(pieces or {})}
+    shared = share_experts or "share_experts" in known
+    if not pieces and not shared:
+        return config
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig)}
+    return PieceLoraConfig(**values, pieces=pieces, share_experts=shared)
+
+
 def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
     """The piece `name` of the linear `module`; fused: its layout, if it is made of pieces.
 
@@ -47,28 +68,31 @@ def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
     return pieces[name]
 
 
-def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> PieceLoraConfig:
-    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands."""
+def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConfig:
+    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands; as it is where there
+    are no pieces.
+    """
+    if not pieces:
+        return config
     ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
     for key, names in pieces.items():
         number = len(names)
         ranks[key] = number * ranks.get(key, config.r)
         alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig) if f.init}
-    values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
-    shared = getattr(config, "share_experts", False)
-    return PieceLoraConfig(**values, pieces={key: list(names) for key, names in pieces.items()}, share_experts=shared)
+    found = with_own_words(config, pieces)
+    found.rank_pattern, found.alpha_pattern = ranks, alphas
+    return found
 
 
 def pieces_of(config: LoraConfig, name: str) -> list[str]:
     """The pieces of the linear `name` that `config` is about; empty for all of it."""
-    chosen: dict[str, list[str]] = getattr(config, "pieces", None) or {}
+    chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
     return next((names for key, names in chosen.items() if name == key or name.endswith(f".{key}")), [])
 
 
 def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
     """Each entry of `pieces` is about a target, and names its pieces."""
-    chosen: dict[str, list[str]] = getattr(config, "pieces", None) or {}
+    chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
     for key, names in chosen.items():
         about = [name for name in targets if name == key or name.endswith(f".{key}")]
         if not about:
