@@ -17,7 +17,7 @@ import torch
 import yaml
 from peft.utils.other import get_pattern_key
 
-from meshlora.adapter.targets.patterns import pattern_key
+from meshlora.adapter.targets.options import pattern_key
 from meshlora.cli.main import main
 from meshlora.common.limits import time_limit
 from meshlora.common.reading import parse_json, parse_yaml

@@ -15,10 +15,9 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from meshlora.adapter.initialization import draw_factors
+from meshlora.adapter.initialization import WHOLE_MATRIX, draw_factors, take_out_of_base
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX, take_out_of_base
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UserError, did_you_mean
@@ -109,7 +108,7 @@ def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> N
     init = planned.config.init_lora_weights
 
     def drawn(target: Target) -> Mapping[str, Tensor]:
-        return draw_factors(target, target.shapes, init=init, seed=seed)
+        return draw_factors(target, init=init, seed=seed)
 
     attach(model, name, planned, None if init in WHOLE_MATRIX else drawn)
 

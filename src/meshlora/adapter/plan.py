@@ -16,9 +16,9 @@ from typing import Any
 
 from peft import LoraConfig
 
+from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.adapter.targets.resolve import Target, resolve_targets
-from meshlora.adapter.whole_matrix import check_whole_matrix
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.model.dp_shard import check_not_sharded
 from meshlora.plan.grads import (

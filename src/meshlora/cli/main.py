@@ -315,7 +315,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:
     """What is known of a prepared run."""
-    from meshlora.adapter.targets.describe import describe_targets
+    from meshlora.adapter.targets.resolve import describe_targets
     from meshlora.config.presets import resolved
 
     config, adapter = run.config, run.blueprint.trained

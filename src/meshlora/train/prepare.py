@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX
+from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import is_writable

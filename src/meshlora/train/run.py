@@ -21,7 +21,7 @@ import torch
 from meshlora.adapter.attach import runtime
 from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.adapter.merging.merge import check_merge, merge
-from meshlora.adapter.targets.describe import describe_targets
+from meshlora.adapter.targets.resolve import describe_targets
 from meshlora.comm.collectives import broadcast_in_place
 from meshlora.comm.groups import Mesh, join, launcher_place, leave
 from meshlora.common.console import Console

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 
+from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.targets.resolve import Target
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import RunConfig
 from meshlora.loading.blueprint import Blueprint, make_blueprint

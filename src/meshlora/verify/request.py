@@ -22,8 +22,8 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.targets.expert_targets import with_whole_projections
-from meshlora.adapter.whole_matrix import WHOLE_MATRIX
 from meshlora.comm.groups import on_gpus
 from meshlora.common.compat import READ_FROM
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason

@@ -45,7 +45,7 @@ from meshlora.adapter.formats.peft_format import (
     write_adapter,
 )
 from meshlora.adapter.formats.per_expert import refuse_per_expert
-from meshlora.adapter.targets.patterns import check_patterns, pattern_key
+from meshlora.adapter.targets.options import check_patterns, pattern_key
 from meshlora.adapter.targets.pieces import own_words
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import open_safetensors, read_json, write_atomically

@@ -31,7 +31,7 @@ from meshlora.adapter.formats.file_tensors import (
     read_tensor,
     to_shared,
 )
-from meshlora.adapter.targets.patterns import check_patterns, pattern_key
+from meshlora.adapter.targets.options import check_patterns, pattern_key
 from meshlora.adapter.targets.pieces import with_own_words, with_pieces
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError

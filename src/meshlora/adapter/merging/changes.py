@@ -24,9 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from meshlora.adapter.formats.file_tensors import PREFIX, read_tensor
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_keys, read_config
 from meshlora.adapter.formats.per_expert import refuse_per_expert
-from meshlora.adapter.targets.patterns import check_patterns
+from meshlora.adapter.targets.options import check_patterns, check_values
 from meshlora.adapter.targets.resolve import DESCRIPTIVE
-from meshlora.adapter.targets.values import check_values
 from meshlora.common.compat import is_stored_in_out, targets_as_configured
 from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import open_safetensors

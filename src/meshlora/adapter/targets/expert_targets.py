@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from meshlora.adapter.targets.patterns import pattern_key
+from meshlora.adapter.targets.options import matches, pattern_key
 from meshlora.adapter.targets.pieces import with_pieces
 from meshlora.common.compat import rewrite_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
@@ -38,8 +38,8 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     for name in given:
         owner, _, leaf = name.rpartition(".")
         fused = f"{owner}.gate_up_proj" if owner else "gate_up_proj"
-        is_piece = leaf in ("gate_proj", "up_proj") and not _matches([name], plan.projections)
-        about = _matches([fused], plan.projections) if is_piece else []
+        is_piece = leaf in ("gate_proj", "up_proj") and not matches([name], plan.projections)
+        about = matches([fused], plan.projections) if is_piece else []
         if about and all(plan.projections[projection].fused is not None for projection in about):
             found.setdefault(fused, []).append(leaf.removesuffix("_proj"))
             name = fused
@@ -48,14 +48,14 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     if not found:
         return config
     whole = [name for name in given if name in names]
-    if clash := _matches(found, _matches(whole, plan.projections)):  # however each of them is written
+    if clash := matches(found, matches(whole, plan.projections)):  # however each of them is written
         raise UserError(
             f"target_parameters={given}",
             f"{clash[0]} and its parts are both named",
             "name one A for both, or each part",
         )
     for projection in plan.projections:
-        about = [fused for fused in found if _matches([fused], [projection])]
+        about = [fused for fused in found if matches([fused], [projection])]
         if len(about) > 1:
             raise UserError(
                 f"target_parameters={given}",
@@ -73,7 +73,7 @@ def _of_whole(
     pattern: dict[str, Any],
     default: Any,
     fused: Mapping[str, Iterable[str]],
-    named: Iterable[str],
+    named: Collection[str],
     option: str,
     plan: ModelPlan,
 ) -> dict[str, Any]:
@@ -83,12 +83,12 @@ def _of_whole(
     """
     changed = dict(pattern)
     replaced: set[str] = set()
-    others = [*plan.linears, *_matches(named, _parameters(plan))]
+    others = [*plan.linears, *matches(named, _parameters(plan))]
     for name, pieces in fused.items():
         ends = [f"{piece}_proj" for piece in pieces]
         parts = [name.removesuffix("gate_up_proj") + end for end in ends]
         keys = [pattern_key(pattern, part) for part in parts]
-        for projection in _matches([name], plan.projections):
+        for projection in matches([name], plan.projections):
             for end, part, key in zip(ends, parts, keys, strict=True):
                 own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
                 if own in pattern and own != key:  # one entry cannot say both
@@ -125,9 +125,9 @@ def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[
     every = _parameters(plan)
     others = [name for name, _ in model.named_parameters() if name not in every]
     for name in wanted:
-        if _matches([name], every):
+        if matches([name], every):
             continue
-        if other := _matches([name], others):
+        if other := matches([name], others):
             raise UnsupportedError(
                 f"target_parameters matches {other[0]}", "LoRA on this parameter is not supported", "leave it out"
             )
@@ -136,7 +136,7 @@ def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[
             f"{name!r} matches no parameter of the model",
             did_you_mean(name, {_short(full) for full in [*plan.projections]} or {_short(full) for full in every}),
         )
-    return [name.removesuffix(".weight") for name in _matches(wanted, every) if _is_chosen(name, config)]
+    return [name.removesuffix(".weight") for name in matches(wanted, every) if _is_chosen(name, config)]
 
 
 def _parameters(plan: ModelPlan) -> list[str]:
@@ -150,11 +150,6 @@ def _is_chosen(name: str, config: LoraConfig) -> bool:
     end = name.removesuffix(".weight").rpartition(".")[2]
     asked = dataclasses.replace(config, target_modules={end}, target_parameters=None)
     return bool(check_target_module_exists(asked, name.removesuffix(".weight")))
-
-
-def _matches(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
-    wanted = list(wanted)
-    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in wanted)]
 
 
 def _short(name: str) -> str:
@@ -186,7 +181,7 @@ def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -
             "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
             "leave out use_dora, or this target",
         )
-    by_weight = [name for name in linears if _matches(config.target_parameters or (), [f"{name}.weight"])]
+    by_weight = [name for name in linears if matches(config.target_parameters or (), [f"{name}.weight"])]
     transposed = [name for name in by_weight if plan.linears[name].is_transposed]
     if by_weight and (config.use_dora or transposed):
         what = f"use_dora on {by_weight[0]}" if config.use_dora else f"{transposed[0]}, which is stored [in, out]"
@@ -202,7 +197,7 @@ def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPla
         return None
     names = [name if name in plan.projections else f"{name}.weight" for name in targets]
     every = _parameters(plan)
-    about = _matches(given, every)
+    about = matches(given, every)
     return given if set(about) <= set(names) else [name for name in names if name in about]
 
 
@@ -218,8 +213,8 @@ def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) ->
         return config
     kept = [name for name in named if name not in reached]
     given = config.target_modules if isinstance(config.target_modules, set | list) else ()
-    ends = {end for end in given if not _matches([end], reached)}
-    ends |= set(kept) - set(_matches(ends, kept))
+    ends = {end for end in given if not matches([end], reached)}
+    ends |= set(kept) - set(matches(ends, kept))
     found = dataclasses.replace(config, target_modules=ends)
     own = [f"{name}.weight" for name in reached]
     found.target_parameters = [*(n for n in config.target_parameters or () if n not in own), *own]

@@ -14,7 +14,7 @@ from typing import Any
 
 from peft import LoraConfig
 
-from meshlora.adapter.targets.patterns import pattern_key
+from meshlora.adapter.targets.options import matches, pattern_key
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.layout import Layout, Piece
 from meshlora.plan.rules import ModelPlan
@@ -87,14 +87,14 @@ def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConf
 def pieces_of(config: LoraConfig, name: str) -> list[str]:
     """The pieces of the linear `name` that `config` is about; empty for all of it."""
     chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
-    return next((names for key, names in chosen.items() if name == key or name.endswith(f".{key}")), [])
+    return next((names for key, names in chosen.items() if matches([key], [name])), [])
 
 
 def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
     """Each entry of `pieces` is about a target, and names its pieces."""
     chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
     for key, names in chosen.items():
-        about = [name for name in targets if name == key or name.endswith(f".{key}")]
+        about = matches([key], targets)
         if not about:
             raise UserError(
                 f"pieces: {key}",
@@ -109,7 +109,7 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
             rule = plan.rule_of(name)
             for piece in names:
                 piece_of(rule.fused if rule is not None else None, name, piece)
-            if key == next(other for other in chosen if name == other or name.endswith(f".{other}")):
+            if key == next(other for other in chosen if matches([other], [name])):
                 _check_patterns(config, key, name)
 
 

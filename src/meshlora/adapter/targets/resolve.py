@@ -1,6 +1,6 @@
 """Targets: which linears an adapter sits on, and with which rank and scale.
 
-Owns: reading `peft.LoraConfig` as PEFT does, refusing what is not supported by name.
+Owns: reading `peft.LoraConfig` as PEFT does, refusing what is not supported by name; what came out of it, in words.
 Does not own: drawing the factors (`adapter.initialization`), the file format (`adapter.formats.peft_format`).
 """
 
@@ -18,15 +18,22 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 from meshlora.adapter.targets.expert_targets import check_experts, matched_parameters, with_whole_projections
-from meshlora.adapter.targets.patterns import check_each_pattern, check_patterns, pattern_key, shown, suffixes
+from meshlora.adapter.targets.options import (
+    check_each_pattern,
+    check_patterns,
+    check_values,
+    rank_and_scaling,
+    shown,
+    suffixes,
+)
 from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
-from meshlora.adapter.targets.values import check_values
 from meshlora.common.compat import refuse_mamba_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import ExpertRule, ModelPlan
+from meshlora.plan.table import folded_names
 
-_SUPPORTED = {
+SUPPORTED = {
     "r",
     "lora_alpha",
     "lora_dropout",
@@ -107,6 +114,18 @@ class Target:
         return f"{self.name}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
 
 
+def describe_targets(targets: Mapping[str, Target]) -> list[str]:
+    """One line for each kind of target: where the adapter sits, as it came out of the configuration."""
+    lines = []
+    for name, same in folded_names(targets).items():
+        first = targets[same[0]]
+        times = f", {len(same)} layers" if len(same) > 1 else ""
+        experts = f", {'one for all of' if first.is_shared else 'each of'} {first.num_experts} experts"
+        pieces = f" ({', '.join(first.pieces)})" if first.pieces else ""
+        lines.append(f"  LoRA r={first.r} on {name}{pieces}{times}{experts if first.num_experts else ''}")
+    return lines
+
+
 def check_supported(config: LoraConfig) -> None:
     """Refuse every option that is set and that meshlora would not follow.
 
@@ -121,14 +140,14 @@ def check_supported(config: LoraConfig) -> None:
     default = LoraConfig()
     for option in dataclasses.fields(config):
         value = getattr(config, option.name)
-        if option.name in _SUPPORTED | DESCRIPTIVE or value == getattr(default, option.name):
+        if option.name in SUPPORTED | DESCRIPTIVE or value == getattr(default, option.name):
             continue
         if not value and not getattr(default, option.name):  # None, [], {} and False all say "off"
             continue
         raise UnsupportedError(
             f"LoraConfig({option.name}={value!r})",
             "this option is not supported yet",
-            f"leave it at {getattr(default, option.name)!r}; supported: {', '.join(sorted(_SUPPORTED))}",
+            f"leave it at {getattr(default, option.name)!r}; supported: {', '.join(sorted(SUPPORTED))}",
         )
     if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
         raise UnsupportedError(f"LoraConfig(task_type={config.task_type!r})", "only CAUSAL_LM is supported")
@@ -200,24 +219,31 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
 
 
 def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
+    given = config.target_modules
+    if config.exclude_modules:
+        way_out = "exclude less"
+    elif config.modules_to_save:
+        way_out = "a module is trained in full or by LoRA: take it out of one of the two"
+    elif isinstance(given, str):
+        way_out = f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
+    else:
+        way_out = did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))
     return UserError(
-        f"target_modules={shown(config.target_modules)}",
+        f"target_modules={shown(given)}",
         "it matches no linear layer of the model"
         + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
         + (" that exclude_modules leaves" if config.exclude_modules else "")
         + (f" that modules_to_save={list(config.modules_to_save)} leaves" if config.modules_to_save else ""),
-        _way_to_a_match(config, plan),
+        way_out,
     )
 
 
 def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
     key = f"{name}.weight" if by_weight else name  # what PEFT calls it in patterns
-    r = config.rank_pattern.get(pattern_key(config.rank_pattern, key), config.r)
-    alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, key), config.lora_alpha)
+    r, scaling = rank_and_scaling(config, key)
     pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
-    scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
     target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
     rule = plan.rule_of(name)
     if rule is None:
@@ -279,14 +305,3 @@ def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
             f"{plan.model_type} has no weight that is stored [in, out], so it has no effect",
             "leave it out",
         )
-
-
-def _way_to_a_match(config: LoraConfig, plan: ModelPlan) -> str:
-    given = config.target_modules
-    if config.exclude_modules:
-        return "exclude less"
-    if config.modules_to_save:
-        return "a module is trained in full or by LoRA: take it out of one of the two"
-    if isinstance(given, str):
-        return f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
-    return did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))

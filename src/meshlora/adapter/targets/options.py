@@ -1,23 +1,27 @@
-"""The patterns of an adapter's options, matched as PEFT matches them, and in time.
+"""The options of an adapter: types and ranges, whatever it is for, and patterns, matched as PEFT does, and in time.
 
-Owns: which options hold regular expressions, and what PEFT puts around each; refusing those that are none, that take
-too long on the names of a model, or that are about none of them. Does not own: which names are targets
-(`adapter.targets.resolve`).
+Owns: refusing what PEFT takes unseen, fails on far away, or reads as something else; which options hold regular
+expressions, and what PEFT puts around each; refusing those that are none, that take too long on the names of a model,
+or that are about none of them. Does not own: which names are targets, and which options are followed
+(`adapter.targets.resolve` for training, `adapter.merging.changes` for merging).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, LoraRuntimeConfig
 
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.limits import OutOfTimeError, time_limit
 from meshlora.plan.rules import ModelPlan
 
+# Far beyond the width of any matrix; and what float32 can still multiply with.
+_LARGEST_RANK, _LARGEST_ALPHA = 2**16, 1e9
 # All of them on all names take milliseconds.
 _SECONDS = 1.0
 # What PEFT matches, with the option's text for {}; the first two, where they are no list of names, as a whole.
@@ -29,6 +33,73 @@ _FORMS = {
     "alpha_pattern": r"(.*\.)?({})$",
     "modules_to_save": r"(^|.*\.){}($|\..*)",
 }
+
+
+def _are_names(value: object, *, or_text: bool = False) -> bool:
+    """Names, one text in their place where that is allowed, or nothing."""
+    if value is None or (or_text and isinstance(value, str)):
+        return True
+    return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
+
+
+_are_texts = functools.partial(_are_names, or_text=True)
+
+
+def _are_indices(value: object) -> bool:
+    return value is None or all(type(i) is int for i in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+# Option -> (whether a value is one of its own, what it has to be).
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
+    "layers_to_transform": (_are_indices, "it is a whole number or a list of them"),
+    "layers_pattern": (_are_texts, "it is a name or a list of names"),
+    **dict.fromkeys(
+        ("use_rslora", "use_dora", "fan_in_fan_out"), (lambda value: isinstance(value, bool), "it is true or false")
+    ),
+    "runtime_config": (lambda value: isinstance(value, LoraRuntimeConfig | dict), "it is a group of keys"),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (_is_mapping, "it maps patterns to numbers, as in {q_proj: 8}")),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), (_are_names, "it is a list of names")),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules"), (_are_texts, "it is a list of names or one regular expression")
+    ),
+}
+
+
+def check_values(config: LoraConfig) -> None:
+    """Types and ranges of the options that PEFT takes unseen, fails on far away, or reads as something else.
+
+    Raises:
+        UserError: names the option.
+    """
+    for option, (is_right, rule) in _VALUES.items():
+        if not is_right(value := getattr(config, option)):
+            raise UserError(f"LoraConfig({option}={value!r})", rule)
+    check_patterns(config)
+    for what, rank in _numbers(config, "r", "rank_pattern"):
+        if type(rank) is not int or not 1 <= rank <= _LARGEST_RANK:
+            raise UserError(
+                f"LoraConfig({what}={rank!r})", f"a rank is a whole number of at least 1, at most {_LARGEST_RANK}"
+            )
+    dropout = config.lora_dropout
+    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+        raise UserError(f"LoraConfig(lora_dropout={dropout!r})", "it is a share in [0, 1)", "0.05 to 0.1 is usual")
+    for what, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= _LARGEST_ALPHA:
+            raise UserError(
+                f"LoraConfig({what}={alpha!r})",
+                f"lora_alpha is a number above 0, at most {_LARGEST_ALPHA:g}",
+                "2 * r is usual",
+            )
+
+
+def _numbers(config: LoraConfig, option: str, pattern: str) -> list[tuple[str, Any]]:
+    """(What it is called, its value) of an option and of each entry of its pattern."""
+    return [(option, getattr(config, option)), *((f"{pattern}[{k!r}]", v) for k, v in getattr(config, pattern).items())]
 
 
 def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
@@ -59,6 +130,18 @@ def pattern_key(patterns: Iterable[str], name: str) -> str:
     return next((key for key in patterns if _compiled(_FORMS["rank_pattern"].replace("{}", key)).match(name)), name)
 
 
+def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
+    """r, and s of `s * B @ A`, of the target that patterns know as `name`."""
+    r = config.rank_pattern.get(pattern_key(config.rank_pattern, name), config.r)
+    alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, name), config.lora_alpha)
+    return r, alpha / math.sqrt(r) if config.use_rslora else alpha / r
+
+
+def matches(ends: Collection[str], names: Iterable[str]) -> list[str]:
+    """Those of `names` that are one of `ends`, or end with a dot and one of them."""
+    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
+
+
 def _patterns(config: LoraConfig) -> Iterator[tuple[str, str]]:
     """(option, its text) of all."""
     for option in _FORMS:
@@ -87,7 +170,7 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
     for option in every:
         given = getattr(config, option) or ()
         for suffix in [] if isinstance(given, str) else sorted(given):
-            about = [n for n in every[option] if n == suffix or n.endswith(f".{suffix}")]
+            about = matches([suffix], every[option])
             if not about:
                 raise UserError(
                     f"{option}={shown(given)}",
