@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from tests.changed import Fault
 
-_ARITHMETIC, _CHANGES, _MERGE = (
-    "adapter/merging/arithmetic.py",
-    "adapter/merging/changes.py",
-    "adapter/merging/merge.py",
-)
+_CHANGES, _MERGE = "adapter/merging/changes.py", "adapter/merging/merge.py"
 _LOGITS = "tests/unit/test_merge.py::test_logits_are_those_of_model_and_adapter"
 _ROUNDED = "tests/unit/test_merge.py::test_half_precision_is_rounded_once"
 _OF_PARTS = "tests/unit/test_merge.py::test_update_of_a_concatenation_goes_to_its_parts"
@@ -19,28 +15,28 @@ _OF_PARTS = "tests/unit/test_merge.py::test_update_of_a_concatenation_goes_to_it
 OF_MERGING: dict[str, Fault] = {
     "scale_forgotten": Fault(
         "B A is merged times alpha / r",
-        _ARITHMETIC,
+        _CHANGES,
         "view.addmm_(b.to(view.dtype), a.to(view.dtype), alpha=lora.scaling)",
         "view.addmm_(b.to(view.dtype), a.to(view.dtype))",
         f"{_LOGITS}[llama]",
     ),
     "square_matrices_not_transposed": Fault(
         "B A is transposed where the weight is stored [in, out], whatever its shape",
-        _ARITHMETIC,
+        _CHANGES,
         "view = weight.T if lora.is_transposed else weight",
         "view = weight.T if lora.is_transposed and len(weight) != weight.shape[1] else weight",
         f"{_LOGITS}[gpt2_conv1d]",
     ),
     "dora_norm_of_the_base": Fault(
         "DoRA divides by the norms of base and product together",
-        _ARITHMETIC,
+        _CHANGES,
         "norm = torch.linalg.vector_norm(view, dim=1)",
         "norm = torch.linalg.vector_norm(view - lora.scaling * b.to(view.dtype) @ a.to(view.dtype), dim=1)",
         f"{_LOGITS}[dora]",
     ),
     "dora_norm_of_columns": Fault(
         "DoRA's norms are those of the rows of [out, in]",
-        _ARITHMETIC,
+        _CHANGES,
         "norm = torch.linalg.vector_norm(view, dim=1)",
         "norm = torch.linalg.vector_norm(view, dim=int(len(view) != view.shape[1]))",
         f"{_LOGITS}[dora]",
@@ -104,14 +100,14 @@ OF_MERGING: dict[str, Fault] = {
     ),
     "rounded_before_the_product": Fault(
         "a merged weight is rounded once",
-        _ARITHMETIC,
+        _CHANGES,
         "return torch.float64 if tensor.dtype == torch.float64 else torch.float32",
         "return tensor.dtype",
         _ROUNDED,
     ),
     "float64_merged_in_float32": Fault(
         "beside a float64 base products are computed in float64",
-        _ARITHMETIC,
+        _CHANGES,
         "return torch.float64 if tensor.dtype == torch.float64 else torch.float32",
         "return torch.float32",
         "tests/unit/test_merge.py::test_float64_is_merged_in_float64",
@@ -124,42 +120,42 @@ _AS_PEFT = f"{_EXPERTS}::test_the_same_bytes_as_peft_writes"
 OF_MERGING_EXPERTS: dict[str, Fault] = {
     "a_of_the_neighbour": Fault(
         "each expert gets its own A",
-        _ARITHMETIC,
+        _CHANGES,
         "own_a = a.view(lora.num_experts, lora.r, -1)[expert]",
         "own_a = a.view(lora.num_experts, lora.r, -1)[expert - 1]",
         f"{_AS_PEFT}[qwen3_moe]",
     ),
     "b_with_the_expert_slow": Fault(
         "in B the expert is the fast index",
-        _ARITHMETIC,
+        _CHANGES,
         "own_b = b.view(-1, lora.r, lora.num_experts)[:, :, expert]",
         "own_b = b.view(-1, lora.num_experts, lora.r)[:, expert]",
         f"{_AS_PEFT}[gpt_oss]",
     ),
     "gate_and_up_exchanged": Fault(
         "gate gets the first half of the product, up the second",
-        _ARITHMETIC,
+        _CHANGES,
         "a, b, matrix.dtype)[tuple(inside)]",
         "a, b, matrix.dtype).roll(len(matrix), 0)[tuple(inside)]",
         f"{_AS_PEFT}[mixtral]",
     ),
     "scale_of_experts_twice": Fault(
         "the product of an expert is scaled once",
-        _ARITHMETIC,
+        _CHANGES,
         "own_a.to(dtype)) * lora.scaling",
         "own_a.to(dtype)) * lora.scaling**2",
         f"{_EXPERTS}::test_ranks_and_scales_are_those_of_peft[option0]",
     ),
     "stack_merged_into_the_first_alone": Fault(
         "every expert of a stack is merged",
-        _ARITHMETIC,
+        _CHANGES,
         "enumerate(weight):",
         "enumerate(weight[:1]):",
         f"{_AS_PEFT}[granitemoe]",
     ),
     "square_experts_not_transposed": Fault(
         "the product of an expert is transposed where its matrix is stored [in, out], whatever its shape",
-        _ARITHMETIC,
+        _CHANGES,
         "return product.T if lora.is_transposed else product",
         "return product.T if lora.is_transposed and len(product) != product.shape[1] else product",
         f"{_EXPERTS}::test_square_matrices_of_experts_are_merged_the_right_way_round",

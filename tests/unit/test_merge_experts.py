@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from meshlora.adapter.merging.arithmetic import merged_expert
+from meshlora.adapter.merging.changes import merged_expert
 from meshlora.adapter.merging.merge import merge
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import MeshloraError, UnsupportedError

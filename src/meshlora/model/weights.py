@@ -11,6 +11,7 @@ through a map of its own.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,7 +187,7 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
                 tensor = _read_local(stored, where, source, mesh)
                 value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
                 _check_finite(value, stored, source)
-                _check_tied(aliases[name], source)
+                check_tied(aliases[name], source)
                 if path in plan.quantized and leaf == "weight":
                     assert isinstance(module, ParallelLinear)
                     assert plan.quantization is not None
@@ -281,7 +282,7 @@ def _stored_name(name: str, source: Source, aliases: dict[str, list[str]]) -> st
     return next(alias for alias in aliases[name] if source.shape(alias) is not None)
 
 
-def _check_tied(names: list[str], source: Source) -> None:
+def check_tied(names: Sequence[str], source: Source) -> None:
     """Where a checkpoint stores a tied weight twice, both are the same; transformers would not tie them otherwise."""
     first, *others = [name for name in names if source.shape(name) is not None]
     for name in others:

@@ -1,8 +1,9 @@
-"""What an adapter folder changes in a model: which base tensors it replaces, and to which it adds a product.
+"""What an adapter folder changes in a model: which base tensors it replaces, to which it adds a product, and the sum.
 
 Owns: reading a PEFT LoRA folder of every kind that can be merged, with every check, for any model on one process.
 PEFT itself says what it would attach, on the meta device; so every option that picks modules, ranks and scales is
-followed as PEFT follows it. Does not own: the arithmetic and the writing (`adapter.merging.merge`).
+followed as PEFT follows it. And the arithmetic: a merged weight is computed once, in float32 (float64 beside float64),
+rounded by nobody here. Does not own: the writing (`adapter.merging.merge`).
 """
 
 from __future__ import annotations
@@ -25,34 +26,13 @@ from meshlora.adapter.formats.file_tensors import PREFIX, read_tensor
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_keys, read_config
 from meshlora.adapter.formats.per_expert import refuse_per_expert
 from meshlora.adapter.targets.options import check_patterns, check_values
-from meshlora.adapter.targets.resolve import DESCRIPTIVE
+from meshlora.adapter.targets.resolve import DESCRIPTIVE, SUPPORTED
 from meshlora.common.compat import is_stored_in_out, targets_as_configured
 from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import open_safetensors
 
 # Set in a file, these change neither which base PEFT runs nor what it adds in evaluation; the rest is refused.
-_FOLLOWED = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "use_dora",
-    "lora_bias",
-    "bias",
-    "fan_in_fan_out",
-    "modules_to_save",
-    "target_modules",
-    "target_parameters",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "init_lora_weights",
-    "eva_config",
-    "loftq_config",
-    "ensure_weight_tying",
-}
+_FOLLOWED = SUPPORTED | DESCRIPTIVE | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying"}
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _RESIDUAL_INITS = ("pissa", "olora")
 
@@ -160,7 +140,7 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
     default = LoraConfig()
     for field in dataclasses.fields(LoraConfig):  # PEFT's own: the words about pieces are for further training
         value = getattr(config, field.name)
-        if field.name in _FOLLOWED | DESCRIPTIVE or value == getattr(default, field.name) or not value:
+        if field.name in _FOLLOWED or value == getattr(default, field.name) or not value:
             continue
         raise UnsupportedError(f"{where}: {field.name}={value!r}", "an adapter with this option cannot be merged")
     if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
@@ -219,17 +199,15 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
             continue
         name = path.removeprefix(PREFIX).replace(".base_layer", "")
         base = module.get_base_layer()
-        if isinstance(module, peft_lora.ParamWrapper):
-            residual = _residual(wrapped, name, base, config, is_embedding=module.get_param().ndim != 2)
-            found[f"{name}.{module.parameter_name}"] = Change(lora=_product_of_parameter(path, module, residual))
-            continue
+        is_parameter = isinstance(module, peft_lora.ParamWrapper)  # of a linear, or of experts: a stack of matrices
+        is_stack = is_parameter and module.get_param().ndim != 2
         is_embedding = isinstance(module, peft_lora.Embedding)
-        if not is_embedding and not (isinstance(module, peft_lora.Linear) and hasattr(base, "weight")):
+        if not (is_parameter or is_embedding or (isinstance(module, peft_lora.Linear) and hasattr(base, "weight"))):
             raise UnsupportedError(
                 f"LoRA on {name}", f"merging it into a {type(base).__name__} is not supported", "leave it unmerged"
             )
         a, b = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
-        is_transposed = is_embedding or isinstance(base, Conv1D)
+        is_transposed = is_embedding or (isinstance(base, Conv1D) and not is_parameter)
         magnitude = f"{path}.lora_magnitude_vector" if config.use_dora else None
         product = Lora(
             a=f"{path}.{a}",
@@ -237,10 +215,11 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
             r=module.r["default"],
             scaling=module.scaling["default"],
             magnitude=magnitude,
-            is_transposed=is_transposed,
-            residual=_residual(wrapped, name, base, config, is_embedding=is_embedding),
+            is_transposed=is_stored_in_out(module) if is_stack else is_transposed,
+            residual=_residual(wrapped, name, base, config, is_matrix=not is_embedding and not is_stack),
+            num_experts=module.num_experts if is_stack else 0,
         )
-        found[f"{name}.weight"] = Change(lora=product)
+        found[f"{name}.{module.parameter_name if is_parameter else 'weight'}"] = Change(lora=product)
         if config.lora_bias:
             if getattr(base, "bias", None) is None:
                 raise UnsupportedError(
@@ -250,30 +229,63 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
     return found
 
 
-def _product_of_parameter(path: str, module: Any, residual: str) -> Lora:
-    """What is added to a parameter: a matrix, or a stack of the matrices of experts."""
-    is_stack = module.get_param().ndim == 3
-    return Lora(
-        a=f"{path}.lora_A.weight",
-        b=f"{path}.lora_B.weight",
-        r=module.r["default"],
-        scaling=module.scaling["default"],
-        magnitude=None,
-        is_transposed=is_stack and is_stored_in_out(module),
-        residual=residual,
-        num_experts=module.num_experts if is_stack else 0,
-    )
-
-
-def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_embedding: bool) -> str:
+def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_matrix: bool) -> str:
     """Which product PEFT takes out of the base when it attaches the adapter, as it does again on every load."""
     init = config.init_lora_weights
     if not isinstance(init, str) or init.lower() not in _RESIDUAL_INITS:
         return ""
     weight = getattr(base, "weight", None)  # a stack of experts has none
     num_users = sum(p is weight for _, p in wrapped.named_parameters(remove_duplicate=False))
-    refused = is_embedding or num_users > 1 or (init.lower() == "olora" and isinstance(base, Conv1D))
+    refused = not is_matrix or num_users > 1 or (init.lower() == "olora" and isinstance(base, Conv1D))
     if refused or config.use_dora:
         what = "together with DoRA" if config.use_dora else f"on {name}, a {type(base).__name__}"
         raise UnsupportedError(f"init_lora_weights={init!r} {what}", "this cannot be merged")
     return init.lower()
+
+
+def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
+    """`W + s B A` (DoRA: its rows scaled to norm m), in place where `weight` is float32 or float64.
+
+    Args:
+        weight: [out, in], or [in, out] where `lora.is_transposed`; a stack of these, `[E, ...]`, of experts.
+        a: [r, in]. b: [out, r]. magnitude: [out]. Of experts a: [r*E, in], b: [out, r*E], as in `Lora`.
+    """
+    weight = weight.to(wide_dtype(weight))
+    if lora.num_experts:
+        for expert, matrix in enumerate(weight):
+            matrix.add_(_product_of_expert(expert, lora, a, b, matrix.dtype))
+        return weight
+    view = weight.T if lora.is_transposed else weight  # [out, in]
+    if lora.residual == "pissa":
+        u, s, vh = torch.linalg.svd(view, full_matrices=False)
+        view.addmm_(u[:, : lora.r] * s[: lora.r], vh[: lora.r], alpha=-1)
+    elif lora.residual == "olora":
+        q, r = torch.linalg.qr(view)
+        # Times the scale, as PEFT has it: B A starts as Q R, not as Q R / s.
+        view.addmm_(q[:, : lora.r], r[: lora.r], alpha=-lora.scaling)
+    view.addmm_(b.to(view.dtype), a.to(view.dtype), alpha=lora.scaling)
+    if magnitude is not None:
+        norm = torch.linalg.vector_norm(view, dim=1)
+        view.mul_((magnitude.to(view.dtype) / norm)[:, None])
+    return weight
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """In which products are computed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _product_of_expert(expert: int, lora: Lora, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`s B A` of one expert, as its matrix is stored."""
+    own_a = a.view(lora.num_experts, lora.r, -1)[expert]
+    own_b = b.view(-1, lora.r, lora.num_experts)[:, :, expert]
+    product = (own_b.to(dtype) @ own_a.to(dtype)) * lora.scaling
+    return product.T if lora.is_transposed else product
+
+
+def merged_expert(matrix: Tensor, place: tuple[slice | int, ...], lora: Lora, a: Tensor, b: Tensor) -> Tensor:
+    """One matrix of one expert, which lies at `place` in the parameter that the adapter changes."""
+    matrix = matrix.to(wide_dtype(matrix))
+    expert, *inside = place
+    assert isinstance(expert, int), place
+    return matrix.add_(_product_of_expert(expert, lora, a, b, matrix.dtype)[tuple(inside)])

@@ -1,6 +1,6 @@
 """The last word on a merge: transformers + peft, with the adapter beside the model and with the merged model.
 
-Owns: running both and the tolerance. None of the arithmetic of `adapter.merging.arithmetic` is used here.
+Owns: running both and the tolerance. None of the arithmetic of `adapter.merging.changes` is used here.
 """
 
 from __future__ import annotations

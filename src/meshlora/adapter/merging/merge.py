@@ -1,9 +1,8 @@
 """Merging: a checkpoint and an adapter in, one plain checkpoint out, with the logits of both.
 
 Owns: what is written, tied weights that the adapter makes differ, the output folder. One process, one tensor in memory
-at a time; only the model's meta structure is built. Does not own: what an adapter changes (`adapter.merging.changes`),
-the arithmetic (`adapter.merging.arithmetic`), the bytes of a file (`model.stream`), comparing logits
-(`adapter.merging.check`).
+at a time; only the model's meta structure is built. Does not own: what an adapter changes, and the arithmetic
+(`adapter.merging.changes`), the bytes of a file (`model.stream`), comparing logits (`adapter.merging.check`).
 """
 
 from __future__ import annotations
@@ -23,14 +22,20 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from meshlora.adapter.merging.arithmetic import merged_expert, merged_weight, wide_dtype
-from meshlora.adapter.merging.changes import Change, Changes, read_changes
+from meshlora.adapter.merging.changes import (
+    Change,
+    Changes,
+    merged_expert,
+    merged_weight,
+    read_changes,
+    wide_dtype,
+)
 from meshlora.adapter.merging.check import compare_logits
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.model.building import build_on_meta
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
-from meshlora.model.weights import CheckpointSource, check_checkpoint, kept_wide
+from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide
 
 INDEX = "model.safetensors.index.json"
 _LARGEST_TO_RUN = 2 * 2**30
@@ -62,13 +67,21 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Planned:
-    """All that is known of a merge before a weight of the model is read."""
+    """All that is known of a merge before a weight of the model is read.
+
+    Attributes:
+        aliases: name -> all names of the same tensor. untied: those that are no longer the same.
+    """
 
     source: CheckpointSource
     changes: Changes
     aliases: Mapping[str, list[str]]
     untied: list[str]
     outputs: list[_Output]
+
+    def read_base(self, name: str) -> Tensor:
+        """The weight of the model, whichever of its names it is stored under."""
+        return self.source.read(next(a for a in self.aliases.get(name, [name]) if self.source.shape(a) is not None))
 
 
 def check_merge(
@@ -105,13 +118,12 @@ def merge(
     if out.exists():
         raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
     planned = _planned(source_folder, Path(adapter_folder), config, dtype, trust_remote_code=trust_remote_code)
-    source, changes, aliases = planned.source, planned.changes, planned.aliases
-    untied, outputs = planned.untied, planned.outputs
+    outputs, is_untied = planned.outputs, bool(planned.untied)
     try:
         with new_folder(out) as folder:
             _copy_files(source_folder, folder)
-            _write_config(source_folder, folder, dtype, untie=bool(untied))
-            meant = _write_weights(folder, outputs, source, changes, aliases)
+            _write_config(source_folder, folder, dtype, untie=is_untied)
+            meant = _write_weights(folder, planned)
             check = "every tensor read back"
             _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
             if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
@@ -125,9 +137,9 @@ def merge(
         raise MeshloraError(f"{out}: the merged model could not be written ({reason(error)})") from error
     return Merged(
         num_tensors=len(outputs),
-        num_changed=sum(o.name in changes.by_name for o in outputs),
+        num_changed=sum(o.name in planned.changes.by_name for o in outputs),
         num_bytes=sum(o.entry.num_bytes for o in outputs),
-        is_untied=bool(untied),
+        is_untied=is_untied,
         check=check,
     )
 
@@ -143,7 +155,8 @@ def _planned(
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     source = CheckpointSource(model_folder, model)
     aliases = check_checkpoint(model, source, allow_unused=True)
-    _check_stored_twice(source, aliases)
+    for tied in {tuple(names) for names in aliases.values()}:
+        check_tied(tied, source)
     wide = kept_wide(model, dtype) if dtype is not None else set()
     names = set(model.state_dict())
     changes = _alike(_shared(read_changes(model, adapter_folder), aliases), aliases)
@@ -152,18 +165,6 @@ def _planned(
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
     return _Planned(source, changes, aliases, untied, outputs)
-
-
-def _check_stored_twice(source: CheckpointSource, aliases: Mapping[str, list[str]]) -> None:
-    """Where a checkpoint stores a tied weight under two names, both are the same."""
-    for names in {tuple(names) for names in aliases.values() if len(names) > 1}:
-        first, *others = [name for name in names if source.shape(name) is not None]
-        if any(not torch.equal(source.read(first), source.read(name)) for name in others):
-            raise UserError(
-                f"{source.describe()}: {first} and {others[0]}",
-                "config.json ties them, but they differ",
-                "set tie_word_embeddings: false in config.json",
-            )
 
 
 def _shared(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
@@ -285,19 +286,17 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, *, unti
     write_json_atomically(folder / "config.json", stored)
 
 
-def _write_weights(
-    folder: Path, outputs: list[_Output], source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]
-) -> dict[str, dict[str, str]]:
+def _write_weights(folder: Path, planned: _Planned) -> dict[str, dict[str, str]]:
     """File -> key -> SHA-256 of what was meant."""
+    outputs, source = planned.outputs, planned.source
     by_key = {(o.file, o.entry.key): o for o in outputs}
     # A and B of both projections of a layer's experts, whose matrices take turns where they are stored one by one.
-    read_factor = functools.lru_cache(maxsize=4)(changes.read)
+    read_factor = functools.lru_cache(maxsize=4)(planned.changes.read)
     meant = {}
     for name in sorted({o.file for o in outputs}):
 
         def read(entry: Entry, file: str = name) -> Tensor:
-            output = by_key[file, entry.key]
-            return _value(output, source, changes, aliases, read_factor)
+            return _value(by_key[file, entry.key], planned, read_factor)
 
         with open_safetensors(source.folder / name) as file:
             metadata = file.metadata() or {"format": "pt"}
@@ -315,25 +314,19 @@ def _index(outputs: list[_Output]) -> dict[str, Any]:
     return {"metadata": total, "weight_map": {o.entry.key: o.file for o in outputs}}
 
 
-def _value(
-    output: _Output,
-    source: CheckpointSource,
-    changes: Changes,
-    aliases: Mapping[str, list[str]],
-    read_factor: Callable[[str], Tensor],
-) -> Tensor:
+def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tensor]) -> Tensor:
     """The tensor to write, in its final type. read_factor: reads the adapter's tensors, and keeps the last ones."""
-    change = changes.by_name.get(output.name, Change())
-    place = output.place
+    source, place = planned.source, output.place
+    change = planned.changes.by_name.get(output.name, Change())
     if place is not None and change.whole is None and (change == Change() or source.stored[output.name].experts):
         with open_safetensors(source.folder / output.file) as file:
             value = file.get_tensor(output.entry.key).clone()
         if lora := change.lora:
             value = merged_expert(value, place, lora, read_factor(lora.a), read_factor(lora.b))
     else:
-        value = _merged_parameter(output.name, change, source, changes, aliases)
+        value = _merged_parameter(output.name, change, planned)
         value = value if place is None else value[place]
-    value = _cast(value, output)
+    value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
     if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
         for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
             with open_safetensors(tensor.file) as file:
@@ -344,13 +337,9 @@ def _value(
     return value
 
 
-def _merged_parameter(
-    name: str, change: Change, source: CheckpointSource, changes: Changes, aliases: Mapping[str, list[str]]
-) -> Tensor:
-    if change.whole is not None:
-        value = changes.read(change.whole)
-    else:
-        value = source.read(next(a for a in aliases.get(name, [name]) if source.shape(a) is not None))
+def _merged_parameter(name: str, change: Change, planned: _Planned) -> Tensor:
+    changes = planned.changes
+    value = changes.read(change.whole) if change.whole is not None else planned.read_base(name)
     if lora := change.lora:
         magnitude = changes.read(lora.magnitude) if lora.magnitude else None
         value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
@@ -358,10 +347,6 @@ def _merged_parameter(
         key, scaling = change.bias
         value = value.to(wide_dtype(value)).add_(changes.read(key).to(wide_dtype(value)), alpha=scaling)
     return value
-
-
-def _cast(value: Tensor, output: _Output) -> Tensor:
-    return value.to(FLOATS[output.entry.dtype]) if output.entry.dtype in FLOATS else value
 
 
 def _read_back(
