@@ -245,14 +245,16 @@ OF_EXPORTING: dict[str, Fault] = {
         "loralib's alpha / r is the scale, with rsLoRA too",
         "adapter/formats/export.py",
         "factors[module] = Factors(a, b, rank, scaling * rank,",
-        "factors[module] = Factors(a, b, rank, alpha / r * rank,",
+        "root = math.sqrt(r) if config.use_rslora else 1\n"
+        "        factors[module] = Factors(a, b, rank, scaling / root * rank,",
         f"{_LORALIB}::test_plain_adapter_with_patterns_and_biases_survives_both_ways",
     ),
     "pieces_of_loralib_from_the_first_on": Fault(
         "a piece that is enabled gets its own rows",
-        "adapter/formats/loralib.py",
-        "block_b[where[name], j * r : (j + 1) * r]",
-        "block_b[where[names[j]], j * r : (j + 1) * r]",
+        "adapter/formats/export.py",
+        "whole = to_blocks(own, rows=_equal_blocks(module, out_features), out_features=out_features)",
+        "rows = dict(zip(pieces, _equal_blocks(module, out_features).values(), strict=False))\n"
+        "    whole = to_blocks(own, rows=rows, out_features=out_features)",
         f"{_LORALIB}::test_pieces_become_a_merged_linear_with_the_same_update[enabled0]",
     ),
     "embedding_under_the_names_of_a_linear": Fault(

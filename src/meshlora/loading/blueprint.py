@@ -18,7 +18,7 @@ import transformers
 from peft import LoraConfig
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, check_adapter, plan_folder
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import read_json
@@ -101,7 +101,7 @@ class Blueprint:
             UserError: files are missing or damaged, or of another model. UnsupportedError: what is not proved.
         """
         adapter = plan_folder(self.model, self.plan, folder, ignore_dropout=ignore_dropout)
-        check_adapter(adapter, self.plan)
+        read_factors(adapter, self.plan)
         return dataclasses.replace(self, adapter=adapter)
 
     def check_weights(self) -> None:

@@ -22,12 +22,11 @@ from meshlora.adapter.formats.export import check_new, write_folder
 from meshlora.adapter.formats.file_tensors import (
     ExpertFactors,
     base_keys,
-    factors_of_file,
     file_keys,
     file_tensors,
     read_tensors,
 )
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_adapter, plan_folder, read_config
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, plan_folder, read_config, read_factors
 from meshlora.adapter.formats.per_expert import (
     EngineNames,
     by_projection,
@@ -78,7 +77,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     planned = plan_adapter(model, plan, config, strict=False, folder=folder)
     targets = planned.targets
     _check_targets(folder, targets, plan)
-    check_adapter(planned, plan)
+    full, _ = read_factors(planned, plan)
     # On disk the pieces of a linear are one adapter of all their ranks.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
     r, scaling = max(ranks.values()), _one_scaling(folder, targets)
@@ -86,7 +85,6 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     written = {key: tensors[key] for key in base_keys(linears, plan).values() if key in tensors}
     for (_, side), key in file_keys(linears).items():
         written[key] = _padded(tensors[key], r, dim=0 if side == "A" else 1)
-    full = factors_of_file(tensors, targets, folder / WEIGHTS_FILE)
     for rule in plan.experts.values():
         written |= _of_layer(rule, full, r, names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)

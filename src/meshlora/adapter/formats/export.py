@@ -1,20 +1,24 @@
 """Adapters in other hands' formats: plain PEFT folders, and the `lora_state_dict` of microsoft/LoRA, both ways.
 
-Owns: adapters on pieces of fused matrices, in block form on our disk and compact in loralib's `MergedLinear`; reading
-back what was written. Does not own: where the rows of a piece lie (a function is given), how a folder is written
+Owns: names and shapes of loralib; adapters on pieces of fused matrices, in block form on our disk and compact there;
+whether a model has such names; reading back what was written. Does not own: how a folder is written
 (`adapter.formats.peft_format`), the form of serving engines (`adapter.formats.engine_export`).
 
 Block form, a normal PEFT adapter: for k of the n pieces of one matrix, each with rank r, A is the stack `[k*r, in]` and
 B is `[out, k*r]`, zero but for the rows of piece j in columns `j*r : (j+1)*r`. rank_pattern says k*r, alpha_pattern
 keeps the scale alpha/r, and `meshlora.json` beside it names the pieces: `{"pieces": {"c_attn": ["q", "v"]}}`.
+
+loralib's `Linear` and `Embedding` hold A `[r, in]` and B `[out, r]`, as PEFT does. Its `MergedLinear`, of n equal
+pieces of which k have LoRA, holds A `[k*r, in]` and B `[k * out/n, r]`, each piece's product on its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,40 +27,48 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from meshlora.adapter.formats.file_tensors import PREFIX, read_tensors
-from meshlora.adapter.formats.loralib import (
-    Factors,
-    PieceRows,
-    blocks,
-    check_for_loralib,
-    check_modules,
-    equal_blocks,
-    from_loralib,
-    loralib_state,
-    parse_metadata,
-    without_wrappers,
-)
+from meshlora.adapter.formats.file_tensors import PREFIX, ExpertFactors, from_blocks, read_tensors, to_blocks
 from meshlora.adapter.formats.peft_format import (
     CONFIG_FILE,
     PIECES_FILE,
     WEIGHTS_FILE,
+    config_to_store,
     read_config,
     write_adapter,
 )
 from meshlora.adapter.formats.per_expert import refuse_per_expert
-from meshlora.adapter.targets.options import check_patterns, pattern_key
-from meshlora.adapter.targets.pieces import own_words
+from meshlora.adapter.merging.changes import check_mergeable
+from meshlora.adapter.targets.options import check_patterns, matches, rank_and_scaling
+from meshlora.adapter.targets.pieces import own_words, pieces_of
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import open_safetensors, read_json, write_atomically
 
-LAYOUTS = ("peft", "loralib")
+# What DistributedDataParallel and torch.compile put before the names of the model inside.
+_WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")
+# A lora_state_dict does not say which modules are embeddings.
+_EMBEDDINGS = {"wte", "wpe", "embed_tokens", "embed_in", "word_embeddings"}
+# What `MergedLinear` is used for: GPT-2's c_attn.
+_PIECES = ("q", "k", "v")
 _SIDES = {
     ".lora_A.weight": "A",
     ".lora_B.weight": "B",
     ".lora_embedding_A": "A",
     ".lora_embedding_B": "B",
 }
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One module's product `lora_alpha / r * B @ A`. pieces: the enabled ones, in block form; empty: the whole."""
+
+    a: Tensor
+    b: Tensor
+    r: int
+    lora_alpha: float
+    is_embedding: bool = False
+    pieces: tuple[str, ...] = ()
 
 
 class Imported(NamedTuple):
@@ -66,39 +78,30 @@ class Imported(NamedTuple):
     prefix: str
 
 
-def export(adapter: str | Path, out: str | Path, layout: str, *, piece_rows: PieceRows | None = None) -> int:
+def export(adapter: str | Path, out: str | Path, layout: Literal["peft", "loralib"]) -> int:
     """Write the adapter folder `adapter` as `out`; returns the number of tensors, all of them read back.
 
     Args:
         layout: "peft": a plain PEFT folder, without `meshlora.json`: whoever trains it on fills the zeros of blocks.
             "loralib": one safetensors file with `<module>.lora_A`, `<module>.lora_B` as `loralib.lora_state_dict` names
             them, and r, lora_alpha and enable_lora in its metadata.
-        piece_rows: where pieces lie; default: `equal_blocks()`.
 
     Raises:
         UserError: files missing or damaged, `out` is there already, adapters on single experts (`import_per_expert`).
         UnsupportedError: loralib has no such adapter.
     """
     folder, target = Path(adapter), Path(out)
-    if layout not in LAYOUTS:
-        raise UserError(f"layout {layout!r}", f"it must be one of {', '.join(LAYOUTS)}", did_you_mean(layout, LAYOUTS))
     check_new(target, ".safetensors" if layout == "loralib" else "")
     config = read_config(folder, ignore_dropout=True)
     if layout == "loralib":
-        check_for_loralib(config, f"{folder / CONFIG_FILE}")
+        _check_for_loralib(config, f"{folder / CONFIG_FILE}")
     tensors = read_tensors(folder / WEIGHTS_FILE)
     refuse_per_expert(folder, tensors, *(["use --layout peft"] if layout == "peft" else []))
-    rows = piece_rows or equal_blocks()
-    # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
-    pieces = own_words(config).get("pieces", {}) if layout == "loralib" else {}
-    factors, biases = _factors(tensors, config, pieces, f"{folder}", strict=layout == "loralib")
-    for module, each in factors.items():
-        if each.pieces:
-            blocks(module, each, rows)  # refuses what is not block form
+    factors, biases = _factors(tensors, config, f"{folder}", strict=layout == "loralib")
     if layout == "peft":
         write_folder(target, tensors, read_json(folder / CONFIG_FILE), {})
         return len(tensors)
-    state, metadata = loralib_state(factors, biases, rows)
+    state, metadata = _loralib_state(factors, biases)
     _write_file(target, state, metadata)
     return len(state)
 
@@ -109,8 +112,6 @@ def import_loralib(
     *,
     lora_alpha: float | None = None,
     enable_lora: Sequence[bool] | None = None,
-    base_model: str | None = None,
-    piece_names: Sequence[str] = ("q", "k", "v"),
     model: nn.Module | None = None,
 ) -> Imported:
     """Write a microsoft/LoRA `lora_state_dict`, stored as safetensors, as the adapter folder `out`.
@@ -134,9 +135,9 @@ def import_loralib(
             "convert it where you trust it: safetensors.torch.save_file(torch.load(file, weights_only=True), new_file)",
         )
     check_new(target)
-    tensors, prefix = without_wrappers(source, read_tensors(source))
+    tensors, prefix = _without_wrappers(source, read_tensors(source))
     with open_safetensors(source) as opened:
-        metadata = parse_metadata(source, (opened.metadata() or {}).get("loralib"))
+        metadata = _parse_metadata(source, (opened.metadata() or {}).get("loralib"))
     alpha = lora_alpha if lora_alpha is not None else metadata.get("lora_alpha")
     if alpha is None:
         raise UserError(f"{source}", "it does not say lora_alpha", "give --lora-alpha, the value it was trained with")
@@ -149,9 +150,7 @@ def import_loralib(
     for module in modules:
         own = metadata.get("modules", {}).get(module, {})
         enabled = metadata.get("enable_lora", {}).get(module) if enable_lora is None else enable_lora
-        factors[module] = from_loralib(
-            source, module, tensors, float(own.get("lora_alpha", alpha)), enabled, tuple(piece_names)
-        )
+        factors[module] = _from_loralib(source, module, tensors, float(own.get("lora_alpha", alpha)), enabled)
     known = {f"{module}.lora_{side}" for module in modules for side in "AB"}
     biases = {key: tensor for key, tensor in tensors.items() if key not in known}
     # Old GPT-2 code keeps its causal mask in a buffer of this name, and loralib takes it for a bias.
@@ -159,8 +158,8 @@ def import_loralib(
     if wrong := [key for key in biases if not key.endswith(".bias")]:
         raise UserError(f"{source}: {wrong[0]}", "it is neither lora_A, lora_B nor a bias")
     if model is not None:
-        check_modules(source, factors, biases, model)
-    config, stored = _peft_state(factors, biases, base_model)
+        _check_modules(source, factors, biases, model)
+    config, stored = _peft_state(factors, biases)
     pieces = {_common(module, factors): list(each.pieces) for module, each in factors.items() if each.pieces}
     write_folder(target, stored, config, {"pieces": pieces} if pieces else {})
     return Imported(len(stored), prefix)
@@ -174,15 +173,154 @@ def check_new(target: Path, suffix: str = "") -> None:
         raise UserError(f"--out {target}", f"this layout is one file, whose name ends in {suffix}")
 
 
+def _check_for_loralib(config: LoraConfig, where: str) -> None:
+    """Refuse every option that is more than `W + s B A` and biases.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    check_mergeable(config, where)
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower() in {"pissa", "olora"}:
+        raise UnsupportedError(
+            f"{where}: init_lora_weights={init!r}", "its base is not the model's; loralib adds to that"
+        )
+    for option in ("use_dora", "lora_bias", "modules_to_save"):
+        if value := getattr(config, option, None):
+            raise UnsupportedError(f"{where}: {option}={value!r}", "loralib has no such option", "use --layout peft")
+
+
+def _loralib_state(
+    factors: Mapping[str, Factors], biases: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state, and what to write beside it: r, lora_alpha, enable_lora by module, and modules that differ."""
+    state = dict(biases)
+    enabled: dict[str, list[bool]] = {}
+    for module, each in factors.items():
+        state[f"{module}.lora_A"] = each.a
+        state[f"{module}.lora_B"] = each.b
+        if each.pieces:
+            state[f"{module}.lora_B"] = _compact_b(module, each)
+            enabled[module] = [name in each.pieces for name in _PIECES]
+    first = next(iter(factors.values()))
+    metadata: dict[str, Any] = {"r": first.r, "lora_alpha": first.lora_alpha, "enable_lora": enabled}
+    metadata["modules"] = {
+        module: {"r": each.r, "lora_alpha": each.lora_alpha}
+        for module, each in factors.items()
+        if (each.r, each.lora_alpha) != (first.r, first.lora_alpha)
+    }
+    return state, metadata
+
+
+def _parse_metadata(file: Path, text: str | None) -> dict[str, Any]:
+    """What `_loralib_state` wrote beside the state; empty for a file of other origin."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+        assert isinstance(found, dict)
+        assert all(isinstance(found.get(key, {}), dict) for key in ("enable_lora", "modules"))
+    except (ValueError, AssertionError):
+        raise UserError(f"{file}", "its metadata `loralib` is not what `meshlora export` writes") from None
+    return found
+
+
+def _without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """(tensors under the names of the model inside, what was before all of them).
+
+    Raises:
+        UserError: what wrappers put there is before some names only, or within one.
+    """
+    prefixes = {key: match.group() for key in tensors if (match := _WRAPPERS.match(key))}
+    prefix = next(iter(prefixes.values()), "")
+    for key, own in prefixes.items():
+        if own != prefix or "._orig_mod." in key[len(own) :]:
+            raise UserError(
+                f"{file}: {key}",
+                "DistributedDataParallel or torch.compile was around a part of the model, which has other names",
+                "save the state of the model inside: model.module, model._orig_mod",
+            )
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}, prefix
+
+
+def _check_modules(file: Path, factors: Mapping[str, Factors], biases: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Every name of a lora_state_dict is one of `model`, which may be on the meta device, and fits there.
+
+    Raises:
+        UserError: names the first that does not.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    for name, each in factors.items():
+        weight = f"{name}.weight"
+        if name not in modules or weight not in parameters:
+            raise UserError(f"{file}: {name}", "the model has no such matrix", did_you_mean(name, modules))
+        shape, product = tuple(parameters[weight].shape), (each.b.shape[0], each.a.shape[1])
+        if isinstance(modules[name], Conv1D | nn.Embedding):  # these hold the transpose
+            product = product[::-1]
+        if product != shape:
+            raise UserError(f"{file}: {name}", f"it is for a matrix {list(product)}, and the model's is {list(shape)}")
+    for name, bias in biases.items():
+        if name not in parameters or parameters[name].shape != bias.shape:
+            raise UserError(
+                f"{file}: {name} {list(bias.shape)}", "the model has no such bias", did_you_mean(name, parameters)
+            )
+
+
+def _from_loralib(
+    file: Path, module: str, tensors: Mapping[str, Tensor], alpha: float, enabled: Sequence[bool] | None
+) -> Factors:
+    """One module of a lora_state_dict, in block form where it is a `MergedLinear`."""
+    a, b = tensors.get(f"{module}.lora_A"), tensors.get(f"{module}.lora_B")
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
+        raise UserError(f"{file}: {module}", "it needs lora_A and lora_B, both matrices (Conv2d is not supported)")
+    r = b.shape[1]
+    if a.shape[0] == r and (enabled is None or sum(enabled) != 1):
+        return Factors(a, b, r, alpha, is_embedding=module.rpartition(".")[2] in _EMBEDDINGS)
+    num_enabled = a.shape[0] // r
+    if a.shape[0] % r or b.shape[0] % num_enabled:
+        raise UserError(f"{file}: {module}", f"lora_A {list(a.shape)} and lora_B {list(b.shape)} do not fit together")
+    if enabled is None:
+        raise UserError(
+            f"{file}: {module}",
+            f"{num_enabled} pieces have LoRA, and the file does not say which",
+            "give --enable-lora, as in 1,0,1 for q and v",
+        )
+    if len(enabled) != len(_PIECES) or sum(enabled) != num_enabled:
+        raise UserError(
+            f"enable_lora={list(enabled)}",
+            f"{module} has LoRA on {num_enabled} pieces of {len(_PIECES)} ({', '.join(_PIECES)})",
+        )
+    out_features = b.shape[0] // num_enabled * len(_PIECES)
+    pieces = tuple(name for name, on in zip(_PIECES, enabled, strict=True) if on)
+    each_a, each_b = a.unsqueeze(0).chunk(num_enabled, 1), b.unsqueeze(0).chunk(num_enabled, 1)
+    own = {name: ExpertFactors(*sides) for name, *sides in zip(pieces, each_a, each_b, strict=True)}
+    whole = to_blocks(own, rows=_equal_blocks(module, out_features), out_features=out_features)
+    return Factors(a, whole.b[0], r, alpha, pieces=pieces)
+
+
+def _compact_b(module: str, factors: Factors) -> Tensor:
+    """B of all enabled pieces, one below the other, `[rows of them, r]`; outside of them it must be zero."""
+    rows = _equal_blocks(module, factors.b.shape[0])
+    if unknown := [name for name in factors.pieces if name not in rows]:
+        raise UserError(f"{module}: piece {unknown[0]!r}", did_you_mean(unknown[0], rows))
+    if list(factors.pieces) != [name for name in rows if name in factors.pieces]:
+        raise UserError(f"{module}: pieces {list(factors.pieces)}", f"their order should be that of {list(rows)}")
+    whole = ExpertFactors(factors.a.unsqueeze(0), factors.b.unsqueeze(0))
+    found = from_blocks(whole, pieces=factors.pieces, rows=rows, where=module)
+    return torch.cat([each.b[0] for each in found.values()])
+
+
+def _equal_blocks(module: str, out_features: int) -> dict[str, Tensor]:
+    """Piece -> its rows: pieces of equal size one after another are all that loralib's `MergedLinear` knows."""
+    if out_features % len(_PIECES):
+        raise UserError(f"{module}: {out_features} outputs", f"they are not {len(_PIECES)} equal pieces")
+    return dict(zip(_PIECES, torch.arange(out_features).chunk(len(_PIECES)), strict=True))
+
+
 def _factors(
-    tensors: Mapping[str, Tensor],
-    config: LoraConfig,
-    pieces: Mapping[str, Sequence[str]],
-    where: str,
-    *,
-    strict: bool,
+    tensors: Mapping[str, Tensor], config: LoraConfig, where: str, *, strict: bool
 ) -> tuple[dict[str, Factors], dict[str, Tensor]]:
-    """Module -> its factors, and the biases. strict: nothing else may be in the file."""
+    """Module -> its factors, and the biases. strict: nothing else may be in the file, and pieces are what they are."""
     found: dict[str, dict[str, Tensor]] = {}
     embeddings: set[str] = set()
     biases: dict[str, Tensor] = {}
@@ -203,30 +341,30 @@ def _factors(
         if sides.keys() != {"A", "B"}:
             raise UserError(f"{where}: {module}", f"it has lora_{next(iter(sides))} only")
         a, b = sides["A"], sides["B"]
-        r = config.rank_pattern.get(pattern_key(config.rank_pattern, module), config.r)
-        alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, module), config.lora_alpha)
+        r, scaling = rank_and_scaling(config, module)
         # LoRA on experts, which only a plain copy can hold, has r for each expert.
-        needed = r if strict or pieces else a.shape[0]
+        needed = r if strict else a.shape[0]
         if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (needed, needed):
             raise UserError(
                 f"{where}: {module}",
                 f"A {list(a.shape)} and B {list(b.shape)} are not of rank {r}, as {CONFIG_FILE} says",
             )
-        scaling = alpha / math.sqrt(r) if config.use_rslora else alpha / r
-        enabled = next((names for m, names in pieces.items() if module == m or module.endswith(f".{m}")), ())
+        # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
+        enabled = pieces_of(config, module) if strict else []
         if enabled and r % len(enabled):
             raise UserError(f"{where}: {module}", f"rank {r} is not the same for {len(enabled)} pieces")
         rank = r // max(1, len(enabled))
         factors[module] = Factors(a, b, rank, scaling * rank, module in embeddings, tuple(enabled))
     if not factors:
         raise UserError(where, "it holds no lora_A")
-    if unused := [m for m in pieces if not any(module == m or module.endswith(f".{m}") for module in factors)]:
+    pieces = own_words(config).get("pieces", {}) if strict else {}
+    if unused := [module for module in pieces if not matches([module], factors)]:
         raise UserError(f"{where}: {PIECES_FILE} names {unused[0]}", "there is no such module in the adapter")
     return factors, biases
 
 
 def _peft_state(
-    factors: Mapping[str, Factors], biases: Mapping[str, Tensor], base_model: str | None
+    factors: Mapping[str, Factors], biases: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     plain = next((f for f in factors.values() if not f.pieces), next(iter(factors.values())))
     ranks = {m: f.r * max(1, len(f.pieces)) for m, f in factors.items()}
@@ -238,9 +376,6 @@ def _peft_state(
         rank_pattern={_common(m, factors): r for m, r in ranks.items() if r != plain.r},
         alpha_pattern={_common(m, factors): alpha for m, alpha in alphas.items() if alpha != plain.lora_alpha},
         bias=_bias_option(factors, biases),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
-        inference_mode=True,
     )
     stored = {}
     for module, each in factors.items():
@@ -250,8 +385,7 @@ def _peft_state(
     for key, tensor in biases.items():
         module = key.removesuffix(".bias")
         stored[f"{PREFIX}{module}.base_layer.bias" if module in factors else f"{PREFIX}{key}"] = tensor
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    return json.loads(json.dumps(values, default=lambda value: getattr(value, "value", str(value)))), stored
+    return config_to_store(config, None), stored
 
 
 def _bias_option(factors: Mapping[str, Factors], biases: Mapping[str, Tensor]) -> Literal["none", "all", "lora_only"]:
@@ -270,17 +404,15 @@ def _common(module: str, factors: Mapping[str, Factors]) -> str:
 def write_folder(
     target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> None:
-    """`write_adapter`: write beside `target`, read back, then rename: it appears only where it is right."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """`write_adapter`, read back before it is at `target`: it appears only where it is right."""
+
+    def check(folder: Path) -> None:
+        _compare(folder / WEIGHTS_FILE, tensors)
+        if read_json(folder / CONFIG_FILE) != config or own_words(read_config(folder, ignore_dropout=True)) != own:
+            raise MeshloraError(f"{target}: read back, {CONFIG_FILE} differs from what was written")
+
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as temporary:
-            folder = Path(temporary) / target.name
-            write_adapter(folder, tensors, config, own)
-            _compare(folder / WEIGHTS_FILE, tensors)
-            found = read_config(folder, ignore_dropout=True)
-            if read_json(folder / CONFIG_FILE) != config or own_words(found) != own:
-                raise MeshloraError(f"{target}: read back, {CONFIG_FILE} differs from what was written")
-            folder.rename(target)
+        write_adapter(target, tensors, config, own, also=check)
     except (OSError, SafetensorError) as error:
         raise MeshloraError(f"{target}: it could not be written ({reason(error)})") from error
 

@@ -65,7 +65,7 @@ def save_adapter(
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
     # On every rank, so that what cannot be stored ends all of them.
     planned = state.adapters[name].plan
-    config = json.loads(json.dumps(_config_to_store(planned.stored, state.source)))
+    config = config_to_store(planned.stored, state.source)
     full = gather_adapter(model, name, only_rank=0)
     tensors, broken, failure = {}, "", ""
     if state.mesh.rank == 0:
@@ -135,7 +135,7 @@ def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
     """Attach the adapter in the folder of `planned`, of which every rank keeps its part."""
     assert planned.folder is not None
     _check_same_base(model, planned.folder / WEIGHTS_FILE, planned.targets)
-    full, trained = _read_factors(planned, runtime(model).plan)
+    full, trained = read_factors(planned, runtime(model).plan)
     attach(model, name, planned, lambda target: full[target.name], trained)
 
 
@@ -227,12 +227,7 @@ def _pieces(values: Any, where: str) -> dict[str, list[str]]:
     return {str(key): list(names) for key, names in pieces.items()}
 
 
-def check_adapter(planned: AdapterPlan, plan: ModelPlan) -> None:
-    """Every check of the values in the folder of `planned`; plan: of the model."""
-    _read_factors(planned, plan)
-
-
-def _read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """(full factors by module and part, whole values of trained parameters), every one checked."""
     assert planned.folder is not None
     file, targets = planned.folder / WEIGHTS_FILE, planned.targets
@@ -285,13 +280,14 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
         )
 
 
-def _config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
+def config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
     values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts")}
     values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
     values["inference_mode"] = True
     values["task_type"] = "CAUSAL_LM"
-    return {key: _plain(value) for key, value in values.items()}
+    found: dict[str, Any] = json.loads(json.dumps({key: _plain(value) for key, value in values.items()}))
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -77,7 +77,7 @@ def extra_entry_in_file(full: Tensors, *_: Any, **__: Any) -> Tensors:
     return full | {name.replace(".lora_", ".old_lora_"): full[name].clone()}
 
 
-@after(peft_format, "_config_to_store")
+@after(peft_format, "config_to_store")
 def alpha_doubled_in_file(stored: dict[str, Any], *_: Any) -> dict[str, Any]:
     """the stored configuration is that of the adapter"""
     return stored | {"lora_alpha": 2 * stored["lora_alpha"]}
