@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import open_mesh
@@ -182,7 +183,9 @@ if __name__ == "__main__":
 
 
 def write_for_ever(folders: list[str]) -> None:
-    """Body of a rank: new files in new folders, without a pause; no more than some hundred."""
+    """Body of two ranks: one writes new files in new folders, without a pause; one notices nothing."""
+    if dist.get_rank() == 1:
+        time.sleep(3600)
     for number in itertools.count():
         for folder in folders:
             new = Path(folder) / f"{os.getpid()}-{number % 100}"
