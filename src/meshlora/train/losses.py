@@ -19,7 +19,6 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch
 from meshlora.layers.head.loss import (
     IGNORED,
-    cross_entropies_from_hidden,
     log_probabilities_from_hidden,
     summed_cross_entropy_from_hidden,
 )
@@ -67,14 +66,14 @@ def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothin
         each = zip(_of_each(model, found, own), own, strict=True)
         return [_summed(one, rows.labels, rows.trained, label_smoothing) for one, (_, rows) in each]
     hidden, head, options = found
-    summed = cross_entropies_from_hidden(
+    summed = summed_cross_entropy_from_hidden(
         hidden,
         head,
         batch.labels.flatten(),
-        [rows.labels.numel() for _, rows in own],
-        **{name: value for name, value in options.items() if name != "parameters"},
+        **options,
         label_smoothing=label_smoothing,
         trained=batch.trained,
+        sizes=[rows.labels.numel() for _, rows in own],
     )
     return summed.unbind()
 

@@ -46,6 +46,7 @@ def summed_cross_entropy_from_hidden(
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
     trained: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of `(1-e) * -log p(label) + e * mean over the vocabulary of -log p`, e the smoothing.
 
@@ -62,42 +63,19 @@ def summed_cross_entropy_from_hidden(
         vocab: entries without the padding.
         chunk_tokens: trained tokens that pass the head at once; by default as many as `CHUNK_BYTES` hold.
         trained: int64, where `labels` is not `IGNORED`, in order; who knows it spares the host to wait for the device.
+        sizes: `[K]`, then the result is `[K]`: the sum of each of K groups of so many neighbouring tokens. Without
+            `parameters`.
 
     Raises:
         UserError: a label is not in the vocabulary; on a GPU an assertion there, which the host learns of later.
     """
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
+    assert sizes is None or (sum(sizes) == len(labels) and not parameters), (sizes, tuple(labels.shape))
     loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
-    rows, labels = _trained(hidden, labels, vocab, trained)
+    chunks = _Chunks.of(hidden, head, labels, trained, loss, chunk_tokens)
+    groups = None if sizes is None else to_device(torch.tensor(sizes), hidden.device)
     # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
-    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
-    tokens = _chunk_tokens(chunk_tokens, loss)
-    return _SummedCrossEntropy.apply(hidden, head, rows, labels, loss, tokens, has_gradient, *parameters)
-
-
-def cross_entropies_from_hidden(
-    hidden: Tensor,
-    head: Head,
-    labels: Tensor,
-    sizes: Sequence[int],
-    *,
-    axis: Axis,
-    vocab: int,
-    label_smoothing: float = 0.0,
-    chunk_tokens: int | None = None,
-    trained: Tensor | None = None,
-) -> Tensor:
-    """`[K]`: the summed cross-entropy of each of K groups of neighbouring tokens, `sizes` `[K]` of them.
-
-    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`; nothing behind `head` is trained.
-    """
-    assert sum(sizes) == len(labels), (sizes, tuple(labels.shape))
-    loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
-    rows, labels = _trained(hidden, labels, vocab, trained)
-    has_gradient = torch.is_grad_enabled() and hidden.requires_grad
-    tokens = _chunk_tokens(chunk_tokens, loss)
-    groups = to_device(torch.tensor(sizes), hidden.device)
-    return _CrossEntropyOfGroups.apply(hidden, head, rows, labels, loss, tokens, has_gradient, groups)
+    return _CrossEntropy.apply(hidden, chunks, groups, torch.is_grad_enabled(), *parameters)
 
 
 def log_probabilities_from_hidden(
@@ -117,23 +95,9 @@ def log_probabilities_from_hidden(
     the backward only: there the logits are computed once more, a chunk at a time.
     """
     loss = _ChunkLoss(axis, vocab, 0.0, _exact_dtype(hidden))
-    rows, targets = _trained(hidden, labels, vocab, trained)
-    found = _LogProbabilities.apply(hidden, head, rows, targets, loss, _chunk_tokens(chunk_tokens, loss), *parameters)
-    return found.new_zeros(labels.shape).index_copy(0, rows, found)
-
-
-def _trained(hidden: Tensor, labels: Tensor, vocab: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(where the trained tokens are, their labels)."""
-    assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
-    if rows is None:
-        rows = (labels != IGNORED).nonzero().squeeze(1)
-    targets = labels[rows]
-    _check_labels(targets, vocab)
-    return rows, targets
-
-
-def _chunk_tokens(given: int | None, loss: _ChunkLoss) -> int:
-    return given or max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
+    chunks = _Chunks.of(hidden, head, labels, trained, loss, chunk_tokens)
+    found = _LogProbabilities.apply(hidden, chunks, *parameters)
+    return found.new_zeros(labels.shape).index_copy(0, chunks.rows, found)
 
 
 def _exact_dtype(tensor: Tensor) -> torch.dtype:
@@ -208,152 +172,133 @@ class _ChunkLoss:
         return loss
 
 
-class _SummedCrossEntropy(Function):
-    """Forward: loss and gradients, chunk by chunk. Backward: the gradients times the scalar that comes in."""
+@dataclass(frozen=True)
+class _Chunks:
+    """How the trained tokens pass the head, a chunk at a time.
+
+    Attributes:
+        rows: where in `hidden` they are. labels: theirs. tokens: as many are a chunk. is_lifted: whether the head runs
+            in lifted float64.
+    """
+
+    head: Head
+    rows: Tensor
+    labels: Tensor
+    loss: _ChunkLoss
+    tokens: int
+    is_lifted: bool
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        head: Head,
+        labels: Tensor,
+        rows: Tensor | None,
+        loss: _ChunkLoss,
+        tokens: int | None,
+    ) -> _Chunks:
+        """Those of `hidden` `[T, H]` whose label is not `IGNORED`; rows: where, if that is known."""
+        assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
+        if rows is None:
+            rows = (labels != IGNORED).nonzero().squeeze(1)
+        targets = labels[rows]
+        _check_labels(targets, loss.vocab)
+        return cls(head, rows, targets, loss, _chunk_tokens(tokens, loss), is_lifted())
+
+    def run(
+        self,
+        hidden: Tensor,
+        parameters: Sequence[Tensor],
+        *,
+        needs_hidden: bool,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """(loss of each token, gradients of the sum of all for `hidden`, and for each of `parameters`).
+
+        weights: of the tokens in that sum; None: ones.
+        """
+        losses = hidden.new_empty(self.rows.shape, dtype=self.loss.dtype)
+        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        # At least fp32: a sum over chunks in bf16 would lose what each chunk adds.
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        # One for all chunks: to get fresh memory costs more than to compute in it.
+        buffer = hidden.new_empty(0, dtype=self.loss.dtype)
+
+        def one_chunk(chunk: slice) -> None:  # a function: its logits end with it
+            rows = self.rows[chunk]
+            x = hidden.index_select(0, rows).requires_grad_(needs_hidden)
+            inputs = [x, *parameters] if needs_hidden else list(parameters)
+            with torch.set_grad_enabled(bool(inputs)), lift(self.is_lifted):
+                logits = self.head(x)
+            d_logits = buffer.resize_(logits.shape)
+            losses[chunk] = self.loss(logits.detach(), self.labels[chunk], d_logits)
+            if not inputs:
+                return
+            if weights is not None:
+                d_logits.mul_(weights[chunk].unsqueeze(1))
+            grads = list(torch.autograd.grad(logits, inputs, d_logits.to(logits.dtype)))
+            if d_hidden is not None:
+                d_hidden.index_copy_(0, rows, grads.pop(0))
+            for total, grad in zip(sums, grads, strict=True):
+                total.add_(grad)
+
+        for start in range(0, len(self.rows), self.tokens):  # not split: that makes a chunk of no tokens
+            one_chunk(slice(start, start + self.tokens))
+        return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
+
+
+def _chunk_tokens(given: int | None, loss: _ChunkLoss) -> int:
+    return given or max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
+
+
+class _CrossEntropy(Function):
+    """Forward: sums and gradients, chunk by chunk. Backward: the gradients times what comes in for each sum."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Head,
-        rows: Tensor,
-        labels: Tensor,
-        loss: _ChunkLoss,
-        chunk_tokens: int,
-        has_gradient: bool,
-        *parameters: Tensor,
+        ctx: Any, hidden: Tensor, chunks: _Chunks, sizes: Tensor | None, has_gradient: bool, *parameters: Tensor
     ) -> Tensor:
-        losses, d_hidden, sums = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, parameters)
-        ctx.save_for_backward(d_hidden, *sums)
         ctx.is_trained = [p.requires_grad for p in parameters]
-        return losses.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, *sums = (None if d is None else _scaled(d, grads[0]) for d in ctx.saved_tensors)
-        by_parameter = iter(sums)
-        return (d_hidden, *[None] * 6, *(next(by_parameter) if trained else None for trained in ctx.is_trained))
-
-
-class _CrossEntropyOfGroups(Function):
-    """The same, one sum for each group of tokens, and only `hidden` has a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Head,
-        rows: Tensor,
-        labels: Tensor,
-        loss: _ChunkLoss,
-        chunk_tokens: int,
-        has_gradient: bool,
-        sizes: Tensor,
-    ) -> Tensor:
-        losses, d_hidden, _ = _by_chunks(hidden, head, rows, labels, loss, chunk_tokens, has_gradient, ())
-        ctx.save_for_backward(d_hidden, sizes)
+        trained = [p for p in parameters if has_gradient and p.requires_grad]
+        losses, d_hidden, sums = chunks.run(hidden, trained, needs_hidden=has_gradient and hidden.requires_grad)
+        ctx.save_for_backward(d_hidden, sizes, *sums)
+        if sizes is None:
+            return losses.sum()
         group_of = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(hidden))
-        return losses.new_zeros(len(sizes)).index_add_(0, group_of[rows], losses)
+        return losses.new_zeros(len(sizes)).index_add_(0, group_of[chunks.rows], losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, sizes = ctx.saved_tensors
+        d_hidden, sizes, *sums = ctx.saved_tensors
         if d_hidden is not None:
-            of_tokens = grads[0].repeat_interleave(sizes, output_size=len(d_hidden))
-            d_hidden = _scaled(d_hidden, of_tokens.unsqueeze(1))
-        return (d_hidden, *[None] * 7)
-
-
-def _by_chunks(
-    hidden: Tensor,
-    head: Head,
-    rows: Tensor,
-    labels: Tensor,
-    loss: _ChunkLoss,
-    chunk_tokens: int,
-    has_gradient: bool,
-    parameters: Sequence[Tensor],
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """(loss of each trained token, gradient of their sum for `hidden`, and for those of `parameters` that train)."""
-    losses = hidden.new_empty(rows.shape, dtype=loss.dtype)
-    trained = [p for p in parameters if has_gradient and p.requires_grad]
-    d_hidden = torch.zeros_like(hidden) if has_gradient and hidden.requires_grad else None
-    # At least fp32: a sum over chunks in bf16 would lose what each chunk adds.
-    sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-    # One for all chunks: to get fresh memory costs more than to compute in it.
-    buffer = hidden.new_empty(0, dtype=loss.dtype)
-
-    def one_chunk(rows: Tensor, labels: Tensor, out: Tensor) -> None:  # a function: its logits end with it
-        x = hidden.index_select(0, rows).requires_grad_(d_hidden is not None)
-        with torch.set_grad_enabled(has_gradient):
-            logits = head(x)
-        d_logits = buffer.resize_(logits.shape)
-        out.copy_(loss(logits.detach(), labels, d_logits))
-        if not has_gradient:
-            return
-        inputs = [x, *trained] if d_hidden is not None else trained
-        grads = list(torch.autograd.grad(logits, inputs, d_logits.to(logits.dtype)))
-        if d_hidden is not None:
-            d_hidden.index_copy_(0, rows, grads.pop(0))
-        for total, grad in zip(sums, grads, strict=True):
-            total.add_(grad)
-
-    for start in range(0, len(rows), chunk_tokens):  # not split: that makes a chunk of no tokens
-        chunk = slice(start, start + chunk_tokens)
-        one_chunk(rows[chunk], labels[chunk], losses[chunk])
-    return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, trained, strict=True)]
+            of_tokens = grads[0]
+            if sizes is not None:
+                of_tokens = of_tokens.repeat_interleave(sizes, output_size=len(d_hidden)).unsqueeze(1)
+            d_hidden = _scaled(d_hidden, of_tokens)
+        by_parameter = (_scaled(total, grads[0]) for total in sums)
+        return (d_hidden, *[None] * 3, *(next(by_parameter) if trained else None for trained in ctx.is_trained))
 
 
 class _LogProbabilities(Function):
     """Forward: log-probabilities, chunk by chunk; nothing but the inputs is saved. Backward: the chunks once more."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Head,
-        rows: Tensor,
-        labels: Tensor,
-        loss: _ChunkLoss,
-        chunk_tokens: int,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, rows, labels, *parameters)
-        ctx.head, ctx.loss, ctx.chunk_tokens, ctx.is_lifted = head, loss, chunk_tokens, is_lifted()
-        found = hidden.new_empty(rows.shape, dtype=loss.dtype)
-        buffer = hidden.new_empty(0, dtype=loss.dtype)
-        for start in range(0, len(rows), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            logits = head(hidden.index_select(0, rows[chunk]))
-            found[chunk] = loss(logits, labels[chunk], buffer.resize_(logits.shape)).neg_()
-        return found
+    def forward(ctx: Any, hidden: Tensor, chunks: _Chunks, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, *parameters)
+        ctx.chunks = chunks
+        return chunks.run(hidden, (), needs_hidden=False)[0].neg_()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, rows, labels, *parameters = ctx.saved_tensors
-        needs_hidden, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        hidden, *parameters = ctx.saved_tensors
+        needs_hidden, _, *needs = ctx.needs_input_grad
         trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
-        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-        buffer = hidden.new_empty(0, dtype=ctx.loss.dtype)
-        for start in range(0, len(rows), ctx.chunk_tokens):
-            chunk = slice(start, start + ctx.chunk_tokens)
-            x = hidden.index_select(0, rows[chunk]).requires_grad_(needs_hidden)
-            with torch.enable_grad(), lift(ctx.is_lifted):
-                logits = ctx.head(x)
-            d_logits = buffer.resize_(logits.shape)
-            ctx.loss(logits.detach(), labels[chunk], d_logits)
-            d_logits.mul_(-grads[0][chunk].unsqueeze(1))
-            found = list(torch.autograd.grad(logits, [x, *trained] if needs_hidden else trained, d_logits.to(logits)))
-            if d_hidden is not None:
-                d_hidden.index_copy_(0, rows[chunk], found.pop(0))
-            for total, grad in zip(sums, found, strict=True):
-                total.add_(grad)
-        by_parameter = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
-        return (d_hidden, *[None] * 5, *(next(by_parameter) if is_needed else None for is_needed in needs))
+        _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, weights=-grads[0])
+        by_parameter = iter(sums)
+        return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
 
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
