@@ -12,6 +12,7 @@ For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a value that all ranks ho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,25 +29,32 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _together(name: str, ours: Callable[..., Any], torchs: Callable[..., Any], axis: Axis, *given: Any) -> Any:
+    """Collective `name` of `given`, a tensor first: by direct messages between CPUs that have them, else by torch."""
+    with axis.arrivals.at(name, axis.ranks):
+        if axis.is_direct and given[0].is_cpu:
+            return ours(*given, axis)
+        return torchs(*given, group=axis.group)
+
+
 def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks of `axis`, out of place and without a gradient."""
     if axis.size == 1:
         return tensor
-    if not (axis.is_direct and tensor.is_cpu):
-        return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis)
-    with axis.arrivals.at("all_reduce", axis.ranks):
-        result: Tensor = direct.all_reduce_apart(tensor, axis)
+    result: Tensor = _together("all_reduce", direct.all_reduce_apart, _all_reduce_apart, axis, tensor)
+    return result
+
+
+def _all_reduce_apart(tensor: Tensor, *, group: Any) -> Tensor:
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=group)
     return result
 
 
 def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """As `all_reduce_sum`, for a contiguous tensor that nobody else holds: neither autograd nor a trace."""
     if axis.size > 1:
-        with axis.arrivals.at("all_reduce", axis.ranks):
-            if axis.is_direct and tensor.is_cpu:
-                direct.all_reduce(tensor, axis)
-            else:
-                dist.all_reduce(tensor, group=axis.group)
+        _together("all_reduce", direct.all_reduce, dist.all_reduce, axis, tensor)
     return tensor
 
 
@@ -63,11 +71,7 @@ def all_gather_into(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """Flat `[n]` on each rank -> `result` `[n * size]`, in rank order, in memory of the caller's; it may hold `tensor`
     already, as this rank's part of it.
     """
-    with axis.arrivals.at("all_gather", axis.ranks):
-        if axis.is_direct and tensor.is_cpu:
-            direct.all_gather(result, tensor, axis)
-        else:
-            _all_gather(result, tensor, group=axis.group)
+    _together("all_gather", direct.all_gather, _all_gather, axis, result, tensor)
 
 
 def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
@@ -75,11 +79,7 @@ def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     result = tensor.new_empty((_share(tensor, axis), *tensor.shape[1:]))
-    with axis.arrivals.at("reduce_scatter", axis.ranks):
-        if axis.is_direct and tensor.is_cpu:
-            direct.reduce_scatter(result, tensor.contiguous(), axis)
-        else:
-            _reduce_scatter(result, tensor.contiguous(), group=axis.group)
+    _together("reduce_scatter", direct.reduce_scatter, _reduce_scatter, axis, result, tensor.contiguous())
     return result
 
 
@@ -98,22 +98,15 @@ def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequ
     if axis.size == 1:
         return tensor
     result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    with axis.arrivals.at("all_to_all", axis.ranks):
-        if axis.is_direct and tensor.is_cpu:
-            direct.exchange(result, tensor.contiguous(), list(send), list(receive), axis)
-        else:
-            dist.all_to_all_single(result, tensor.contiguous(), list(receive), list(send), group=axis.group)
+    parts = result, tensor.contiguous(), list(receive), list(send)
+    _together("all_to_all", direct.exchange, dist.all_to_all_single, axis, *parts)
     return result
 
 
 def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """Overwrite `tensor` on every rank with that of the group's first rank, which sends from its own memory."""
     if axis.size > 1:
-        with axis.arrivals.at("broadcast", axis.ranks):
-            if axis.is_direct and tensor.is_cpu:
-                direct.broadcast(tensor, axis)
-            else:
-                dist.broadcast(tensor, group_src=0, group=axis.group)
+        _together("broadcast", direct.broadcast, functools.partial(dist.broadcast, group_src=0), axis, tensor)
     return tensor
 
 

@@ -1,7 +1,7 @@
 """Collectives between CPUs, made of direct messages: every rank sends each other rank its part at once.
 
 Owns: sum, gather, scattered sum, exchange and broadcast of CPU tensors over an `Axis` whose group is gloo's or one of
-a machine's own (`comm.local_group`), as operators that a dispatch mode sees as it sees torch's own. Does not own:
+a machine's own (`comm.groups.LocalGroup`), as operators that a dispatch mode sees as it sees torch's own. Does not own:
 when they are used (`comm.collectives`), the sockets between ranks of one machine (`comm.links`).
 
 gloo's collectives pass parts around a ring, step by step through a queue of its own, and add bfloat16 one number at a
@@ -21,9 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from meshlora.comm.groups import Axis
+from meshlora.comm.groups import Axis, LocalGroup
 from meshlora.comm.links import Links, Meeting
-from meshlora.comm.local_group import LocalGroup
 from meshlora.common.compat import timeout_of
 
 # Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
@@ -111,8 +110,8 @@ def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     _add_up(parts, flat, axis)
 
 
-@_operator("alltoall_(Tensor(a!) result, Tensor tensor, int[] send, int[] receive, str group) -> ()")
-def exchange(result: Tensor, tensor: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+@_operator("alltoall_(Tensor(a!) result, Tensor tensor, int[] receive, int[] send, str group) -> ()")
+def exchange(result: Tensor, tensor: Tensor, receive: Sequence[int], send: Sequence[int], axis: Axis) -> None:
     """`send[i]` rows of `tensor` go to rank i, `receive[i]` rows of `result` come from it; both contiguous."""
     shares, parts = tensor.split(list(send)), result.split(list(receive))
     own_rank = _rank(axis)

@@ -1,7 +1,7 @@
 """Process groups: the only file that opens them, and one of two that read the launcher's environment.
 
 Owns: where ranks speak before any group is open (`meet`), joining the job (`join`), the mesh of a topology
-(`open_mesh`), and `Axis`, the handle that collectives take.
+(`open_mesh`), the group of ranks on one machine (`LocalGroup`), and `Axis`, the handle that collectives take.
 Does not own: the collectives themselves (`comm.collectives`), starting processes (`train.launch`).
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshlora.comm import local_group
 from meshlora.comm.links import Links
 from meshlora.comm.who_is_missing import Arrivals, Board, telling_the_others
 from meshlora.common import compat
@@ -34,6 +34,49 @@ from meshlora.plan.topology import DATA, FEATURES, SEQUENCES, Topology, axis_set
 _GLOO_SETTLES_S = 0.2
 # Names the file by which ranks meet that were started on one machine, in a folder of this user alone.
 STORE = "MESHLORA_STORE"
+BACKEND = "meshlora_local"  # as torch.distributed knows `LocalGroup`
+
+
+class LocalGroup(compat.NamedGroup):
+    """The process group of ranks on one machine: nothing of it can be reached by anybody else. Made by
+    torch.distributed for the backend `BACKEND`.
+
+    gloo would listen on a port, and any user of the machine may connect to a port, on loopback too. So these ranks have
+    no gloo at all: they find each other through their store, a file in a folder of this user alone, and have sockets in
+    another (`comm.links`). torch's own collectives are refused by torch on such a group: it has no backend for them.
+
+    Attributes:
+        store: of this group alone. timeout_s: how long a rank waits for the others.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.store, self.timeout_s = store, timeout.total_seconds()
+        self._rank, self._size, self._round = rank, size, 0
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def name(self) -> str:
+        return BACKEND
+
+    def told_to_all(self, own: bytes) -> list[bytes]:
+        """`own` of every rank, in their order. Every rank of the group calls it equally often.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        self._round += 1
+        self.store.set(f"{self._round}/{self._rank}", own.hex())
+        keys = [f"{self._round}/{rank}" for rank in range(self._size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for ranks of the group to come") from error
+        return [bytes.fromhex(self.store.get(key).decode()) for key in keys]
 
 
 @dataclass(frozen=True)
@@ -57,7 +100,7 @@ class Axis:
     @functools.cached_property
     def is_direct(self) -> bool:
         """Whether what CPUs say to each other goes by direct messages (`comm.direct`)."""
-        return self.group is not None and dist.get_backend(self.group) in ("gloo", local_group.BACKEND)
+        return self.group is not None and dist.get_backend(self.group) in ("gloo", BACKEND)
 
     def as_torch_mesh(self, device_type: str) -> DeviceMesh:
         """This group in torch's words, for what torch does with it; opens nothing. size is above 1."""
@@ -124,7 +167,7 @@ class Mesh:
             yield
             return
         for axis in self._axes.values():
-            if axis.group is not None and not isinstance(axis.group, local_group.LocalGroup):
+            if axis.group is not None and not isinstance(axis.group, LocalGroup):
                 compat.set_timeout(axis.group, timeout_s)
         file = os.environ.get(STORE)
         store: Any = Board(Path(file).parent) if file else compat.job_store()
@@ -208,7 +251,7 @@ def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.St
 def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
     """Join the job that the launcher started, or stay alone; returns this rank's device.
 
-    NCCL on GPUs. On CPUs a group of this machine's own (`comm.local_group`) where meshlora started the ranks, else
+    NCCL on GPUs. On CPUs a group of this machine's own (`LocalGroup`) where meshlora started the ranks, else
     gloo.
 
     Raises:
@@ -230,12 +273,13 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
     assert store is not None
     is_local = STORE in os.environ and not on_gpu
     if is_local:
-        local_group.register()
+        if BACKEND not in Backend.backend_list:
+            Backend.register_backend(BACKEND, LocalGroup, devices=["cpu"])
     elif not on_gpu:
         # Also for a script that never calls `leave`.
         atexit.register(leave)
     dist.init_process_group(
-        "nccl" if on_gpu else local_group.BACKEND if is_local else "gloo",
+        "nccl" if on_gpu else BACKEND if is_local else "gloo",
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world,
@@ -318,28 +362,17 @@ def open_mesh(
             f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
         )
     opened: dict[tuple[tuple[int, ...], ...], Axis] = {}  # two sets of axes may span the same ranks
-    arrivals = Arrivals()
-    axes = {
-        names: _open_axis(topology.groups_over(names), rank, world, opened, arrivals)
-        for names in axis_sets(copies, has_experts=has_experts)
-    }
+    arrivals, axes = Arrivals(), {}
+    for names in axis_sets(copies, has_experts=has_experts):
+        groups = topology.groups_over(names)
+        key = tuple(map(tuple, groups))
+        if key not in opened:
+            opened[key] = _open_axis(groups, rank, world, arrivals)
+        axes[names] = opened[key]
     return Mesh(topology, rank, device or torch.device("cpu"), axes)
 
 
-def _open_axis(
-    groups: list[list[int]],
-    rank: int,
-    world: int,
-    opened: dict[tuple[tuple[int, ...], ...], Axis],
-    arrivals: Arrivals,
-) -> Axis:
-    key = tuple(map(tuple, groups))
-    if key not in opened:
-        opened[key] = _new_axis(groups, rank, world, arrivals)
-    return opened[key]
-
-
-def _new_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrivals) -> Axis:
+def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrivals) -> Axis:
     ranks = next(group for group in groups if rank in group)
     group: dist.ProcessGroup | None = None
     if len(ranks) == world > 1:
