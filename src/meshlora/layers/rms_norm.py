@@ -1,7 +1,8 @@
 """RMS norms with a frozen weight: the same forward, and a backward of their own that passes over the tokens less often.
 
-Owns: finding the norms whose code is Llama's, their gradient, and what they keep. Does not own: norms over a width that
-is split (`layers.split_norm`), which hook in behind this; norms of another kind, which stay the model's own.
+Owns: finding the norms whose code is Llama's, their gradient, and what they keep; the hook behind norms over a width
+that is split over tp. Does not own: which those are (`plan.families.explicit`); norms of another kind, which stay the
+model's own.
 
 transformers writes it as six operations. Their backward is twelve passes over `[T, H]`, and beside a bfloat16 model
 they keep the input in float32. Written out it is five passes, and the input is kept as it came.
@@ -21,7 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from meshlora.comm.collectives import reduce_each_to_each
+from meshlora.comm.groups import Axis
+from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import is_lifted
+from meshlora.plan.layout import Layout
 
 # `_digest` of what the formula below was written for: `LlamaRMSNorm.forward` of transformers 5.23.
 _LLAMAS = "0dcf5f011ba2ed45"
@@ -90,3 +95,27 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
         return RmsNormFunction.apply(hidden_states, self.weight, self.variance_epsilon)
     original: Tensor = type(self).forward(self, hidden_states)
     return original
+
+
+def widen_norm(module: nn.Module, layout: Layout, tp: Axis, *, name: str) -> None:
+    """Make an RMS norm of the local width normalise by the whole one. One sum of `[T, 1]` a direction.
+
+    The model's own forward normalises by its local mean m_i; y_i sqrt(m_i + eps) / sqrt(m + eps) is what the whole norm
+    gives, with the mean m over the whole width. Whatever else the norm does (its weight, its casts) is done as before.
+
+    Raises:
+        UnsupportedError: it is not an RMS norm whose epsilon is known.
+    """
+    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+    if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float):
+        raise UnsupportedError(f"{name}: {type(module).__name__}", "only RMS norms can be split over their width")
+    (copies,) = layout.copies(tp.size)  # a width of key/value heads that several ranks hold counts once
+
+    def hook(_: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        x = args[0].to(torch.float32)
+        squares = x.square().sum(-1, keepdim=True)
+        mean = reduce_each_to_each(squares, tp) / (layout.size * copies)
+        factor = torch.sqrt((squares / x.shape[-1] + eps) / (mean + eps))
+        return y * factor.to(y.dtype)
+
+    module.register_forward_hook(hook)

@@ -16,8 +16,7 @@ from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_blo
 from meshlora.layers.experts.router import RouterAdapter, adapt_router, router_of
 from meshlora.layers.gate_recompute import watch_activations
 from meshlora.layers.linear import ParallelHead, ParallelLinear
-from meshlora.layers.rms_norm import own_gradients_of_norms
-from meshlora.layers.split_norm import widen_norm
+from meshlora.layers.rms_norm import own_gradients_of_norms, widen_norm
 from meshlora.model.regions import install_borders
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis
-from meshlora.layers import linear, split_norm
+from meshlora.layers import linear, rms_norm
 from meshlora.layers.early_a import Pack
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.model import inject, regions
@@ -121,13 +121,13 @@ def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, mesh: 
         original(model, plan, mesh)
 
 
-@instead_of(split_norm, "reduce_each_to_each", needs="tp wide_norm")
+@instead_of(rms_norm, "reduce_each_to_each", needs="tp wide_norm")
 def wide_norm_over_local_width(x: Tensor, axis: Axis) -> Tensor:
     """a norm over a split width has the mean of squares of the whole"""
     return x * axis.size
 
 
-@instead_of(split_norm, "reduce_each_to_each", needs="tp wide_norm")
+@instead_of(rms_norm, "reduce_each_to_each", needs="tp wide_norm")
 def wide_norm_gradient_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     """the gradient of a mean over a split width is summed over tp"""
     return collectives.reduce_each_to_one(x, axis)
