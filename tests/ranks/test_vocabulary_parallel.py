@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshlora.comm.collectives import all_reduce_sum, copy_one_to_each
 from meshlora.comm.groups import Axis, open_mesh
+from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
@@ -59,15 +61,18 @@ def _parts(whole: Whole, tp: int, options: dict[str, Any], padding: float) -> di
     a = whole.a.detach().requires_grad_()
     weight, b = (_local(m, axis, padding=padding) for m in (whole.weight, whole.b))
     mine = Whole(hidden, weight, a, b, whole.labels)
-    loss = summed_cross_entropy_from_hidden(
-        copy_one_to_each(hidden, axis),  # the border: sums the gradient
-        mine.logits,
-        whole.labels,
-        (weight, a, b),
-        axis=axis,
-        vocab=len(whole.weight),
-        **options,
-    )
+    options = dict(options)
+    chunk_tokens = options.pop("chunk_tokens", None) or len(whole.hidden)
+    with mock.patch.object(vocabulary, "_chunk_tokens", return_value=chunk_tokens):
+        loss = summed_cross_entropy_from_hidden(
+            copy_one_to_each(hidden, axis),  # the border: sums the gradient
+            mine.logits,
+            whole.labels,
+            (weight, a, b),
+            axis=axis,
+            vocab=len(whole.weight),
+            **options,
+        )
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None

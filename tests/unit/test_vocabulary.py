@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.float64 import lift
+from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora.layers.head.recipe import LogitsRecipe
 
@@ -41,21 +44,21 @@ def _off(ours: Tensor, expected: Tensor) -> float:
     return float(((ours - expected).norm() / expected.norm()).detach())
 
 
+def _in_chunks(tokens: int | None) -> contextlib.AbstractContextManager[object]:
+    """Inside the block so many tokens pass the head at once; None: as many as in training."""
+    how_many = mock.patch.object(vocabulary, "_chunk_tokens", return_value=tokens)
+    return contextlib.nullcontext() if tokens is None else how_many
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 7, T, None])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_loss_and_gradients_are_those_of_the_whole(chunk_tokens: int | None, label_smoothing: float) -> None:
     hidden, *parameters, labels = _inputs()
     head = _capped(*parameters)
-    ours = summed_cross_entropy_from_hidden(
-        hidden,
-        head,
-        labels,
-        parameters,
-        axis=ALONE,
-        vocab=V,
-        label_smoothing=label_smoothing,
-        chunk_tokens=chunk_tokens,
-    )
+    with _in_chunks(chunk_tokens):
+        ours = summed_cross_entropy_from_hidden(
+            hidden, head, labels, parameters, axis=ALONE, vocab=V, label_smoothing=label_smoothing
+        )
     whole = F.cross_entropy(head(hidden), labels, reduction="sum", label_smoothing=label_smoothing)
     assert _off(ours, whole) < 1e-14
     leaves = [hidden, *parameters]
@@ -110,7 +113,8 @@ def test_untrained_tokens_never_reach_the_head() -> None:
         seen.append(x.detach().clone())
         return x @ weight.T
 
-    summed_cross_entropy_from_hidden(hidden, head, labels, axis=ALONE, vocab=V, chunk_tokens=4)
+    with _in_chunks(4):
+        summed_cross_entropy_from_hidden(hidden, head, labels, axis=ALONE, vocab=V)
     assert torch.equal(torch.cat(seen), hidden[labels != IGNORED])
 
 

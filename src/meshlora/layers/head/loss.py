@@ -44,7 +44,6 @@ def summed_cross_entropy_from_hidden(
     axis: Axis,
     vocab: int,
     label_smoothing: float = 0.0,
-    chunk_tokens: int | None = None,
     trained: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
@@ -61,7 +60,6 @@ def summed_cross_entropy_from_hidden(
             never reach the head.
         parameters: the tensors behind `head` that get a gradient. What is not listed here gets none.
         vocab: entries without the padding.
-        chunk_tokens: trained tokens that pass the head at once; by default as many as `CHUNK_BYTES` hold.
         trained: int64, where `labels` is not `IGNORED`, in order; who knows it spares the host to wait for the device.
         sizes: `[K]`, then the result is `[K]`: the sum of each of K groups of so many neighbouring tokens. Without
             `parameters`.
@@ -72,7 +70,7 @@ def summed_cross_entropy_from_hidden(
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     assert sizes is None or (sum(sizes) == len(labels) and not parameters), (sizes, tuple(labels.shape))
     loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
-    chunks = _Chunks.of(hidden, head, labels, trained, loss, chunk_tokens)
+    chunks = _Chunks.of(hidden, head, labels, trained, loss)
     groups = None if sizes is None else to_device(torch.tensor(sizes), hidden.device)
     # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
     return _CrossEntropy.apply(hidden, chunks, groups, torch.is_grad_enabled(), *parameters)
@@ -86,7 +84,6 @@ def log_probabilities_from_hidden(
     *,
     axis: Axis,
     vocab: int,
-    chunk_tokens: int | None = None,
     trained: Tensor | None = None,
 ) -> Tensor:
     """log p(label) of each token, `[T]`, 0 where untrained; for losses in which tokens weigh differently.
@@ -95,7 +92,7 @@ def log_probabilities_from_hidden(
     the backward only: there the logits are computed once more, a chunk at a time.
     """
     loss = _ChunkLoss(axis, vocab, 0.0, _exact_dtype(hidden))
-    chunks = _Chunks.of(hidden, head, labels, trained, loss, chunk_tokens)
+    chunks = _Chunks.of(hidden, head, labels, trained, loss)
     found = _LogProbabilities.apply(hidden, chunks, *parameters)
     return found.new_zeros(labels.shape).index_copy(0, chunks.rows, found)
 
@@ -196,7 +193,6 @@ class _Chunks:
         labels: Tensor,
         rows: Tensor | None,
         loss: _ChunkLoss,
-        tokens: int | None,
     ) -> _Chunks:
         """Those of `hidden` `[T, H]` whose label is not `IGNORED`; rows: where, if that is known."""
         assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
@@ -204,7 +200,7 @@ class _Chunks:
             rows = (labels != IGNORED).nonzero().squeeze(1)
         targets = labels[rows]
         _check_labels(targets, loss.vocab)
-        return cls(head, rows, targets, loss, _chunk_tokens(tokens, loss), is_lifted())
+        return cls(head, rows, targets, loss, _chunk_tokens(loss), is_lifted())
 
     def run(
         self,
@@ -248,8 +244,8 @@ class _Chunks:
         return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
 
 
-def _chunk_tokens(given: int | None, loss: _ChunkLoss) -> int:
-    return given or max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
+def _chunk_tokens(loss: _ChunkLoss) -> int:
+    return max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
 
 
 class _CrossEntropy(Function):
