@@ -28,10 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.common.compat import version_of
 from meshlora.layers.dropout import Mask
-
-_RIDE = "_meshlora_ride"
+from meshlora.layers.notes import note, noted
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,8 @@ class Rider:
     dropout: Mask | None
 
 
-@dataclass(frozen=True)
-class _Ride:
-    """What is noted on a gathered input: linear -> its z `[T, r]`. version: of the input then."""
-
-    z: dict[nn.Module, Tensor]
-    version: int
+class _Ride(dict[nn.Module, Tensor]):
+    """What is noted on a gathered input: linear -> its z `[T, r]`."""
 
 
 class Pack(Function):
@@ -112,16 +106,13 @@ def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
 def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
     """What `pack` made, of all tokens, `[..., width + ...]` -> x `[..., width]`, with a note of what rode along."""
     x, *zs = _Unpack.apply(packed, [width, *(len(rider.a) for rider in riders)])
-    ride = _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}, version_of(x))
-    setattr(x, _RIDE, ride)
+    note(x, _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}))
     gathered: Tensor = x
     return gathered
 
 
 def rode_along(leaf: nn.Module, x: Tensor) -> Tensor | None:
     """z `[T, r]` of `leaf`, where x is what it rode with, unchanged."""
-    ride = getattr(x, _RIDE, None)
-    if not isinstance(ride, _Ride) or ride.version != version_of(x):
-        return None
-    z = ride.z.get(leaf)
+    ride = noted(x, _Ride)
+    z = None if ride is None else ride.get(leaf)
     return None if z is None else z.view(-1, z.shape[-1])

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.activations import ACT2CLS
 
-from meshlora.common.compat import version_of
 from meshlora.common.float64 import is_lifted, lift
+from meshlora.layers.notes import note, noted
 
-_PRODUCT = "_meshlora_product"
 _MULTIPLY = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
 
 
@@ -57,18 +56,16 @@ class Activation:
 
 @dataclass(frozen=True)
 class Product:
-    """Where a product `act(gate) * up` comes from. version: of the product then."""
+    """Where a product `act(gate) * up` comes from."""
 
     gate: Tensor
     up: Tensor
     activation: Activation
-    version: int
 
 
 def product_behind(x: Tensor) -> Product | None:
     """What `x` was multiplied of, where it is such a product and unchanged."""
-    found = getattr(x, _PRODUCT, None)
-    return found if isinstance(found, Product) and found.version == version_of(x) else None
+    return noted(x, Product)
 
 
 class _Gated(Function):
@@ -89,12 +86,15 @@ class _Gated(Function):
         return d_activated, d_up, None, None
 
 
-class _Activated(Tensor):
-    """act(gate), which knows its gate: multiplied with another tensor it gives a product that knows its factors."""
+class _Source(NamedTuple):
+    """Where act(gate) comes from. gate: without its graph, as what is kept of it is its values."""
 
     gate: Tensor
     activation: Activation
-    version: int
+
+
+class _Activated(Tensor):
+    """act(gate), with a note of its source: multiplied with another tensor it gives a product with a note of both."""
 
     @classmethod
     def __torch_function__(
@@ -103,25 +103,24 @@ class _Activated(Tensor):
         with torch.DisableTorchFunctionSubclass():
             if func in _MULTIPLY and len(args) == 2 and not kwargs:
                 activated, up = args if isinstance(args[0], _Activated) else reversed(args)
-                if _is_gated(activated, up):
-                    return _multiply(activated, up)
+                source = noted(activated, _Source)
+                if source is not None and _is_gated(activated, up):
+                    return _multiply(activated, up, source)
             return func(*args, **(kwargs or {}))
 
 
-def _is_gated(activated: _Activated, up: Any) -> bool:
+def _is_gated(activated: Tensor, up: Any) -> bool:
     return (
         torch.is_grad_enabled()
         and type(up) is Tensor
         and (up.shape, up.dtype, up.device) == (activated.shape, activated.dtype, activated.device)
-        and version_of(activated) == activated.version
     )
 
 
-def _multiply(activated: _Activated, up: Tensor) -> Tensor:
-    gate, activation = activated.gate, activated.activation
-    product = _Gated.apply(activated, up, gate, activation)
+def _multiply(activated: Tensor, up: Tensor, source: _Source) -> Tensor:
+    product = _Gated.apply(activated, up, *source)
     assert isinstance(product, Tensor)
-    setattr(product, _PRODUCT, Product(gate, up, activation, version_of(product)))
+    note(product, Product(source.gate, up, source.activation))
     return product
 
 
@@ -137,7 +136,5 @@ def _tell(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if len(args) != 1 or type(output) is not Tensor or not output.requires_grad or output.shape != args[0].shape:
         return output
     found = output.as_subclass(_Activated)
-    # Without its graph: what is kept of it is its values.
-    found.gate, found.version = args[0].detach(), version_of(found)
-    found.activation = Activation(module.forward)
+    note(found, _Source(args[0].detach(), Activation(module.forward)))
     return found

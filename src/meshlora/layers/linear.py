@@ -113,9 +113,8 @@ class ParallelLinear(AdaptedLeaf):
             z = rode_along(self, x)
             shared = share(x) if self.has_neighbours else None
             own = x if shared is None else x.detach()
-            of_neighbours = (None, None) if shared is None else (shared.gradient, shared.token)
             rides = z is not None
-            how = (segments, None if rides else product_behind(x), *of_neighbours, rides)
+            how = (segments, None if rides else product_behind(x), *(shared or (None, None)), rides)
             factors = [z, self.factor_b(names[0])] if rides else [f for name in names for f in self.factors(name)]
             y = LoraLinearFunction.apply(own, self.frozen_weight, bias, *how, *factors)
         if is_row:

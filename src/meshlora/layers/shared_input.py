@@ -9,17 +9,14 @@ more for each neighbour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshlora.common.compat import running_backward, version_of
-
-# On the input itself, so that it is gone with it: a table of ours would keep a graph alive.
-_SHARED = "_meshlora_shared"
+from meshlora.common.compat import running_backward
+from meshlora.layers.notes import note, noted
 
 
 class InputGradient:
@@ -62,18 +59,15 @@ class _Share(Function):
         return None if found is None else found.view(ctx.shape), None
 
 
-@dataclass(frozen=True)
-class SharedInput:
+class SharedInput(NamedTuple):
     """What is noted on an input.
 
-    Attributes:
-        gradient: where linears add what flows back. token: `[0]`, for them to be called with beside the input itself,
-            detached: that they are done is what the input's gradient waits for. version: of the input then.
+    gradient: where linears add what flows back. token: `[0]`, for them to be called with beside the input itself,
+    detached: that they are done is what the input's gradient waits for.
     """
 
     gradient: InputGradient
     token: Tensor
-    version: int
 
 
 def share(x: Tensor) -> SharedInput | None:
@@ -83,9 +77,8 @@ def share(x: Tensor) -> SharedInput | None:
     """
     if not torch.is_grad_enabled() or x.grad_fn is None:
         return None
-    found = getattr(x, _SHARED, None)
-    if not isinstance(found, SharedInput) or found.version != version_of(x):
+    found = noted(x, SharedInput)
+    if found is None:
         gradient = InputGradient()
-        found = SharedInput(gradient, _Share.apply(x, gradient), version_of(x))
-        setattr(x, _SHARED, found)
+        found = note(x, SharedInput(gradient, _Share.apply(x, gradient)))
     return found
