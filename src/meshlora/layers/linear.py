@@ -128,18 +128,18 @@ class ParallelLinear(AdaptedLeaf):
         name = self.in_use
         if name is None or self.in_features != x.shape[-1]:
             return None
-        return Rider(self, self.factor_a(name), self.scaling[name], self._whole_mask(name, x))
+        return Rider(self, self.factor_a(name), self.scaling[name], self._mask(name, x))
 
     def _segments(self, x: Tensor) -> tuple[list[Segment], list[str]]:
         """What is computed on which rows of x besides the base, and for which adapters."""
         name = self.in_use
         if name is not None:
-            return [Segment(0, x.numel() // x.shape[-1], self.scaling[name], self._whole_mask(name, x))], [name]
+            return [Segment(0, x.numel() // x.shape[-1], self.scaling[name], self._mask(name, x))], [name]
         segments, names = [], []
         for part in self._parts(x):
             adapter = part.share.adapter
             if adapter in self.scaling:
-                segments.append(Segment(part.start, part.stop, self.scaling[adapter], self._mask(adapter, part, x)))
+                segments.append(Segment(part.start, part.stop, self.scaling[adapter], self._mask(adapter, x, part)))
                 names.append(adapter)
         return segments, names
 
@@ -149,17 +149,13 @@ class ParallelLinear(AdaptedLeaf):
             return []
         return self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
 
-    def _whole_mask(self, adapter: str, x: Tensor) -> Mask | None:
+    def _mask(self, adapter: str, x: Tensor, part: Part | None = None) -> Mask | None:
+        """The dropout of `adapter` on its rows of x: those of `part`, or all."""
         if not self.training or adapter not in self.dropout:
             return None
         assert self.tokens is not None
-        (part,) = self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
-        return self._mask(adapter, part, x)
-
-    def _mask(self, adapter: str, part: Part, x: Tensor) -> Mask | None:
-        if not self.training or adapter not in self.dropout:
-            return None
-        assert self.tokens is not None
+        if part is None:
+            (part,) = self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
         features = input_features(self.rule, self.tp).to(x.device)
         # Not the module's own name: what it returns may have a dropout too.
         return self.tokens.mask(f"{self.rule.name}.lora_dropout", self.dropout[adapter], part, features)
