@@ -1,12 +1,15 @@
 """What every leaf that carries adapters has in common: their factors by name, and those of pieces put together.
 
-Owns: `AdaptedLeaf`. Does not own: what is computed with the factors (`layers.linear`, `layers.experts.module`,
-`layers.experts.router`), how they are drawn (`adapter.initialization`).
+Owns: `AdaptedLeaf`, and `become`, for modules that stay the model's own. Does not own: what is computed with the
+factors (`layers.linear`, `layers.experts.module`, `layers.experts.router`), how they are drawn
+(`adapter.initialization`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,3 +95,14 @@ class AdaptedLeaf(nn.Module):
     def _piece_rows(self, piece: str) -> Tensor:
         """Where the rows of `piece` lie in what this rank holds."""
         raise AssertionError(f"{type(self).__name__} has no pieces, and {piece!r} is none")
+
+
+def become(module: nn.Module, own: type) -> None:
+    """Give a module, which stays the model's own, the forward of `own` around its own."""
+    base: Any = type(module)
+    module.__class__ = _class(own, base)
+
+
+@functools.cache
+def _class(own: type, base: Any) -> Any:
+    return type(f"Parallel{base.__name__}", (own, base), {})

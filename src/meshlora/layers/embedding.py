@@ -8,9 +8,7 @@ The module stays the model's own: what a family does to an embedding (gemma scal
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError
+from meshlora.layers.adapted import become
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.plan.rules import ParameterRule
 
@@ -99,8 +98,7 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         raise UnsupportedError(f"{name}: {type(module).__name__}", "the input embedding is not an ordinary one")
-    base: Any = type(module)
-    module.__class__ = _parallel_class(base)
+    become(module, ParallelEmbedding)
     assert isinstance(module, ParallelEmbedding)
     module.rule, module.tp, module.first_id = rule, tp, 0
     module.lora_embedding_A, module.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
@@ -114,9 +112,3 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     if module.padding_idx is not None:
         padding = module.padding_idx - module.first_id
         module.padding_idx = padding if 0 <= padding < local else None
-
-
-@functools.cache
-def _parallel_class(base: Any) -> Any:
-    """The class of `base` with our forward around its own."""
-    return type(f"Parallel{base.__name__}", (ParallelEmbedding, base), {})

@@ -12,7 +12,6 @@ taken on the way back, so LoRA costs no collective.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from meshlora.comm.collectives import all_gather, gather_each_to_one
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.compat import gate_of
 from meshlora.common.transfer import to_device
-from meshlora.layers.adapted import AdaptedLeaf
+from meshlora.layers.adapted import AdaptedLeaf, become
 from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.mlp import GroupedMlpFunction
 from meshlora.layers.experts.products import Projection
@@ -127,10 +126,12 @@ class ParallelExperts(nn.Module):
             owner = to_device(owners(tokens.parts(self.rule.name, number), adapters), pairs.device)
             pairs = top_k_index * len(adapters) + owner.unsqueeze(1)
         if self.cuts_tokens:
-            hidden_states, top_k_weights = share_of_tokens(hidden_states, top_k_weights, self.mesh.tp)
+            hidden_states, top_k_weights = _TokenShare.apply(hidden_states, top_k_weights, self.mesh.tp)
             pairs = _share(pairs, self.mesh.tp)
         out = self._of_own_tokens(hidden_states, pairs, top_k_weights, adapters)
-        return _whole(out, number, self.mesh.tp) if self.cuts_tokens else out
+        if not self.cuts_tokens:
+            return out
+        return gather_each_to_one(_padded(out, number, self.mesh.tp), self.mesh.tp)[:number]
 
     def _projections(self) -> list[ParallelExpertLinear]:
         found = [self.get_submodule(p.name.rpartition(".")[2]) for p in self.rule.projections]
@@ -149,20 +150,19 @@ class ParallelExperts(nn.Module):
         self, tokens: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Sequence[str | None]
     ) -> Tensor:
         slots = Slots.of(top_k_index, self.rule.num_experts * (len(adapters) or 1))
-        if self.rule.weights_first:
-            rows = slots.rows(tokens)
-            rows = rows * _by_slot(weights, slots).to(rows.dtype)
-        if self.mesh.over({EP, ETP}).size == 1:
-            if self.rule.weights_first:
-                rows = self._run(
-                    rows, None, Places.permutation(torch.arange(len(rows), device=rows.device)), slots.counts, adapters
-                )
-                return slots.places.collect(rows)
+        is_home, weights_first = self.mesh.over({EP, ETP}).size == 1, self.rule.weights_first
+        if is_home and not weights_first:
             return self._run(tokens, weights, slots.places, slots.counts, adapters)
-        journey = Journey(slots, self.mesh)
-        rows = rows if self.rule.weights_first else slots.rows(tokens)
-        rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))
-        return slots.places.collect(rows) if self.rule.weights_first else slots.weighted_sum(rows, weights)
+        rows = slots.rows(tokens)
+        if weights_first:
+            rows = rows * _by_slot(weights, slots).to(rows.dtype)
+        if is_home:
+            as_they_lie = Places.permutation(torch.arange(len(rows), device=rows.device))
+            rows = self._run(rows, None, as_they_lie, slots.counts, adapters)
+        else:
+            journey = Journey(slots, self.mesh)
+            rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))
+        return slots.places.collect(rows) if weights_first else slots.weighted_sum(rows, weights)
 
     def _run(
         self,
@@ -200,27 +200,23 @@ class ParallelExperts(nn.Module):
 
 def parallelize_experts(module: nn.Module, rule: ExpertsRule, mesh: Mesh, *, dtype: torch.dtype, sp: bool) -> None:
     """Make `module`, experts on the meta device, hold this rank's part of them."""
-    base: Any = type(module)
     for projection in rule.projections:
         leaf = projection.name.rpartition(".")[2]
         delattr(module, leaf)
         if projection.has_bias:
             delattr(module, f"{leaf}_bias")
         module.add_module(leaf, ParallelExpertLinear(projection, mesh, dtype=dtype, device="meta"))
-    module.__class__ = _parallel_class(base)
+    become(module, ParallelExperts)
     assert isinstance(module, ParallelExperts)
     module.rule, module.mesh = rule, mesh
     module.cuts_tokens = mesh.tp.size > 1 and not sp
 
 
-@functools.cache
-def _parallel_class(base: Any) -> Any:
-    """The class of `base` with our forward around its own."""
-    return type(f"Parallel{base.__name__}", (ParallelExperts, base), {})
-
-
 class _TokenShare(Function):
-    """This tp rank's tokens and their routing weights; backward: one gather of both gradients, byte for byte."""
+    """`[T, H]`, `[T, k]`, alike on all tp ranks -> this rank's share of both; the last ranks may have fewer tokens.
+
+    Backward: one gather of both gradients, byte for byte.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
@@ -230,14 +226,9 @@ class _TokenShare(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         parts = [grad.contiguous().view(torch.uint8) for grad in grads]
-        both = _gather_padded(torch.cat(parts, 1), ctx.number, ctx.tp)
+        both = all_gather(_padded(torch.cat(parts, 1), ctx.number, ctx.tp), ctx.tp)[: ctx.number]
         hidden, weights = both.split([part.shape[1] for part in parts], 1)
         return hidden.contiguous().view(grads[0].dtype), weights.contiguous().view(grads[1].dtype), None
-
-
-def share_of_tokens(hidden: Tensor, weights: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
-    """`[T, H]`, `[T, k]`, alike on all tp ranks -> this rank's share of both; the last ranks may have fewer tokens."""
-    return _TokenShare.apply(hidden, weights, tp)
 
 
 def _share(tokens: Tensor, tp: Axis) -> Tensor:
@@ -245,18 +236,10 @@ def _share(tokens: Tensor, tp: Axis) -> Tensor:
     return tokens[tp.rank * each : (tp.rank + 1) * each]
 
 
-def _gather_padded(own: Tensor, number: int, tp: Axis) -> Tensor:
-    """The shares of all tp ranks `[n, ...]` -> `[number, ...]`."""
+def _padded(own: Tensor, number: int, tp: Axis) -> Tensor:
+    """A share of `number` tokens `[n, ...]`, with zeros up to the longest."""
     each = -(-number // tp.size)
-    padded = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
-    return all_gather(padded, tp)[:number]
-
-
-def _whole(own: Tensor, number: int, tp: Axis) -> Tensor:
-    """The same with a gradient: what follows is alike on all tp ranks."""
-    each = -(-number // tp.size)
-    padded = torch.cat([own, own.new_zeros(each - len(own), own.shape[1])]) if len(own) < each else own
-    return gather_each_to_one(padded, tp)[:number]
+    return torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
 
 
 def _by_slot(weights: Tensor, slots: Slots) -> Tensor:
@@ -284,10 +267,4 @@ class ScaledExpertsBlock(nn.Module):
 
 def parallelize_block(module: nn.Module) -> None:
     """Make `module`, the block around experts that want scaled tokens, send them only where they are wanted."""
-    base: Any = type(module)
-    module.__class__ = _block_class(base)
-
-
-@functools.cache
-def _block_class(base: Any) -> Any:
-    return type(f"Parallel{base.__name__}", (ScaledExpertsBlock, base), {})
+    become(module, ScaledExpertsBlock)
