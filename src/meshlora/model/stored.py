@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors, read_json
+from meshlora.model.stream import dtype_name
 
 # The largest checkpoints have some 100,000 tensors.
 _INDEX_BYTES = 32 * 2**20
@@ -36,12 +39,19 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file. dtype: as safetensors writes it: F32, BF16, I8."""
+    """One tensor of a file. dtype: as safetensors writes it: F32, BF16, I8. value: of one that is in no file."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
+    value: Tensor | None = None
+
+    @classmethod
+    def in_memory(cls, key: str, value: Tensor) -> StoredTensor:
+        """A tensor that need not be read."""
+        dtype = dtype_name(value.dtype) if value.is_floating_point() else str(value.dtype)
+        return cls(Path(), key, tuple(value.shape), dtype, value)
 
 
 class Block(NamedTuple):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from meshlora.common.files import open_safetensors
 from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelLinear
 from meshlora.model.dp_shard import shard_unit
-from meshlora.model.stored import Part, StoredTensor, find_stored, shape_mistake
+from meshlora.model.stored import Part, Stored, StoredTensor, find_stored
 from meshlora.model.stored import checkpoint_files as checkpoint_files
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ExpertRule, ModelPlan
@@ -35,81 +35,32 @@ from meshlora.plan.topology import EP, ETP
 _ROWS_AT_ONCE = 4096
 
 
-class Source(Protocol):
-    """Where full tensors come from, a slice at a time."""
+class Source:
+    """Where full tensors come from, a slice at a time.
+
+    Attributes:
+        stored: name in the model (not split) -> what is stored for it.
+    """
+
+    def __init__(self, stored: dict[str, Stored], description: str) -> None:
+        self.stored, self._description = stored, description
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the whole tensor; None where it is absent."""
-
-    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
-        """(What is wrong, the rule) where a tensor that is there is none of shape `needed`."""
-
-    def integers(self, name: str) -> str | None:
-        """What of it holds the integers of a quantised weight, rather than floating-point numbers; None: nothing."""
-
-    def read(self, name: str, *parts: Part) -> Tensor:
-        """The tensor, of some dims only these parts, one after another; in memory of its own or to be copied."""
-
-    def unused(self, wanted: set[str]) -> list[str]:
-        """Names that the source has and nobody wants."""
-
-    def describe(self) -> str:
-        """For error messages."""
-
-
-class StateDictSource:
-    """Tensors that are in memory already: a model with random weights."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.tensors[name].shape) if name in self.tensors else None
-
-    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
-        shape = tuple(self.tensors[name].shape)
-        return None if shape == needed else (name, shape_mistake(shape, needed))
-
-    def integers(self, name: str) -> str | None:
-        return None if self.tensors[name].is_floating_point() else name
-
-    def read(self, name: str, *parts: Part) -> Tensor:
-        tensor = self.tensors[name]
-        for dim in sorted({part.dim for part in parts}):
-            runs = [tensor.narrow(dim, p.start, p.stop - p.start) for p in parts if p.dim == dim]
-            tensor = runs[0] if len(runs) == 1 else torch.cat(runs, dim)
-        return tensor
-
-    def unused(self, wanted: set[str]) -> list[str]:
-        return []
-
-    def describe(self) -> str:
-        return "the random weights"
-
-
-class CheckpointSource:
-    """A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
-
-    Keys are renamed as transformers would for this model (not split, meta device); tensors that it concatenates are
-    concatenated, experts that are stored one by one are stacked.
-    """
-
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        self.folder = folder
-        self.stored = find_stored(folder, model)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
         return self.stored[name].shape if name in self.stored else None
 
     def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
+        """(What is wrong, the rule) where a tensor that is there is none of shape `needed`."""
         return self.stored[name].mistake(name, needed)
 
     def integers(self, name: str) -> str | None:
+        """What of it holds the integers of a quantised weight, rather than floating-point numbers; None: nothing."""
         stored = self.stored[name]
         found = next((t for t in stored.tensors if not t.dtype.startswith(("F", "BF"))), None)
         return None if found is None else found.key if stored.experts else name
 
     def read(self, name: str, *parts: Part) -> Tensor:
+        """The tensor, of some dims only these parts, one after another; in memory of its own or to be copied."""
         stored = self.stored[name]
         blocks = list(stored.blocks(parts))
         if len(blocks) == 1 and not stored.experts:
@@ -126,19 +77,42 @@ class CheckpointSource:
         return whole
 
     def unused(self, wanted: set[str]) -> list[str]:
+        """Names that the source has and nobody wants."""
         return sorted(self.stored.keys() - wanted)
 
     def describe(self) -> str:
-        return f"checkpoint {self.folder}"
+        """For error messages."""
+        return self._description
+
+
+class StateDictSource(Source):
+    """Tensors that are in memory already: a model with random weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        stored = {name: Stored(((StoredTensor.in_memory(name, tensor),),)) for name, tensor in tensors.items()}
+        super().__init__(stored, "the random weights")
+
+
+class CheckpointSource(Source):
+    """A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+
+    Keys are renamed as transformers would for this model (not split, meta device); tensors that it concatenates are
+    concatenated, experts that are stored one by one are stacked.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        super().__init__(find_stored(folder, model), f"checkpoint {folder}")
+        self.folder = folder
 
 
 def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
+    index: list[slice] = [slice(None)] * len(stored.shape)
+    for part in parts:
+        index[part.dim] = slice(part.start, part.stop)
+    if stored.value is not None:
+        return stored.value[tuple(index)]
     with open_safetensors(stored.file) as file:
-        view = file.get_slice(stored.key)
-        index: list[slice] = [slice(None)] * len(stored.shape)
-        for part in parts:
-            index[part.dim] = slice(part.start, part.stop)
-        tensor: Tensor = view[tuple(index)] if index else file.get_tensor(stored.key)
+        tensor: Tensor = file.get_slice(stored.key)[tuple(index)] if index else file.get_tensor(stored.key)
         # A copy, or the memory map would live as long as the tensor.
         return tensor.clone()
 
