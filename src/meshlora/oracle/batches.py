@@ -1,7 +1,7 @@
-"""The judge's own batches: which sequences a step takes, and the tensors of its micro-batches.
+"""The judge's own batches: the sequences of a step, and the tensors of its micro-batches.
 
-Owns: the global order, the last batch of an epoch, padding and the shift of labels, written a second time from the
-words of docs/oracle.md. Does not own: the sequences themselves, which both sides are given.
+Owns: the global order, the last batch of an epoch, padding and the shift of labels, written a second time from
+docs/oracle.md. Does not own: the sequences themselves, which both sides share.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ UNTRAINED = -100
 class MicroBatch:
     """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained.
 
-    columns: name -> float32 `[B, S]`, of the same tokens as the labels. first_place: of its first sequence in the
-    global batch; the others follow, each by `stride`. other: the rows of the same examples that are not trained on.
+    columns: name -> float32 `[B, S]`, aligned with the labels. first_place: place of its first sequence in the global
+    batch; the others follow at distance `stride`. other: the untrained rows of the same examples.
     """
 
     input_ids: Tensor
@@ -41,13 +41,13 @@ class MicroBatch:
         return int((self.labels != UNTRAINED).sum())
 
     def every_second(self, first: int) -> MicroBatch:
-        """Every second row, from `first` on."""
+        """Every second row, starting at `first`."""
         columns = {name: column[first::2] for name, column in self.columns.items()}
         ids, mask, labels = (t[first::2] for t in (self.input_ids, self.attention_mask, self.labels))
         return MicroBatch(ids, mask, labels, columns, self.first_place + first, stride=2)
 
     def to(self, device: str) -> MicroBatch:
-        """The same on `device`."""
+        """A copy on `device`."""
         columns = {name: column.to(device) for name, column in self.columns.items()}
         ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
         other = self.other.to(device) if self.other is not None else None
@@ -57,11 +57,10 @@ class MicroBatch:
 def micro_batches_of(
     data: TokenizedDataset, settings: TrainConfig, step: int, *, pad_token_id: int
 ) -> list[MicroBatch]:
-    """The sequences of optimizer step `step`, in the run's global order, in pieces of the micro-batch size.
+    """The sequences of optimizer step `step`, in the run's global order, as micro-batches.
 
-    An epoch takes every sequence once: ceil(n / batch_size) steps, the last with what is left. Its order sorts the
-    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). Of pairs all that is said of sequences is
-    said of pairs.
+    An epoch takes every sequence once, in ceil(n / batch_size) steps, the last with the rest. Its order sorts the
+    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). The same holds for pairs.
     """
     number, batch_size = len(data) // data.rows_per_example, settings.batch_size
     steps_per_epoch = (number + batch_size - 1) // batch_size
@@ -76,8 +75,8 @@ def micro_batches_of(
 def micro_batches(
     data: TokenizedDataset, indices: Sequence[int], settings: TrainConfig, *, pad_token_id: int
 ) -> Iterator[MicroBatch]:
-    """The sequences, or pairs, `indices` in pieces of the micro-batch size, padded on the right. Where the objective
-    trains one of each two rows, the other ones are beside.
+    """The sequences, or pairs, `indices` as micro-batches, padded on the right. If the objective trains one row of each
+    pair, the other rows are in `MicroBatch.other`.
     """
     each, size, trained_row = data.rows_per_example, settings.micro_batch_size, settings.objective.trained_row
     for start in range(0, len(indices), size):
@@ -89,7 +88,7 @@ def micro_batches(
         for place, row in enumerate(rows):
             for position, token in enumerate(row.input_ids.tolist()):
                 ids[place, position], mask[place, position] = token, 1
-                if position and row.is_trained[position]:  # what comes before a trained token predicts it
+                if position and row.is_trained[position]:  # the position before a trained token predicts it
                     labels[place, position - 1] = token
                     for name, column in columns.items():
                         column[place, position - 1] = float(row.columns[name][position])

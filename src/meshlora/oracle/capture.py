@@ -1,10 +1,10 @@
-"""Capture: copies of what every module returned, and of the gradients that came back to it.
+"""Capture: copies of every module's output and of its gradient.
 
-Owns: the hooks and what they copy, in plain tensors, with the tokens that each forward was run on; the count of
-collectives. Used on both sides. Does not own: putting the parts of several ranks together (`oracle.unshard`).
+Owns: the hooks and their copies, as plain tensors with the tokens of each forward; the count of collectives. Used on
+both sides. Does not own: putting the parts of several ranks together (`oracle.unshard`).
 
-Everything is copied when it is seen: in-place operations overwrite what an output's memory holds. Only calls inside a
-forward of the whole model count; a module that is run again to recompute activations is not captured twice.
+Outputs are copied at once, before in-place operations overwrite their memory. Only calls inside a forward of the whole
+model count: recomputation of activations is not captured again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshlora.common.compat import TorchDispatchMode
 from meshlora.oracle.experts import expert_modules, watch_choices, wrappers
 
-# Inside a PEFT layer: the frozen layer, captured by itself, and the parts of the adapter, which have no counterpart.
+# Inside a PEFT layer: the frozen layer, captured separately, and parts of the adapter, which have no counterpart.
 _BASE, _ADAPTER = ".base_layer", (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.")
 
 SCORES, CHOICES = "#router scores", "#router choices"
@@ -32,11 +32,11 @@ class MicroBatchCapture:
 
     Attributes:
         input_ids: `[B, S]`. attention_mask: `[B, S]`, 0 at padding, else the number of the sequence in its row, from 1.
-        forward: module -> output, in order of completion; several calls of a module are `name#word` or `name#1`. The
-            whole model's output, its logits, has the name "". What comes into experts is `name#router scores` and
-            `name#router choices`, `[B*S, k]`.
+        forward: module -> output, in order of completion; repeated calls of a module are `name#word` or `name#1`. The
+            model's logits have the name "". Inputs of experts are `name#router scores` and `name#router choices`,
+            `[B*S, k]`.
         backward: module -> gradient of the output.
-        base: target of an adapter -> output without the adapter, where the model keeps it apart.
+        base: target of an adapter -> output without the adapter, if the model computes it separately.
     """
 
     input_ids: Tensor
@@ -60,8 +60,8 @@ class Capture:
     def __enter__(self) -> Capture:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         experts = expert_modules(self.model)
-        inside = tuple(f"{name}." for name in experts)  # these see rows in an order of their own
-        wrapped = {f"{path}{_BASE}" for path in wrappers(self.model)}  # these compute with the adapter in their weights
+        inside = tuple(f"{name}." for name in experts)  # their rows are in another order on each side
+        wrapped = {f"{path}{_BASE}" for path in wrappers(self.model)}  # their weights include the adapter
         for name, module in self.model.named_modules():
             if any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
                 continue
@@ -83,12 +83,12 @@ class Capture:
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensor = first_tensor(output)
-            if name == "" and not _has_values(tensor):  # logits that are not computed
+            if name == "" and not _has_values(tensor):  # placeholder logits
                 self.is_forward = False
             if tensor is None or not _has_values(tensor) or not tensor.is_floating_point() or not self.micro_batches:
                 return
-            # Several calls are told apart by a word among the arguments (a rotary embedding's layer type, in an order
-            # that may differ between processes), else by their number.
+            # Repeated calls are distinguished by a string argument (a rotary embedding's layer type, in an order that
+            # may differ between processes), else by their number.
             call = name + "".join(f"#{word}" for word in (*args, *kwargs.values()) if isinstance(word, str))
             if self.is_forward:
                 self._calls[call] += 1
@@ -113,7 +113,7 @@ class Capture:
             self.is_forward = False
 
     def _keep_choices(self, name: str) -> Any:
-        """Scores and choices of the router in front of the experts `name`."""
+        """A callback that keeps the router's scores and choices for the experts `name`."""
 
         def keep(scores: Tensor, choices: Tensor) -> None:
             if self.is_forward:
@@ -123,7 +123,7 @@ class Capture:
         return keep
 
     def _watch_gradient(self, key: str, tensor: Tensor) -> None:
-        """Copy the gradient of an output when it comes; recomputed outputs have one where the first had no graph."""
+        """Copy an output's gradient when it arrives. If the first forward had no graph, a recomputed output has one."""
         micro = self.micro_batches[-1]
         self._without_graph.discard(key)
         if tensor.requires_grad:
@@ -131,10 +131,10 @@ class Capture:
 
 
 def sequence_numbers(kwargs: Mapping[str, Any]) -> Tensor:
-    """For each token that a model is called with the number of its sequence in its row, from 1; 0 at padding.
+    """For each token of a model's call the number of its sequence in its row, from 1; 0 at padding.
 
-    Where position ids are given and no mask, a sequence begins wherever a position does not follow that before it.
-    Padding then shows as sequences that the reference does not have, as it does where there is neither.
+    With position ids and no mask, a sequence begins at each position that is not the previous one plus 1. Without a
+    mask padding shows as sequences that the reference does not have.
     """
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if mask is not None:
@@ -146,7 +146,7 @@ def sequence_numbers(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def spans(input_ids: Tensor, numbers: Tensor) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(row, where it begins, token ids) of each sequence of a batch; numbers: as of `sequence_numbers`."""
+    """(row, first position, token ids) of each sequence of a batch; numbers: from `sequence_numbers`."""
     found = []
     for row, (ids, of_row) in enumerate(zip(input_ids.cpu(), numbers, strict=True)):
         for number in of_row[of_row > 0].unique().tolist():
@@ -156,9 +156,9 @@ def spans(input_ids: Tensor, numbers: Tensor) -> list[tuple[int, int, tuple[int,
 
 
 def rows_of_tokens(input_ids: Tensor, numbers: Tensor, starts: Mapping[tuple[int, ...], int]) -> Tensor:
-    """For each of the B·S tokens of a batch its row where all sequences lie one after another, `[B*S]`.
+    """The row of each of the B·S tokens of a batch in the concatenation of all sequences, `[B*S]`; -1 if in none.
 
-    numbers: as of `sequence_numbers`. starts: sequence -> row of its first token; a token of none of them has row -1.
+    numbers: from `sequence_numbers`. starts: sequence -> row of its first token.
     """
     rows = torch.full(input_ids.shape, -1, dtype=torch.int64)
     for row, place, sequence in spans(input_ids, numbers):
@@ -168,31 +168,31 @@ def rows_of_tokens(input_ids: Tensor, numbers: Tensor, starts: Mapping[tuple[int
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The tensor that a module returned, alone, first in a tuple, or first in a transformers output; its logits."""
+    """A module's output tensor: alone, first in a tuple, or the logits, else the first, of a transformers output."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
-        return output["logits"]  # not the loss of load balancing
+        return output["logits"]  # the load-balancing loss may come first
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def _has_values(tensor: Tensor | None) -> bool:
-    """Whether it is a tensor as any other; one that takes over how torch dispatches stands for values nobody has."""
+    """Whether it is an ordinary tensor; a subclass with its own dispatch stands for values that are not computed."""
     return tensor is not None and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that shares nothing."""
+    """A detached copy on the CPU that shares no memory."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts collectives by phase and kind at dispatch level, whoever calls them.
+    """Counts all collectives by phase and kind, at dispatch level.
 
     Attributes:
-        phase: under which name the next one is counted; None: not at all.
-        counts: (phase, kind) -> calls. sent: (phase, kind) -> bytes that this rank put in.
+        phase: the phase to count under; None: do not count.
+        counts: (phase, kind) -> calls. sent: (phase, kind) -> bytes contributed by this rank.
     """
 
     KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
@@ -209,7 +209,7 @@ class CollectiveCounter(TorchDispatchMode):
             plain = name.replace("_", "")
             kind = next((k for k in self.KINDS if k in plain), plain)
             self.counts[self.phase, kind] += 1
-            # Of a gather or a reduce-scatter both tensors are among the arguments; the smaller is one rank's part.
+            # Gather and reduce-scatter have both tensors as arguments; the smaller is one rank's part.
             sizes = [t.numel() * t.element_size() for t in tensors(args)]
             self.sent[self.phase, kind] += min(sizes, default=0) if kind == "allgather" else max(sizes, default=0)
         return func(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
-"""A case: everything that determines what one process would produce, and nothing else.
+"""A case: everything that determines the result of one process, and nothing else.
 
-Owns: the fields, the tokens that are trained on, and the hash under which a reference run is cached.
+Owns: the fields, the training tokens, and the hash under which a reference run is cached.
 Does not own: topologies (a case has none), running anything.
 """
 
@@ -32,7 +32,7 @@ _SOURCES = (
     *(f"oracle/{name}.py" for name in ("ownership", "pieces", "quantized", "reference", "reference_case", "replay")),
     "oracle/trace.py",
 )
-# Checkpoint files above this size are told apart by size and time of change instead of by content.
+# Checkpoint files above this size are identified by size and modification time instead of content.
 _HASHED_BYTES = 256 * 2**20
 _INVENTORY = "files.json"
 
@@ -42,26 +42,24 @@ class Case:
     """One training problem.
 
     Attributes:
-        model: folder of the checkpoint. adapter: folder of the PEFT adapter that both start from, A and B non-zero.
-        model_type: of the configuration. dtype: of the base.
+        model: checkpoint folder. adapter: folder of the PEFT adapter both sides start from, A and B non-zero.
+        model_type: from the model's configuration. dtype: dtype of the base.
         lora: the user's LoRA configuration as plain values, for fresh adapters.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
-        steps: optimizer steps. batch_size: sequences in each, over all ranks; micro_batch_size: at once on one rank.
+        steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
         lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip.
-        beta1, beta2, weight_decay, decay_biases_and_norms: of AdamW, none of them the default, so that one that is
-            ignored shows.
-        eps: of AdamW; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
-            into large steps, and a gradient of the wrong size shows in what it makes of it.
-        router_aux_loss_coef: how much the load-balancing loss of routers weighs.
-        objective: what is trained. lora_plus_ratio, lora_plus_embedding_lr: of the optimizer.
-        columns, rows_per_example: of the sequences.
+        beta1, beta2, weight_decay, decay_biases_and_norms: AdamW's, none at its default, so an ignored one shows.
+        eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
+            into large steps, and a gradient of the wrong size shows in its update.
+        router_aux_loss_coef: weight of the routers' load-balancing loss.
+        objective: the training objective. lora_plus_ratio, lora_plus_embedding_lr: LoRA+ options of the optimizer.
+        columns, rows_per_example: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
-        quantization: how the frozen base is quantised, nf4 or int8; None: not at all.
-        packing: our side puts several sequences into a row; recompute: it computes its layers' activations twice;
-            resumes: it is stopped before its last step and goes on from its checkpoint. The reference never does.
-        pieces: targets that are fused matrices -> the pieces that the adapter is on. share_experts: all experts of a
-            layer have one adapter.
-        dropout: fields of the model's configuration whose dropouts are on; LoRA's is in `lora`.
+        quantization: of the frozen base, nf4 or int8, or None.
+        packing: our side packs several sequences into a row; recompute: it recomputes activations;
+            resumes: it stops before its last step and resumes from its checkpoint. The reference does none of these.
+        pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
+        dropout: fields of the model's configuration whose dropouts stay on; LoRA's is in `lora`.
         device: "cpu" or "cuda".
     """
 
@@ -105,32 +103,32 @@ class Case:
 
     @property
     def eval_every(self) -> int:
-        """As in a run file. There is an evaluation with a step of the same process after it: dropout is on again."""
+        """As in a run file. One evaluation is followed by a step of the same process: dropout must be on again."""
         return 1 if self.resumes else max(1, self.steps - 1)
 
     def max_grad_norm_at(self, step: int) -> float:
-        """The limit in optimizer step `step`: the last of several has one that is far above its norm."""
+        """The limit in optimizer step `step`. The last of several steps is not clipped."""
         return self.max_grad_norm * (1e6 if 0 < step == self.steps - 1 else 1)
 
     @property
     def base(self) -> ModelConfig:
-        """The base, as a run file would say it."""
+        """The base model section of an equivalent run file."""
         return ModelConfig(
             self.model,
             dtype=self.dtype,  # type: ignore[arg-type] # one of them
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
-            disable_dropout="unsupported",  # of what is on nothing is: the case would say so
+            disable_dropout="unsupported",  # whatever the case keeps on is supported
             allow_unused_weights=True,
             quantization=self.quantization,  # type: ignore[arg-type] # the same
         )
 
     @property
     def train(self) -> TrainConfig:
-        """The loop, as a run file would say it; without an output folder."""
+        """The train section of an equivalent run file, without an output folder."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(self, f.name)}
         own = {"output": "unused", "recompute": "full" if self.recompute else "none"}
-        return TrainConfig(**fields | own, replica_check_every=0)  # a drift is to be found by the judge
+        return TrainConfig(**fields | own, replica_check_every=0)  # drift is for the judge to find
 
     @property
     def data(self) -> TokenizedDataset:
@@ -145,20 +143,20 @@ class Case:
 
 
 def batch_size_for(largest_dp: int) -> int:
-    """Sequences per step: an odd number, so that dp ranks have unequal shares and some need a dummy micro-batch."""
+    """Sequences per step: odd, so that dp ranks have unequal shares and some need a dummy micro-batch."""
     return 2 * max(2, largest_dp) + 1
 
 
 def num_sequences_for(batch_size: int, steps: int) -> int:
-    """Sequences of a case: the last step begins a second epoch, and the batch before it is one that is not full. They
-    are an odd number, of which some of the ranks have one more: an evaluation has a remainder, and a dummy.
+    """Sequences in a case. The last step begins a second epoch, after a batch that is not full. The number is odd, so
+    that evaluation has a remainder and needs a dummy micro-batch.
     """
     return batch_size * max(1, steps - 1) - (1 if steps > 2 else 0)
 
 
 def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0) -> TokenizedDataset:
-    """Sequences of unequal length, each with an untrained start of unequal length. What padding is made of is among
-    the tokens, and is trained, as with a tokenizer that pads with its eos.
+    """Sequences of unequal length, each with an untrained prefix of unequal length. The padding token also occurs as a
+    trained token, as with a tokenizer that pads with eos.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     lengths = [_LENGTHS[i % len(_LENGTHS)] for i in range(num_sequences)]
@@ -172,8 +170,8 @@ def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_i
 
 
 def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int) -> TokenizedDataset:
-    """The same sequences as what a policy did: advantages of both signs, weights, and old log-probabilities around
-    those of a model that knows nothing, so that the ratio of some tokens is clipped and that of others is not.
+    """The same sequences as rollouts: advantages of both signs, weights, and old log-probabilities around those of a
+    uniform model, so that the ratio is clipped for some tokens and not for others.
     """
     generator = np.random.Generator(np.random.PCG64([seed, 1]))
     number = len(data.input_ids)
@@ -186,7 +184,7 @@ def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int) -> Toke
 
 
 def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
-    """The same sequences, two and two, the second beginning as the first does."""
+    """The same sequences in pairs that share their first two tokens."""
     ids = data.input_ids.copy()
     for first, second in zip(data.offsets[:-1:2], data.offsets[1:-1:2], strict=True):
         ids[second : second + 2] = ids[first : first + 2]
@@ -194,7 +192,7 @@ def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
 
 
 def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
-    """The same sequences, every second one another answer to the prompt before it; two in three records are liked."""
+    """The sequences of `as_pairs` with a "desirable" column: two of three pairs are liked."""
     data = as_pairs(data)
     liked = np.repeat([1.0 if record % 3 != 1 else -1.0 for record in range(data.num_examples)], 2)
     column = np.repeat(liked, np.diff(data.offsets)).astype(np.float32)
@@ -202,7 +200,7 @@ def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
 
 
 def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:
-    """The first `number` sequences of `data` that differ from each other and have a trained token.
+    """The first `number` distinct sequences of `data` with a trained token.
 
     Raises:
         UserError: there are fewer.
@@ -221,10 +219,10 @@ def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> T
 
 
 def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
-    """The hash of everything that goes into a reference run.
+    """The hash of every input of a reference run.
 
-    inputs: what stands for the files of model and adapter (`file_fingerprint`, or the configuration of a twin). The
-    paths themselves do not count.
+    inputs: fingerprints of the model and adapter files (`file_fingerprint`), or the configuration of a twin. Paths are
+    not hashed.
     """
     values = {k: v for k, v in dataclasses.asdict(case).items() if k not in ("model", "adapter")}
     library = [importlib.metadata.version("bitsandbytes")] if case.quantization is not None else []
@@ -233,17 +231,17 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
 
 
 def file_fingerprint(folder: Path) -> list[str]:
-    """One line for every file of a checkpoint folder that a model is made of."""
+    """One line for each file of a checkpoint folder that defines the model."""
     return [_fingerprint(file) for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".py")]
 
 
 def write_inventory(folder: Path) -> None:
-    """Note what the folder of a reference holds, so that what is cut short or gone later is seen."""
+    """Record the contents of a reference folder, so that truncated or deleted files are noticed."""
     (folder / _INVENTORY).write_text(json.dumps(_contents(folder)), encoding="utf-8")
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the folder of a reference holds what was noted when it was made."""
+    """Whether a reference folder still matches its inventory."""
     try:
         return bool(json.loads((folder / _INVENTORY).read_text(encoding="utf-8")) == _contents(folder))
     except (OSError, ValueError):
@@ -264,6 +262,6 @@ def _fingerprint(file: Path, *, name: str = "") -> str:
 
 
 def _own_sources() -> list[str]:
-    """The reference's own code: a change in it makes earlier results void."""
+    """The reference's own code: changing it invalidates cached results."""
     root = Path(__file__).parents[1]
     return [(root / name).read_text(encoding="utf-8") for name in _SOURCES]

@@ -1,4 +1,4 @@
-"""Comparing what two runs left behind: adapters tensor by tensor, losses step by step. No averages.
+"""Compare the results of two runs: adapters tensor by tensor, losses step by step. No averages.
 
 Owns: the measure. Does not own: what is compared (`oracle.reference`), or limits.
 """
@@ -23,7 +23,7 @@ class Worst:
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
-    """Relative L2 distance; infinite where shapes differ, ours is not finite, or is zero where the reference is not."""
+    """Relative L2 distance; infinite if shapes differ, ours is not finite, or only ours is all zeros."""
     if ours.shape != reference.shape or not torch.isfinite(ours).all() or (not ours.any() and reference.any()):
         return float("inf")
     ours, reference = ours.double(), reference.double()
@@ -31,7 +31,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 def compare_adapters(ours: Path, reference: Path) -> Worst:
-    """The factor of two adapter folders that differs most; infinite where a name is in one of them only."""
+    """The factor that differs most between two adapter folders; infinite if a name is in only one of them."""
     a, b = (load_file(folder / "adapter_model.safetensors") for folder in (ours, reference))
     if a.keys() != b.keys():
         return Worst(min(a.keys() ^ b.keys()), float("inf"))
@@ -39,13 +39,13 @@ def compare_adapters(ours: Path, reference: Path) -> Worst:
 
 
 def read_losses(metrics: Path) -> list[float]:
-    """Training loss of each step, from `metrics.jsonl`."""
+    """Training loss per step, from `metrics.jsonl`."""
     lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def largest_loss_gap(ours: list[float], reference: list[float]) -> float:
-    """max over steps of |ours - reference|; infinite where the numbers of steps differ."""
+    """max over steps of |ours - reference|; infinite if the numbers of steps differ."""
     if len(ours) != len(reference):
         return float("inf")
     return max(abs(a - b) for a, b in zip(ours, reference, strict=True))

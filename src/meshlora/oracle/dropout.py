@@ -1,7 +1,7 @@
-"""The judge's dropout: every `nn.Dropout` of transformers and peft, with the masks that are an input of the run.
+"""The judge's dropout: the `nn.Dropout` modules of transformers and peft, with the run's masks.
 
-Owns: which tokens a call sees, on one process with all of them. The bits of the masks (`meshlora.common.masks`) are
-shared, as the sequences are; nothing of `layers.dropout` is used.
+Owns: which tokens a call sees, on one process that has all of them. The bits of the masks (`meshlora.common.masks`) are
+a shared input, like the sequences; nothing of `layers.dropout` is used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshlora.oracle.experts import plain_name
 
 
 class Masks:
-    """Replaces what every `nn.Dropout` of `model`, a PEFT model, computes. Outside of `of_batch` it drops nothing.
+    """Replaces the forward of every `nn.Dropout` in the PEFT model `model`. Outside `of_batch` nothing is dropped.
 
-    seed: of the run. step: the optimizer step, from 0, set by the caller. rates: module -> its rate.
+    seed: the run's. step: the optimizer step, from 0, set by the caller. rates: module -> dropout rate.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
@@ -36,7 +36,7 @@ class Masks:
 
     @contextlib.contextmanager
     def of_batch(self, batch: MicroBatch) -> Iterator[None]:
-        """Inside the block forwards are of `batch`, in training."""
+        """Inside, forwards are training forwards of `batch`."""
         self._batch = batch
         try:
             yield

@@ -1,9 +1,9 @@
-"""Experts as the judge sees them: stacks of matrices, and adapters on them taken apart into those of single experts.
+"""Experts in the judge: stacks of matrices, and adapters on them separated by expert.
 
-Owns: which modules hold routed experts, which way their matrices lie, and PEFT's order of the factors of all experts,
-read a second time from its code: A `[r E, in]` has the ranks of an expert side by side, B `[out, r E]` the experts of a
-rank. What is compared has the name of one expert: `model.layers.0.mlp.experts.3.gate_up_proj.lora_A`, of an adapter
-that all share `model.layers.0.mlp.experts.gate_up_proj.lora_A`; A is on the input side and B on the output side.
+Owns: which modules hold routed experts, the orientation of their matrices, and PEFT's order of the factors of all
+experts, derived a second time from its code: in A `[r E, in]` the ranks of one expert are adjacent, in B `[out, r E]`
+the experts of one rank. Compared tensors are named by expert, `model.layers.0.mlp.experts.3.gate_up_proj.lora_A`, or if
+all share one adapter `model.layers.0.mlp.experts.gate_up_proj.lora_A`; A is on the input side and B on the output side.
 Does not own: which rank holds which expert (`oracle.unshard`).
 """
 
@@ -26,9 +26,9 @@ PREFIX = "base_model.model."
 _OF_PEFT = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.default|parametrizations\.weight\.original)(?=\.|$)"
 )
-# Where a layer has both, PEFT wraps them in this order: the last is outermost.
+# PEFT wraps several projections of a layer in this order: the last is outermost.
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-# These are stored [E, in, out] and do not say so.
+# Stored as [E, in, out] without an `is_transposed` attribute.
 _SILENTLY_TRANSPOSED = "Llama4TextExperts"
 
 
@@ -37,7 +37,7 @@ class Stack:
     """An adapter on one projection of all experts of a layer.
 
     Attributes:
-        num_experts: of the layer. is_swapped: PEFT's A is on the output side. is_shared: one adapter for all experts.
+        num_experts: in the layer. is_swapped: PEFT's A is on the output side. is_shared: one adapter for all experts.
     """
 
     num_experts: int
@@ -46,12 +46,12 @@ class Stack:
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name in the model without adapters -> module of routed experts, of either side."""
+    """Name in the model without adapters -> module of routed experts; for the reference's model and for ours."""
     return {plain_name(name): module for name, module in model.named_modules() if _projections(module)}
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Projection, as in `model.layers.0.mlp.experts.down_proj` -> all that is held of it, `[E, out, in]`."""
+    """Projection, such as `model.layers.0.mlp.experts.down_proj` -> its matrices on this rank, `[E, out, in]`."""
     return {
         f"{name}.{leaf}": matrix.detach().mT if is_transposed(module) else matrix.detach()
         for name, module in expert_modules(model).items()
@@ -66,7 +66,7 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def _projections(module: nn.Module) -> dict[str, Tensor]:
-    """The stacks of a module of experts, its own parameters or those of leaves in their place; else nothing."""
+    """The stacks of a module of experts, as its own parameters or as child modules; {} for any other module."""
     found: dict[str, Tensor] = {}
     for leaf in PROJECTIONS:
         own = own_parameter(module, leaf)
@@ -77,7 +77,7 @@ def _projections(module: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_name(path: str) -> str:
-    """A module's or a parameter's name in the model without PEFT around it and in it."""
+    """The name of a module or parameter in the model without PEFT's wrappers."""
     name = _OF_PEFT.sub("", path.removeprefix(PREFIX))
     return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
 
@@ -85,7 +85,7 @@ def plain_name(path: str) -> str:
 def watch_choices(
     model: nn.Module, name: str, experts: nn.Module, keep: Callable[[Tensor, Tensor], None]
 ) -> list[RemovableHandle]:
-    """Hooks that hand `keep` the weights and the numbers of the experts that each token goes to, `[T, k]` each."""
+    """Install hooks that call `keep(weights, indices)` with the chosen experts of each token, `[T, k]` each."""
     if not any(cls.__name__ == _SILENTLY_TRANSPOSED for cls in type(experts).__mro__):
 
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def watch_choices(
             keep(weights, index)
 
         return [experts.register_forward_pre_hook(called, with_kwargs=True)]
-    # Its block hands every expert every token: the router's scores, zero but for the chosen ones, say which are meant.
+    # llama4's block passes every token to every expert; the router's scores are zero except for the chosen ones.
     block = next(m for path, m in model.named_modules() if plain_name(path) == name.rpartition(".")[0])
     router, top_k = block.get_submodule("router"), int(getattr(block, "top_k", 1))
 
@@ -104,9 +104,9 @@ def watch_choices(
 
 
 def wrappers(model: nn.Module) -> dict[str, tuple[str, ParamWrapper]]:
-    """Path of PEFT's wrapper of a parameter -> (what the adapter is on, the wrapper).
+    """Path of PEFT's wrapper of a parameter -> (target of the adapter, the wrapper).
 
-    A linear's `weight` is the linear; a projection has a name below its module's.
+    The target is a linear for its `weight`, and `MODULE.PROJECTION` for a projection of experts.
     """
     found = {}
     for path, module in model.named_modules():
@@ -117,9 +117,9 @@ def wrappers(model: nn.Module) -> dict[str, tuple[str, ParamWrapper]]:
 
 
 def adapted_stacks(model: nn.Module, *, is_shared: bool = False) -> dict[str, Stack]:
-    """Projection -> how PEFT's adapter on it lies, for all that it has one on; in module order.
+    """Projection -> layout of PEFT's adapter, for all projections that have one, in module order.
 
-    is_shared: experts share it, if that is known before `share_adapters` says so to the model.
+    is_shared: experts share it, for callers that know before `share_adapters` has changed the model.
     """
     found: dict[str, Stack] = {}
     is_shared = is_shared or any(isinstance(module, _Repeated) for module in model.modules())
@@ -139,7 +139,7 @@ def _order(name: str) -> tuple[str, int]:
 
 
 class _Repeated(nn.Module):
-    """One matrix in the place of those of all experts, in PEFT's order."""
+    """Parametrization: one matrix repeated for all experts, in PEFT's order."""
 
     def __init__(self, num_experts: int, *, is_a: bool) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Repeated(nn.Module):
 
 
 def share_adapters(model: nn.Module) -> None:
-    """Let all experts of a layer have one adapter: what PEFT holds for each becomes a view of one matrix."""
+    """Make all experts of a layer share one adapter: PEFT's factors become repetitions of one matrix."""
     stacks = adapted_stacks(model)
     for name, wrapper in wrappers(model).values():
         if name in stacks:
@@ -165,16 +165,16 @@ def share_adapters(model: nn.Module) -> None:
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Path of a wrapper, without that of PEFT's model -> what its adapter is on."""
+    """Path of a wrapper, without PEFT's prefix -> target of its adapter."""
     return {path.removeprefix(PREFIX): name for path, (name, _) in wrappers(model).items()}
 
 
 def in_experts(
     tensors: Mapping[str, Tensor], stacks: Mapping[str, Stack], *, in_file: bool = False
 ) -> dict[str, Tensor]:
-    """Factors by name, those of PEFT for all experts of a layer as one for each expert.
+    """Factors by name, with PEFT's factors for all experts of a layer separated by expert.
 
-    in_file: what experts share is there once for each of them; one that differs has a name of its own.
+    in_file: a shared factor is stored once per expert; a copy that differs gets its own name.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -203,14 +203,14 @@ def in_experts(
 
 
 def output_side(stack: Stack | None) -> str:
-    """PEFT's letter for the factor on the output side."""
+    """PEFT's letter for the output-side factor."""
     return "A" if stack is not None and stack.is_swapped else "B"
 
 
 def names_in_file(keys: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str, str]:
-    """Key of an adapter file, without PEFT's prefix -> name, where it is of experts.
+    """Key of an adapter file, without PEFT's prefix -> name of the factor, for keys of experts.
 
-    Both projections of a layer: the inner wrapper is that of the first; one alone has no inner wrapper.
+    With two projections in a layer the inner wrapper belongs to the first; a single one has no inner wrapper.
     """
     by_module: dict[str, list[str]] = {}
     for name in stacks:

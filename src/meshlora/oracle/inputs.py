@@ -1,7 +1,7 @@
-"""What both sides start from: a twin on disk, and an adapter with A and B non-zero. Made by transformers and peft.
+"""The inputs of both sides: a twin on disk, and an adapter with A and B non-zero, made by transformers and peft.
 
-Owns: their values, pure functions of (seed, name). Also the judge's own copy of the rule by which meshlora draws fresh
-adapters: written a second time, from the words of docs/oracle.md.
+Owns: their values, pure functions of (seed, name), and the judge's own implementation of the rule for fresh adapters,
+written a second time from docs/oracle.md.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from meshlora.oracle.pieces import mask_in_file, pieces_of
 
 
 def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
-    """A checkpoint with random weights; norms are moved off 1, and biases and stored buffers off 0, which would hide
-    faults.
-    """
+    """A checkpoint with random weights; norms are moved off 1, biases and buffers off 0, which would hide faults."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
@@ -50,7 +48,7 @@ def write_adapter(
     pieces: dict[str, list[str]] | None = None,
     share_experts: bool = False,
 ) -> None:
-    """The adapter that PEFT makes of `lora` on the model, with values drawn by name: A and B both non-zero."""
+    """PEFT's adapter for the configuration `lora`, with values drawn by name, A and B both non-zero."""
     pieces = pieces or {}
     with targets_as_configured():
         peft_model = without_values(model, LoraConfig(**lora), trust_remote_code=trust_remote_code)
@@ -78,7 +76,7 @@ def write_adapter(
 
 
 def without_values(model: str | Path, lora: LoraConfig, *, trust_remote_code: bool) -> Any:
-    """PEFT's model of the configuration in the folder `model`; no weight is read."""
+    """PEFT's model for the checkpoint folder `model`, on the meta device: no weight is read."""
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -86,7 +84,7 @@ def without_values(model: str | Path, lora: LoraConfig, *, trust_remote_code: bo
 
 
 def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:
-    """PEFT's factor of all experts: B as large as that of a linear, one that is shared the same for each expert."""
+    """PEFT's factor of all experts: B scaled as on a linear, a shared factor repeated for each expert."""
     number = stack.num_experts
     value = drawn if side == "A" else drawn * math.sqrt(number)
     if not stack.is_shared:
@@ -110,12 +108,12 @@ def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
 def expected_fresh(
     name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, Stack]
 ) -> Tensor:
-    """The factor `name`, as in `model.layers.0.mlp.up_proj.lora_A`, of a fresh adapter, whole.
+    """The whole factor `name` of a fresh adapter, for example `model.layers.0.mlp.up_proj.lora_A`.
 
-    A is uniform in ±1/sqrt(in_features), or N(0, 1/r^2) for "gaussian"; B is zero, or uniform in ±1/sqrt(r) where
-    `init` is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). The generator's seed is the first 8 bytes
-    of sha256("{seed}:{name}"), halved. On pieces each has a name: `c_attn.lora_A.q`. On experts each has one:
-    `mlp.experts.gate_up_proj.lora_A.3`, and where PEFT takes the input side for the output, the sides change places.
+    A is uniform in ±1/sqrt(in_features), or N(0, 1/r^2) for "gaussian"; B is zero, or uniform in ±1/sqrt(r) if `init`
+    is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). The generator's seed is the first 8 bytes of
+    sha256("{seed}:{name}"), halved. Each piece has its own name: `c_attn.lora_A.q`. So has each expert:
+    `mlp.experts.gate_up_proj.lora_A.3`; where PEFT swaps the input and output sides, A and B swap in these rules.
     """
     module, _, part = name.rpartition(".lora_")
     stack = stacks.get(stack_of(module))

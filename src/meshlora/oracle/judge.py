@@ -1,14 +1,13 @@
 """The judge: two traces in, a verdict out. Each tensor by itself; nothing is averaged.
 
 Owns: the phases, their limits, and what counts as equal. Does not own: the likely cause (`oracle.diagnosis.diagnose`),
-or how the traces came about.
+or recording the traces.
 
-Limits come from precision. In float64 (lifted) the relative L2 distance of a tensor is at most 1e-11, of what AdamW
-made of it 1e-6, as Adam divides by tiny moments. In a lower precision the reference runs in that precision too, and
-ours may be as far from float64 as four times what the reference's own rounding makes: `max|ours - ref64| <= 4
-max|ref_low - ref64|`, of what AdamW made of it with the maximum over all tensors, or over one, whichever is larger. Of
-bfloat16 there are two such runs, as one process has two ways to train in it: with the adapter computed in float32, and
-under autocast with the adapter computed in bfloat16, as ours is.
+Limits come from precision. In float64 (lifted) the relative L2 distance of a tensor is at most 1e-11, after AdamW 1e-6,
+as Adam divides by tiny moments. In a lower precision the reference runs in that precision too, and ours may be four
+times as far from float64 as the reference's own rounding: `max|ours - ref64| <= 4 max|ref_low - ref64|`, after AdamW
+with the maximum over all tensors or over one, whichever is larger. For bfloat16 there are two such runs, as one process
+can train in two ways: with the adapter in float32, and under autocast with the adapter in bfloat16, as ours is.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from meshlora.oracle.unshard import (
 )
 from meshlora.plan.topology import Topology
 
-# Phase -> what it is, in the order in which a fault shows first.
+# Phase -> what it compares, in the order in which a fault shows first.
 PHASES = {
     "sequences": "each sequence and token once",
     "loaded_adapter": "adapter as loaded",
@@ -74,9 +73,9 @@ _NOISE = 4.0
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that is compared: the reference, ours by rank, and what ours left on disk.
+    """Everything that is compared: the reference, our ranks, and our files.
 
-    rounded: the reference in the precision of ours, several times; empty in float64.
+    rounded: the reference in our precision, one for each way to train in it; empty in float64.
     """
 
     case: Case
@@ -88,7 +87,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Iterator[Phase]:
-    """The phases in order, each as it is asked for; those of routers where there are some."""
+    """The phases in order, computed lazily; those of routers only for models with experts."""
     results = _Judge(evidence)
     has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
     left_out = ["adapters"]  # which have runs of their own
@@ -104,7 +103,7 @@ class _Judge:
         self.tokens = self.ownership.tokens
 
     def sequences(self) -> list[TensorResult]:
-        """Each sequence of the step is taken by one dp rank, by all that share its rows; trained tokens are counted."""
+        """Each sequence of the step is taken by one dp rank, on all its ranks; the count of trained tokens is right."""
         results, sharing = [], self.topology.sharing
         for index, sequence in enumerate(self.tokens.sequences):
             takers = [sum(sequence == s for m in trace.micro_batches for s in sequences_of(m)) for trace in self.ranks]
@@ -125,9 +124,9 @@ class _Judge:
         return self._factors([t.initial for t in self.ranks], self.reference.initial)
 
     def fresh_adapter(self) -> list[TensorResult]:
-        """Fresh adapters, as the user configured them and with B drawn as well: by the rule, to the bit.
+        """Fresh adapters, as configured and with B drawn as well, follow the rule to the bit.
 
-        Their scales, and the file that the second of them is saved in, are what PEFT makes of the configuration.
+        Their scales, and the saved file of the second, match PEFT's reading of the configuration.
         """
         saved, results = self.evidence.saved, list[TensorResult]()
         drawn = {name: t for name, t in self.reference.initial.items() if ".lora_" in name}
@@ -142,7 +141,7 @@ class _Judge:
                 for name, t in drawn.items()
                 if name not in magnitudes
             }
-            # With B drawn a magnitude is that of the sum; of the configured adapter it is the base's.
+            # With B drawn a magnitude is the sum's row norm, which is not checked; as configured it is the base's.
             for wholes in (expected, of_base, magnitudes if kind == "fresh" else {}):
                 found = self._factors([only(r, wholes) for r in ranks], wholes)
                 results += [replace(r, limit=1e-6) for r in found] if wholes is magnitudes else found
@@ -155,11 +154,11 @@ class _Judge:
         return results + self._bits(FRESH, only(saved.fresh, expected), [expected])
 
     def router_scores(self) -> list[TensorResult]:
-        """Of each token the weights of its choices, in their order."""
+        """The weights of each token's choices, in order."""
         return self._modules("forward", self._of_routers(SCORES))
 
     def router_choices(self) -> list[TensorResult]:
-        """Of each token the same experts in the same order, exactly."""
+        """The same experts in the same order for each token, exactly."""
         results = self._modules("forward", self._of_routers(CHOICES), is_exact=True)
         return [
             result if result.passed or result.note else replace(result, note=f"{_moved(result)} tokens go elsewhere")
@@ -176,23 +175,23 @@ class _Judge:
         return self._modules("forward", [""])
 
     def backward(self) -> list[TensorResult]:
-        """In the order in which gradients flow: from the head to the first layer."""
+        """Gradients of outputs in the order of backward: from the head to the first layer."""
         with_gradient = self.reference.micro_batches[0].backward
         return self._modules("backward", [name for name in reversed(self.reference.order) if name in with_gradient])
 
     def loss(self) -> list[TensorResult]:
-        """Of every step as it is reported, and of all sequences as they are evaluated after the last."""
+        """The reported loss of every step, and the loss of every evaluation."""
         balance = self._scalars("aux_losses", "load-balancing loss of step")
         return self._scalars("losses", "loss of step") + balance + self._scalars("eval_losses", "loss of evaluation")
 
     def grad_norm(self) -> list[TensorResult]:
-        """Norm and learning rate of every step as they are reported, and its gradients after clipping."""
+        """The reported norm and learning rate of every step, and its gradients after clipping."""
         results = self._scalars("grad_norms", "norm of step", least_noise=self._noise_of_gradients())
         for step, wholes in enumerate(self.reference.clipped):
             ours = [trace.clipped[step] if step < len(trace.clipped) else {} for trace in self.ranks]
             low = [trace.clipped[step] for trace in self.evidence.rounded]
             found = self._factors(ours, wholes, low, label="clipped ", phase="deltas" if step else "gradients")
-            # From the second step on they are what the optimizer made of the factors.
+            # From the second step on gradients depend on the optimizer's updates.
             results += [replace(result, name=f"{result.name}, step {step + 1}") if step else result for result in found]
         return results + self._scalars("rates", "learning rate of step")
 
@@ -201,15 +200,15 @@ class _Judge:
         return self._factors([t.gradients for t in self.ranks], self.reference.gradients, low)
 
     def deltas(self) -> list[TensorResult]:
-        """What all optimizer steps together changed."""
+        """The total change of each factor over all optimizer steps."""
         ours, low = ([minus(t.final, t.initial) for t in of] for of in (self.ranks, self.evidence.rounded))
         return self._factors(ours, minus(self.reference.final, self.reference.initial), low, phase="deltas")
 
     def saved_file(self) -> list[TensorResult]:
-        """What PEFT reads from the saved adapter, less what training began with; and the logits it then gives.
+        """The saved adapter as PEFT reads it, minus the start values, and the logits of PEFT's model.
 
-        Besides: the files hold to the bit what the ranks hold, and nothing else, and the configuration is the one that
-        training started from.
+        Also: the files equal the ranks' tensors to the bit, without extra entries, and the configuration is that of the
+        start adapter.
         """
         saved, reference, rounded = self.evidence.saved, self.reference, self.evidence.rounded
         if saved.note:
@@ -238,7 +237,7 @@ class _Judge:
         return results + self._bits(FIRST, saved.first, [trace.initial for trace in self.ranks])
 
     def _scaled_otherwise(self, *found: dict[str, float]) -> list[str]:
-        """Modules whose scale is not the reference's in all of `found`, up to the last bit of a quotient."""
+        """Modules whose scale in any of `found` differs from the reference's, apart from rounding."""
         scales, nothing = self.reference.scalings, math.nan
         return sorted(
             name
@@ -248,7 +247,7 @@ class _Judge:
         )
 
     def collectives(self) -> list[TensorResult]:
-        """No more calls than the plan says, on any rank."""
+        """No rank makes more calls than the plan allows."""
         results = []
         for key in sorted({k for t in self.ranks for k in (*t.collectives, *t.budget)}):
             used = max(trace.collectives.get(key, 0) for trace in self.ranks)
@@ -258,7 +257,7 @@ class _Judge:
         return results
 
     def _modules(self, phase: str, names: list[str], *, is_exact: bool = False) -> list[TensorResult]:
-        """Outputs of modules, or their gradients, over all tokens of the first step."""
+        """Module outputs, or their gradients, over all tokens of the first step."""
         results = []
         for name in names:
             found = canonical(self.reference, self.tokens, phase, name)
@@ -282,7 +281,7 @@ class _Judge:
         return results
 
     def _bits(self, file: str, stored: dict[str, Tensor], holders: list[dict[str, Tensor]]) -> list[TensorResult]:
-        """Nothing where the file holds, to the bit, what these hold; else one failed result."""
+        """Empty if the file equals `holders` (one per rank, or one for all) to the bit; else one failed result."""
         ours = holders if len(holders) > 1 else holders * self.topology.world
         wrong = [r.name for r in self._factors(ours, stored) if not r.passed]
         note = f"{len(wrong)} of its tensors are not what the ranks hold, to the bit, first {min(wrong, default='')}"
@@ -297,11 +296,11 @@ class _Judge:
         phase: str = "gradients",
         label: str = "",
     ) -> list[TensorResult]:
-        """Trained parameters, or what goes with each of them. rounded: the reference's in lower precision; None: they
-        are to be equal.
+        """Trained parameters, or one tensor for each of them, such as gradients. rounded: the reference's in lower
+        precision; None: exact equality is required.
 
-        AdamW divides by moments that may be tiny: the worst element of what it made is as far off as luck has it. There
-        all tensors share the noise: a single tensor may be lucky.
+        AdamW divides by moments that may be tiny, so the worst element after it is a matter of luck. There all tensors
+        share the noise, as a single tensor may be lucky.
         """
         least_noise = _noise(wholes, rounded or []) if phase in _AFTER_ADAM else None
         results = missing({name for factors in ours for name in factors}, wholes.keys())
@@ -317,17 +316,17 @@ class _Judge:
         return results
 
     def _place(self, factor: str) -> tuple[int, str]:
-        """Where the module of a factor comes in execution order."""
+        """Sort key of a factor: its module's place in execution order."""
         module = factor.rpartition(".lora_")[0]
         if stack_of(module) in self.reference.stacks:
             module = stack_of(module).rpartition(".")[0]
         return self.reference.order.index(module) if module in self.reference.order else -1, factor
 
     def _noise_of_gradients(self) -> float:
-        """By how much the reference's rounding moves the whole gradient of the first step, relative to its norm.
+        """How far the reference's rounding moves the whole gradient of the first step, relative to its norm.
 
-        | |g + d| - |g| | <= |d|: no norm is moved by more. By how much one is moved may be as little as luck has it, in
-        a few steps of a run too.
+        It bounds the change of the norm: | |g + d| - |g| | <= |d|. The actual change may be small by luck, even in all
+        of a few steps.
         """
         reference = self.reference.gradients
         whole = sum(float(g.double().square().sum()) for g in reference.values())
@@ -338,9 +337,9 @@ class _Judge:
         return math.sqrt(max(moved, default=0.0) / max(whole, 1e-300))
 
     def _scalars(self, field_name: str, label: str, *, least_noise: float = 0.0) -> list[TensorResult]:
-        """One number a step. In low precision all steps share the noise: a single number may be lucky.
+        """One number per step. In low precision all steps share the noise, as a single number may be lucky.
 
-        least_noise: of each number, relative to it, whatever the reference's own numbers show.
+        least_noise: lower bound of the noise of each number, relative to it.
         """
         reference: list[float] = getattr(self.reference, field_name)
         numbers = {len(getattr(trace, field_name)) for trace in self.ranks}
@@ -372,9 +371,9 @@ class _Judge:
         *,
         least_noise: float | None = None,
     ) -> TensorResult:
-        """Against the limit of the phase and precision; rounded: as of `_factors`.
+        """Compare with the limit of the phase and precision. rounded: as in `_factors`.
 
-        least_noise: relative to the largest element, whatever the reference's rounding of this tensor shows.
+        least_noise: lower bound of the noise, relative to the largest element.
         """
         if rounded is None:
             return TensorResult(name, relative(pieces, whole), 0.0, whole, pieces)
@@ -394,7 +393,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _noise(wholes: dict[str, Tensor], rounded: list[dict[str, Tensor]]) -> float | None:
-    """How far the reference's own rounding moved any element, relative to the largest of all; None in float64."""
+    """The reference's largest rounding error of an element, relative to the largest element; None in float64."""
     gaps = [_largest(low[name].double() - whole.double()) for low in rounded for name, whole in wholes.items()]
     if not gaps:
         return None
@@ -402,7 +401,7 @@ def _noise(wholes: dict[str, Tensor], rounded: list[dict[str, Tensor]]) -> float
 
 
 def _moved(result: TensorResult) -> int:
-    """How many tokens of the worst copy have other experts than in the reference."""
+    """The number of tokens with other experts than in the reference."""
     assert result.whole is not None
     wrong = [p.rows[(p.values != p.of(result.whole)).any(1)] for p in result.pieces if p.rows is not None]
     return len(set(torch.cat(wrong).tolist())) if wrong else 0

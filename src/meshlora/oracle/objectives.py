@@ -1,8 +1,8 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
-Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO. Nothing
-of `train.objectives` is used; what both sides are given is the value with the parameters (`config.objective`). Also the
-load-balancing loss of routers, by the function of transformers, over all tokens of an optimizer step at once.
+Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO, and the
+routers' load-balancing loss by the function of transformers, over all tokens of an optimizer step at once. Does not
+own: their parameters (`config.objective`), which both sides share. Nothing of `train.objectives` is used.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def losses(
     is_training: bool,
     point: Tensor | None = None,
 ) -> Tensor:
-    """One for each of what the loss of a step is the mean over. logits: `[B, S, V]`; base: those of the frozen base.
+    """Losses before averaging: one per trained token, pair or record. logits, base (the frozen base's): `[B, S, V]`.
 
-    point: `[]`, what rewards are compared with, of all sequences of the step, where the objective has one.
+    point: `[]`, the reference point of rewards over the whole step, for objectives that have one.
     """
     options = {} if point is None else {"point": point}
     return _LOSSES[type(objective)](objective, logits, batch, base, is_training, **options)
 
 
 def gained(logits: Tensor, base: Tensor, batch: MicroBatch) -> Tensor:
-    """log p of the trained tokens of each row together, over that of the frozen base: `[B]`."""
+    """log p(row) - log p_base(row), over the trained tokens of each row: `[B]`."""
     return _of_rows(logits, batch) - _of_rows(base, batch)
 
 
@@ -57,10 +57,10 @@ def _policy(objective: Policy, logits: Tensor, batch: MicroBatch, base: Tensor |
     is_trained = batch.labels != UNTRAINED
     log_p = _of_labels(logits, batch.labels)[is_trained]
     advantage, old, weight = (batch.columns[n][is_trained].to(log_p.dtype) for n in _COLUMNS)
-    acted = torch.where(torch.isnan(old), log_p.detach(), old)  # not a number: the policy itself has acted
+    acted = torch.where(torch.isnan(old), log_p.detach(), old)  # NaN: the rollout is the current policy's own
     ratio = torch.exp(log_p - acted)
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
-    # Where the ratio has left the interval to the side that the advantage asks for, there is nothing more to gain.
+    # Clipped only where the ratio has left the interval in the direction of the advantage.
     is_done = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     gain = torch.where(is_done, torch.where(advantage > 0, high * advantage, low * advantage), ratio * advantage)
     loss = -gain
@@ -108,28 +108,28 @@ _COLUMNS = ("advantage", "old_log_prob", "weight")
 
 
 def _of_rows(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """log p of the trained tokens of each row together, `[B]`."""
+    """Sum of log p over the trained tokens of each row, `[B]`."""
     log_p = _of_labels(logits, batch.labels)
     return torch.stack([row[labels != UNTRAINED].sum() for row, labels in zip(log_p, batch.labels, strict=True)])
 
 
 def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    """log p of each label, `[B, S]`; of untrained tokens that of token 0."""
+    """log p of each label, `[B, S]`; untrained positions get that of token 0."""
     log_softmax = logits.float().log_softmax(-1)
     return log_softmax.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
 
 def has_load_balancing(config: Any) -> bool:
-    """Whether transformers adds such a loss for models of this configuration."""
+    """Whether transformers has a load-balancing loss for models of this configuration."""
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     has_coef = getattr(config.get_text_config(), "router_aux_loss_coef", None) is not None
     return cls is not None and has_coef and hasattr(sys.modules[cls.__module__], "load_balancing_loss_func")
 
 
 def load_balancing_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], masks: Sequence[Tensor]) -> Tensor:
-    """Of the router logits of every layer `[T, E]` of each micro-batch, whose attention masks are `masks` `[B, S]`.
+    """The load-balancing loss. logits: per micro-batch, per layer `[T, E]`. masks: attention masks `[B, S]`.
 
-    model: the causal LM of transformers, without PEFT around it.
+    model: the causal LM of transformers, without PEFT's wrapper.
     """
     function = sys.modules[type(model).__module__].load_balancing_loss_func
     together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))

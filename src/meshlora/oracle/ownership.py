@@ -1,8 +1,7 @@
-"""Which rows and columns of the base's weights a rank holds: found by looking at the weights themselves.
+"""Which rows and columns of the base's weights a rank holds, found by content.
 
-Owns: fingerprints of rows and columns, and where those of a rank are among those of the whole. Nothing here knows a
-layout: a row is known by its values, as a sequence is by its tokens. What a rank's activations and factors are compared
-with follows from what its weights are.
+Owns: fingerprints of rows and columns, and the places of a rank's among those of the whole. Nothing here knows a
+layout: a row is identified by its values, as a sequence is by its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Prints = dict[str, Tensor]
 
 
 def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
-    """(rows, columns) of every weight of a base model: module -> int64 `[out]`, `[in]`; of experts `[E, ...]`."""
+    """Fingerprints of every base weight, (rows, columns): module -> int64 `[out]`, `[in]`; of experts `[E, ...]`."""
     rows: Prints = {}
     columns: Prints = {}
     inside = tuple(f"{name}." for name in expert_modules(model))
@@ -40,16 +39,16 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
 
 
 def _prints(matrix: Tensor) -> Tensor:
-    """One number for each row: the sum of its bits times odd pseudo-random numbers, modulo 2^64; zeros give 0."""
+    """One fingerprint per row: its elements' bits times odd pseudo-random numbers, summed modulo 2^64; zeros give 0."""
     bits = matrix.contiguous().view(torch.int64).cpu()
     raw = np.random.PCG64(1).random_raw(bits.shape[1]).view(np.int64)
     return (bits * torch.from_numpy(raw | 1)).sum(1)
 
 
 def places(local: Tensor, whole: Tensor, *, rank: int, size: int) -> Tensor | None:
-    """Where the rows with fingerprints `local` are among `whole`, int64; -1 for padding. None: that cannot be told.
+    """Places of the fingerprints `local` in `whole`, int64, -1 for padding; None if they cannot be determined.
 
-    Rows that are alike cannot be told apart; they are then taken to be the next in order, if all others are.
+    Equal rows cannot be told apart: they are taken in the order of the ranks if all rows of this rank fit that order.
     """
     start = min(rank * len(local), len(whole))
     stop = min(start + len(local), len(whole))

@@ -1,7 +1,7 @@
-"""Adapters on pieces of fused matrices, in PEFT's words: one adapter of all their ranks, with a B of blocks.
+"""Adapters on pieces of fused matrices, in PEFT's form: one adapter of their total rank, with a block-wise B.
 
-Owns: where the rows of q, k, v, gate and up lie in the fused matrices of each family, written a second time from what
-the model's code does with its output; and the split of PEFT's A and B into those of the pieces.
+Owns: the rows of q, k, v, gate and up in the fused matrices of each family, derived a second time from the model's
+code, and the split of PEFT's A and B into those of the pieces.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from meshlora.common.errors import UnsupportedError
 from meshlora.oracle.experts import Stack, stack_of
 
-# How a model cuts the output of its fused linear: into blocks, or into heads first and each head into three.
+# How a model splits the output of its fused linear: into blocks, or into heads first and each head into q, k, v.
 _BLOCKS = ("gpt2", "openai-gpt", "mpt", "phi3")
 _PER_HEAD = ("gpt_neox", "bloom", "persimmon", "gpt_neox_japanese")
 _GATE_UP = ("gate_up_proj", "input_linear", "mlp.Wi", "mlp.fc1")
-# Of their experts gate and up take turns.
+# Rows of gate and up alternate in their experts.
 _INTERLEAVED_EXPERTS = ("gpt_oss", "openai_privacy_filter")
 
 
@@ -27,7 +27,7 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
     """The rows of `piece` in the fused matrix `module`, int64.
 
     Raises:
-        UnsupportedError: a family whose pieces the judge does not know, or a piece that it has not.
+        UnsupportedError: the judge does not know the pieces of the family, or the matrix has no such piece.
     """
     rows = torch.arange(out_features)
     heads = config.num_attention_heads
@@ -58,7 +58,7 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
 
 
 def pieces_of(module: str, pieces: Mapping[str, Iterable[str]]) -> list[str]:
-    """The pieces that an adapter on `module`, which may be of one expert, is on; none where it is on all of it."""
+    """The pieces of `module`, which may be one expert's, that have an adapter; [] if the adapter is on all of it."""
     for name in {module, stack_of(module)}:
         for key, found in pieces.items():
             if name == key or name.endswith(f".{key}"):
@@ -67,7 +67,7 @@ def pieces_of(module: str, pieces: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, int]) -> Tensor:
-    """1 where B `[out, ranks of all pieces]` may differ from zero."""
+    """1 where B `[out, total rank of the pieces]` may be non-zero."""
     mask = torch.zeros(shape)
     rank = shape[1] // len(names)
     for number, piece in enumerate(names):
@@ -78,7 +78,7 @@ def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, int]) 
 def mask_in_file(
     config: Any, module: str, names: list[str], shape: tuple[int, int], stack: Stack | None = None
 ) -> Tensor:
-    """The same for PEFT's factor on the output side, of `shape`: B, of a linear or of all experts, or their A."""
+    """`mask_of` for PEFT's output-side factor of `shape`: B of a linear or of all experts, or A of swapped experts."""
     if stack is None:
         return mask_of(config, module, names, shape)
     number = 1 if stack.is_shared else stack.num_experts
@@ -88,7 +88,7 @@ def mask_in_file(
 
 
 def in_pieces(config: Any, tensors: Mapping[str, Tensor], pieces: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:
-    """Factors by name, those on pieces as `module.lora_A.q`, `module.lora_B.q`."""
+    """Factors by name, with those on pieces separated into `module.lora_A.q`, `module.lora_B.q`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module, _, side = name.rpartition(".lora_")

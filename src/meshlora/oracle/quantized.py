@@ -1,7 +1,7 @@
-"""The reference's quantised base: every linear but the output head, whole, rounded by bitsandbytes.
+"""The reference's quantised base: every linear but the output head, rounded as a whole by bitsandbytes.
 
-Owns: which matrices are rounded, and that the model keeps the rounded values as plain numbers. Does not own: the
-rounding, which is the library's. Nothing here knows that a matrix can be split.
+Owns: which matrices are rounded, and storing the rounded values as plain numbers. Does not own: the rounding, which is
+the library's. Nothing here knows that a matrix can be split.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _BLOCK = 64
 
 @torch.no_grad()
 def quantize_base(model: Any, kind: str | None) -> None:
-    """Replace the values of every linear of `model` but its head by those that `kind` (nf4, int8) keeps of them.
+    """Round the weights of every linear of `model` but its head to `kind` (nf4, int8).
 
-    64 weights of one output feature share a scale. They are rounded in float32, whatever the model is stored in, and
-    what is left of them is rounded to that.
+    64 weights of one output feature share a scale. The rounding is in float32 for every dtype of the model, and its
+    result is cast to that dtype.
     """
     if kind is None:
         return

@@ -1,7 +1,7 @@
 """The reference: the same steps on one process by transformers + peft.
 
-Owns: what a single process would have produced. None of meshlora's layers, collectives, gradient sync, adapter code or
-batches is used here; only what both sides need: the sequences of a run, and the lift.
+Owns: the training loop of a single process. It uses none of meshlora's layers, collectives, gradient sync, adapter code
+or batches, only what both sides share: the sequences of a run, and the lift.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from meshlora.oracle.quantized import quantize_base
 def reference_model(
     model: ModelConfig, adapter: str | Path, *, is_stock: bool = False, dropouts: Collection[str] = ()
 ) -> Any:
-    """The checkpoint with the PEFT adapter, trainable, on one process, without the model's own dropouts.
+    """The checkpoint with a trainable PEFT adapter on one process, the model's own dropouts off.
 
-    dropouts: fields of the configuration that stay as they are.
-    is_stock: PEFT does with the configuration what it always does, whether that is what it says or not.
+    dropouts: configuration fields whose dropout stays on.
+    is_stock: leave PEFT's rewriting of target names on, and do not share adapters of experts.
     """
     dtype, options = getattr(torch, model.dtype), {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
@@ -57,13 +57,13 @@ def reference_model(
         **options,
     )
     if dtype == torch.float64:
-        for parameter in base.parameters():  # of some routers, which are float32 whatever is asked for
+        for parameter in base.parameters():  # some routers are float32 whatever dtype is requested
             parameter.data = parameter.data.to(dtype)
     quantize_base(base, model.quantization)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
         found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     for name, module in found.named_modules():
-        assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of the accused's layers
+        assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of our layers
     if own_words(adapter).get("share_experts") and not is_stock:
         share_adapters(found)
     return found.train()
@@ -78,11 +78,11 @@ def losses_of(
     point: Tensor | None = None,
     routed: list[tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(losses, one for each of what a step's is the mean over; logits `[B, S, V]`) of one micro-batch, lifted where the
+    """(losses before averaging, one per token, pair or record; logits `[B, S, V]`) of one micro-batch, lifted if the
     model is float64.
 
-    objective: what the loss is; None: cross-entropy. base, point: of `before_losses`, where it needs them.
-    routed: gets the router logits of its layers, where that is asked for.
+    objective: None is cross-entropy. base, point: from `before_losses`, if the objective needs them.
+    routed: if given, the layers' router logits are appended.
     """
     options = {"output_router_logits": True} if routed is not None else {}
     with lift(next(model.parameters()).dtype == torch.float64):
@@ -97,7 +97,7 @@ def losses_of(
 
 @torch.no_grad()
 def base_logits(model: Any, batch: MicroBatch, objective: Objective) -> Tensor | None:
-    """Logits of the frozen base, where the objective needs them."""
+    """Logits of the frozen base, or None if the objective does not need them."""
     if not objective.needs_base:
         return None
     with model.disable_adapter():
@@ -107,7 +107,7 @@ def base_logits(model: Any, batch: MicroBatch, objective: Objective) -> Tensor |
 def before_losses(
     model: Any, batches: Sequence[MicroBatch], objective: Objective
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """(`base_logits` of each batch; the mean of what all their other rows gained over it, at least 0, or None)."""
+    """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or None)."""
     others = [batch.other for batch in batches if batch.other is not None]
     rows = []
     for other in others:
@@ -127,10 +127,10 @@ def accumulate(
     before: tuple[Sequence[Tensor | None], Tensor | None] | None = None,
     masks: Masks | None = None,
 ) -> tuple[float, float | None]:
-    """Leave on the factors the gradient of the mean loss over what the objective of `settings` counts in `batches`,
-    load balancing included; returns that loss without it, and the loss of load balancing.
+    """Accumulate the gradient of the mean loss over `batches`, load balancing included, in the factors' `.grad`.
+    Returns (the loss without load balancing, the load-balancing loss).
 
-    before: `before_losses` of the batches, if known already. masks: of the model's dropouts; None: it has none.
+    before: `before_losses` of the batches, if already known. masks: dropout masks; None if the model has no dropout.
     """
     objective, coef = settings.objective, settings.router_aux_loss_coef
     bases, point = before or before_losses(model, batches, objective)
@@ -145,7 +145,7 @@ def accumulate(
         if routed is None:
             sums[-1].backward()
     aux = None
-    if routed is not None:  # it is of all micro-batches together, so they go back together
+    if routed is not None:  # computed over all micro-batches together, so one backward for all
         with lift(next(model.parameters()).dtype == torch.float64):
             inner = model.get_base_model()  # type: ignore[operator]
             balance = load_balancing_loss(inner, routed, [batch.attention_mask for batch in batches])
@@ -180,7 +180,7 @@ def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Tra
 
 
 def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW on what is trainable; with LoRA+ in the groups that PEFT makes. Their rates are relative to the peak."""
+    """AdamW over the trainable parameters, with LoRA+ in PEFT's parameter groups. `share`: a group's rate / peak."""
     options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     optimizer: torch.optim.Optimizer
     if settings.lora_plus_ratio is None:
@@ -206,7 +206,7 @@ def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optim
 
 
 def _leave_out(optimizer: torch.optim.Optimizer, undecayed: Set[nn.Parameter]) -> None:
-    """Let weight decay be of all parameters but these."""
+    """Exclude `undecayed` from weight decay."""
     for group in [*optimizer.param_groups]:
         apart = [p for p in group["params"] if p in undecayed]
         group["params"] = [p for p in group["params"] if p not in undecayed]
@@ -215,13 +215,13 @@ def _leave_out(optimizer: torch.optim.Optimizer, undecayed: Set[nn.Parameter]) -
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of this step; groups keep their relation."""
+    """Set the learning rate of this step, keeping the ratios between groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["share"]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by the names of the model without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`,
+    """Trainable parameters by their names without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`,
     `model.embed_tokens.lora_embedding_A`, `model.norm.weight`.
     """
     wrapped = plain_names(model)
@@ -234,7 +234,7 @@ def _plain(name: str, wrapped: Mapping[str, str]) -> str:
 
 
 def linear_rates(settings: TrainConfig) -> list[float]:
-    """Up over the warm-up, then down to zero at the last step."""
+    """Linear warm-up, then linear decay that would reach zero one step after the last."""
     lr, warmup_steps, steps = settings.lr, settings.warmup_steps, settings.steps or 0
     return [
         lr * ((s + 1) / warmup_steps if s < warmup_steps else (steps - s) / (steps - warmup_steps))
@@ -252,10 +252,9 @@ def train_run(
     out: str | Path,
     dropouts: Collection[str] = (),
 ) -> list[float]:
-    """What one process makes of a whole run: starts from `adapter`, saves with peft to `out`, returns the losses.
+    """A whole run on one process: start from `adapter`, save with peft to `out`, return the losses.
 
-    The token batches are those of the run; everything after them is transformers, peft and torch. dropouts: as of
-    `reference_model`.
+    The token batches are the run's; everything else is transformers, peft and torch. dropouts: see `reference_model`.
     """
     settings = dataclasses.replace(config.train, steps=steps, epochs=None)
     model = reference_model(config.model, adapter, dropouts=dropouts)
@@ -267,7 +266,7 @@ def train_run(
 
 
 def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:
-    """Keep B zero outside the blocks of an adapter on pieces: these entries get no gradient."""
+    """Keep B zero outside the blocks of an adapter on pieces, by masking its gradient."""
     stacks = adapted_stacks(model)
     for name, parameter in trainable(model).items():
         module, _, part = name.rpartition(".lora_")
@@ -284,13 +283,13 @@ def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]])
 
 
 def own_words(adapter: str | Path) -> dict[str, Any]:
-    """What an adapter folder says besides its PEFT files: of which pieces it is, whether experts share it."""
+    """meshlora's own metadata in an adapter folder: its pieces, and whether experts share it."""
     file = Path(adapter) / "meshlora.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def scalings(model: nn.Module) -> dict[str, float]:
-    """Module -> the scale that PEFT gives to its adapter."""
+    """Module -> PEFT's scale of its adapter."""
     wrapped = plain_names(model)
     found = {
         name.removeprefix(PREFIX): float(module.scaling["default"])

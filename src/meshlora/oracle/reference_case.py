@@ -1,7 +1,7 @@
-"""A case on one process: the trace that everything is compared with, and what PEFT reads from our files.
+"""A case on one process: the reference trace, and PEFT's reading of our files.
 
-Owns: the files of a reference run, what is recorded of it, and in which precision. It runs in a process of its own, in
-which no layer of meshlora is ever made. Does not own: the model, its loss and its optimizer (`oracle.reference`).
+Owns: the files of a reference run, what it records, and in which precision. It runs in a separate process that never
+makes a meshlora layer. Does not own: the model, its loss and its optimizer (`oracle.reference`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from meshlora.oracle.trace import Trace
 def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> None:
     """Make the inputs and run the reference.
 
-    Fills `folder`: `model/` where a twin is meant, `adapter/`, `reference.safetensors` (float64), and for a lower
-    precision `rounded-N.safetensors`, the same in that precision, as often as there are ways to round.
+    Writes to `folder`: `model/` for a twin, `adapter/`, `reference.safetensors` (float64), and for a lower precision
+    `rounded-N.safetensors`, one for each way to train in it.
     """
     root = Path(folder)
     if twin is not None:
@@ -72,11 +72,11 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
 
 
 def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
-    """What one process makes of `case`, computed in `precision` from weights that are stored in the case's dtype.
+    """Run `case` on one process, computing in `precision` from weights stored in the case's dtype.
 
-    autocast: PEFT computes the adapter of a bfloat16 model in float32, unless torch's autocast, as trainers use it,
-    makes it bfloat16 too. Of a case that is computed in several precisions the first run, in float64, leaves a record
-    of its routing, which the others replay.
+    autocast: PEFT computes the adapter of a bfloat16 model in float32 unless torch's autocast, as trainers use it,
+    makes it bfloat16 too. If the case runs in several precisions, the first run, in float64, records its routing and
+    the others replay it.
     """
     with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
         model = _case_model(case, case.adapter, precision)
@@ -89,7 +89,7 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
         try:
             with routed(model.get_base_model(), case, record) as routing:
                 trace = _trace_case(case, model, routing)
-        except UnsupportedError:  # a router that does not choose by topk: everyone then routes by itself
+        except UnsupportedError:  # a router that does not choose by topk: every run then routes by itself
             return _trace_case(case, _case_model(case, case.adapter, precision), None)
         record.save(record_file(case))
         return trace
@@ -137,7 +137,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
 
 
 def _forget_head(trace: Trace, model: Any) -> None:
-    """Of the head only the logits of the model are compared: nobody else computes its output for all tokens."""
+    """Drop the head's output and gradient: our side never computes the logits of all tokens in training."""
     head = model.get_output_embeddings()
     names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
     for micro in trace.micro_batches:
@@ -148,12 +148,12 @@ def _forget_head(trace: Trace, model: Any) -> None:
 
 
 def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(values in the base of what is trained of it, norms of the rows of what DoRA scales)."""
+    """(base values of the trained base parameters, row norms of the base weights that DoRA scales)."""
     wanted = {name for name in factors if ".lora_" not in name}
     scaled = [name for name in factors if name.endswith(".lora_magnitude_vector")]
     if not wanted and not scaled:
         return {}, {}
-    # From the checkpoint: PEFT trains biases where they are.
+    # From the checkpoint, because PEFT trains biases in place.
     fresh = AutoModelForCausalLM.from_pretrained(
         case.model, dtype=getattr(torch, case.dtype), local_files_only=True, trust_remote_code=case.trust_remote_code
     )
@@ -169,7 +169,7 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 
 @torch.no_grad()
 def evaluate(case: Case, model: Any) -> float:
-    """Mean loss over what the objective counts in all sequences of the case."""
+    """Mean loss over all sequences of the case."""
     total, number = 0.0, 0
     found = micro_batches(case.data, range(case.data.num_examples), case.train, pad_token_id=case.pad_token_id)
     batches = [batch.to(case.device) for batch in found]
@@ -181,7 +181,7 @@ def evaluate(case: Case, model: Any) -> float:
 
 
 def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
-    """What PEFT finds in the adapter folder `saved`: (factors, logits of the first micro-batch, scales) in float64."""
+    """(factors, logits of the first micro-batch, scales) of the adapter folder `saved`, read by PEFT in float64."""
     model = _case_model(case, saved, "float64", is_stock=True)
     Masks(model, seed=case.seed)  # outside of a training step there is no dropout
     copies = {name: copy(parameter) for name, parameter in trainable(model).items()}
@@ -193,7 +193,7 @@ def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor,
 
 
 def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bool = False) -> Any:
-    """float64 of a model that is stored in a lower precision: the same values, computed without rounding."""
+    """The case's model; float64 of a model stored in lower precision has the same values, computed without rounding."""
     model = reference_model(case.base, adapter, is_stock=is_stock, dropouts=case.dropout)
     if precision != case.dtype:
         model = model.double()
@@ -207,11 +207,11 @@ def _case_batches(case: Case, step: int) -> list[MicroBatch]:
 
 @torch.no_grad()
 def _first_logits(case: Case, model: Any) -> Tensor:
-    case = dataclasses.replace(case, micro_batch_size=2)  # the same ones, however many are computed at once
+    case = dataclasses.replace(case, micro_batch_size=2)  # the same sequences for every micro-batch size
     return copy(losses_of(model, _case_batches(case, 0)[0])[1])
 
 
 def _apart(case: Case, model: Any, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Copies of factors, or of their gradients: those of all experts as one for each, and those on pieces too."""
+    """Copies of factors, or of their gradients, separated by expert and by piece."""
     copies = {name: copy(tensor) for name, tensor in tensors.items() if tensor is not None}
     return in_pieces(model.get_base_model().config, in_experts(copies, adapted_stacks(model)), case.pieces)

@@ -1,7 +1,7 @@
-"""Replay: in a precision that rounds, everyone routes as the float64 reference did.
+"""Replay: in low precision all runs route as the float64 reference did.
 
-Owns: which token of a case stands where in a batch, known by its sequence, and where the record of a case lies. Does
-not own: the mechanism (`meshlora.common.routing`).
+Owns: the position of each token of a case in a batch, identified by its sequence, and the path of a case's record.
+Does not own: the mechanism (`meshlora.common.routing`).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from meshlora.oracle.experts import expert_modules, matrices
 
 
 def record_file(case: Case) -> Path:
-    """Beside the adapter that both sides start from."""
+    """The routing record of `case`, next to its adapter folder."""
     return Path(case.adapter).with_name("routing.safetensors")
 
 
 def new_record(model: nn.Module, case: Case) -> RoutingRecord:
-    """An empty one for the routers of `model`, the reference's."""
+    """An empty record for the routers of the reference's `model`."""
     numbers = {name: len(stack) for name, stack in matrices(model).items()}
     blocks = {name: next(n for s, n in numbers.items() if s.startswith(f"{name}.")) for name in expert_modules(model)}
     return RoutingRecord(len(case.input_ids), {name.rpartition(".")[0]: n for name, n in blocks.items()})
 
 
 def at_step(routing: Routing | None, step: int) -> None:
-    """What follows is of optimizer step `step`."""
+    """Record, or replay, as optimizer step `step` from now on."""
     if routing is not None:
         routing.step = step
 
 
 def after_step(routing: Routing | None, step: int, case: Case) -> None:
-    """What follows is an evaluation after `step`: it has a number of its own, after the last one that of the steps."""
+    """Record, or replay, the evaluation after `step`: number `steps` after the last step, `steps + 1` before."""
     at_step(routing, case.steps if step + 1 == case.steps else case.steps + 1)
 
 
@@ -50,10 +50,10 @@ def routed(
     *,
     cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
 ) -> Iterator[Routing | None]:
-    """Inside, what a Hugging Face model does goes into `record`, or without one is what that of the case says.
+    """Record the routing of a Hugging Face model in `record`, or without one replay the case's record.
 
-    Yields None where neither is so; else the step is set by the caller. cut: what this rank's routers see of the
-    tokens of a forward.
+    Yields None if the case has no record; else the caller sets the step. cut: selects the tokens of a forward that
+    this rank's routers see.
     """
     replays = record is None
     if record is None:

@@ -1,6 +1,6 @@
-"""Results: how far what the ranks hold of one tensor is from the reference's, and what a phase is made of.
+"""Results: the distance of the ranks' parts of one tensor from the reference's, collected by phase.
 
-Owns: the measure, with nothing averaged: the worst copy counts. Does not own: limits, or what is compared
+Owns: the measure, with nothing averaged: the worst copy counts. Does not own: limits, or the choice of tensors
 (`oracle.judge`).
 """
 
@@ -21,8 +21,8 @@ class TensorResult:
     """One tensor of one phase.
 
     Attributes:
-        error: relative; infinite where it cannot be compared. limit: what it may be.
-        whole: the reference's. pieces: what the ranks hold, for a diagnosis. note: why it cannot be compared.
+        error: relative; infinite if the tensor cannot be compared. limit: the largest error that passes.
+        whole: the reference's tensor. pieces: the ranks' parts, for a diagnosis. note: why it cannot be compared.
     """
 
     name: str
@@ -50,26 +50,26 @@ class Phase:
 
     @property
     def worst(self) -> TensorResult | None:
-        """The tensor that is furthest beyond, or nearest to, its limit."""
+        """The tensor furthest beyond its limit, or nearest to it if all pass."""
         return max(self.results, key=lambda r: (not r.passed, r.error / max(r.limit, 1e-300)), default=None)
 
 
 def as_wanted(name: str, note: str) -> TensorResult:
-    """What is right or wrong and cannot be measured: wrong where there is something to note."""
+    """The result of a yes-or-no check: failed if there is a note."""
     return TensorResult(name, math.inf if note else 0.0, 0.0, note=note)
 
 
 def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
-    """Inside a region a gradient is one term on each rank, but where what comes after has left the region already.
+    """`pieces` as copies of a whole, or their sum as terms of one: whichever is nearer. They are far apart.
 
-    Whichever is nearer: copies of a whole and terms of a sum are far apart, in every precision.
+    Inside a region a gradient is one term per rank, unless the following operation has already left the region.
     """
     total = [Piece(0, (), assembled(pieces, whole, adds=True))]
     return min((pieces, total), key=lambda found: relative(found, whole))
 
 
 def relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
-    """The worst copy's relative distance from `whole`: L2, or of the largest element."""
+    """The worst copy's relative distance from `whole`: L2, or with `largest` the largest element's."""
     errors = []
     for copy in {piece.copy for piece in pieces}:
         own = [piece for piece in pieces if piece.copy == copy]
@@ -92,7 +92,7 @@ def only(factors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]:
-    """One failed result for each name that only one side has."""
+    """A failed result for each name that only one side has."""
     ours, reference = set(ours), set(reference)
     notes = dict.fromkeys(reference - ours, "not in ours") | dict.fromkeys(ours - reference, "not in the reference")
     return [as_wanted(name, note) for name, note in sorted(notes.items())]
@@ -103,5 +103,5 @@ def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def at(values: list[int], step: int) -> float:
-    """Infinite where a rank has made fewer steps."""
+    """The value of `step`; infinite if a rank made fewer steps."""
     return values[step] if step < len(values) else math.inf

@@ -1,6 +1,6 @@
-"""What our side left on disk: the adapter files as they are, and what PEFT makes of them.
+"""The adapter files of our side, raw and as PEFT reads them.
 
-Owns: reading them. Does not own: what they should hold (`oracle.judge`), or how they are written.
+Owns: reading them. Does not own: the expected contents (`oracle.judge`), or writing them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from meshlora.oracle.reference_case import read_back
 from meshlora.oracle.trace import read_values, write_values
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Inside the folder of a run: what the trainer saves first and last, and an adapter that is drawn and not trained.
+# In a run's folder: the trainer's first and last checkpoint of the adapter, and a fresh, untrained adapter.
 FIRST, LAST, FRESH = "run/initial", "run/adapter", "fresh"
 _FOUND = "saved.safetensors"
-# What tells PEFT how to run an adapter; the one that both sides start from was written for training.
+# Fields that tell PEFT how to run an adapter; the start adapter was written for training.
 _OF_USE = {"inference_mode": True, "task_type": "CAUSAL_LM"}
-# Of models with experts these may be said in other words, as PEFT takes some words for others: what it makes of them
-# counts, where it puts which rank and scale.
+# With experts these may be spelled differently, as PEFT rewrites some target names: their effect is compared instead,
+# the rank and scale of each module.
 _BY_EFFECT = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
 
@@ -41,10 +41,10 @@ class Saved:
     """The files of a run.
 
     Attributes:
-        first, last, fresh: what the files hold, under the names of factors.
-        read, logits, scalings: the last as PEFT reads it, in float64, and the scale that PEFT gives to each module.
-        fresh_scalings: those of the drawn one.
-        note: why PEFT cannot read the last. config_note, fresh_note: what is wrong with their configurations.
+        first, last, fresh: the tensors in the files, by factor name.
+        read, logits, scalings: the last as read by PEFT, in float64, and PEFT's scale of each module.
+        fresh_scalings: PEFT's scales of the fresh adapter.
+        note: why PEFT cannot read the last. config_note, fresh_note: faults of the configurations.
     """
 
     first: dict[str, Tensor] = field(default_factory=dict)
@@ -60,17 +60,17 @@ class Saved:
 
     @classmethod
     def load(cls, folder: Path) -> Saved:
-        """What `read_saved` found in the folder of a run."""
+        """Read the results of `read_saved` from a run's folder."""
         return cls(**read_values(folder / _FOUND))
 
 
 def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
-    """Write what the files of a run hold, and what PEFT has to say of them, beside them: for `Saved.load`."""
+    """Read the adapter files of a run, raw and with PEFT, and write the results next to them for `Saved.load`."""
     root, found = Path(folder), Saved()
     try:
         found.read, found.logits, found.scalings = read_back(case, root / LAST)
         found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG)
-    except Exception as error:  # noqa: BLE001 - whatever PEFT says of a file that we wrote is the finding
+    except Exception as error:  # noqa: BLE001 - any error of PEFT on our file is a finding
         found.note = f"PEFT cannot read it: {reason(error)}"
     try:
         drawn = LoraConfig.from_pretrained(str(root / FRESH))
@@ -92,11 +92,11 @@ def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
             of_experts = names_in_file(keys.values(), stacks)
             return {of_experts.get(name, plain_name(name)): stored.get_tensor(key) for key, name in keys.items()}
     except (OSError, SafetensorError):
-        return {}  # every name is then missing
+        return {}  # every name is then reported missing
 
 
 def _difference(ours: Path, theirs: Path) -> str:
-    """The first field in which a stored configuration is not the one that training started from."""
+    """The first field in which a stored configuration differs from the start adapter's."""
     a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
     for name, value in sorted((b | _OF_USE).items()):
         if name in _BY_EFFECT and b.get("target_parameters"):

@@ -1,6 +1,6 @@
-"""A trace: what one process of a run left behind, in memory and as one safetensors file.
+"""A trace: the recorded values of one process of a run, in memory and as one safetensors file.
 
-Owns: the fields and the file. The reference leaves one trace, our side one per rank with what that rank holds.
+Owns: the fields and the file. The reference has one trace, our side one per rank with that rank's parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from meshlora.oracle.capture import MicroBatchCapture
 from meshlora.oracle.experts import Stack
 
-_TENSOR = "#tensor"  # in the place of one; no module has this name
+_TENSOR = "#tensor"  # stands for a tensor in the JSON; no module has this name
 
 
 @dataclass
@@ -26,27 +26,26 @@ class Trace:
 
     Attributes:
         micro_batches: forwards and backwards of the first optimizer step.
-        losses, grad_norms, num_tokens, rates: per optimizer step; the norm is that before clipping, the rate is the
-            learning rate.
-        aux_losses: that of load balancing, per optimizer step; empty where it is off.
-        eval_losses: the mean loss over all sequences of the case, each time that they are evaluated.
-        scalings, fresh_scalings: module -> scale of its adapter; of the one that is drawn (ours only).
+        losses, grad_norms, num_tokens, rates: per optimizer step: loss, norm before clipping, trained tokens, learning
+            rate.
+        aux_losses: load-balancing loss per optimizer step; empty if off.
+        eval_losses: the mean loss over all sequences of the case, for each evaluation.
+        scalings, fresh_scalings: module -> scale of its adapter, and of the fresh adapter (ours only).
         initial, gradients, final: factor -> value before the first step, gradient of the first step before clipping,
             value after the last step. clipped: per optimizer step, factor -> gradient after clipping.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
-        rows, columns: module -> fingerprints of the rows and columns of its weight (`oracle.ownership`); of a
-            projection of experts `[E, ...]`.
-        base: trained parameter of the base -> its value there. row_norms: magnitude of DoRA -> norms of the base's rows
+        rows, columns: module -> fingerprints of the rows and columns of its weight (`oracle.ownership`), `[E, ...]` for
+            a projection of experts.
+        base: trained base parameter -> its value in the base. row_norms: magnitude of DoRA -> norms of the base's rows
             (both reference only).
         final_logits: of the first micro-batch, after the last step (reference only).
         order: modules in execution order.
-        facts: what the plan says of each linear and block, for the words of a diagnosis: name -> "column", "row",
-            "whole", "split region", "whole region" (ours only).
-        terms: modules whose output has a gradient that may be one term of a sum over tp: what lies between where a
-            region is entered and where it is left (ours only).
-        stacks: projection of experts with an adapter -> how it lies (reference only).
-        dropouts: module with a dropout, `NAME.lora_dropout` for that of an adapter -> its rate (reference only).
-        collectives, budget: "phase kind" -> calls in the first step, and how many there may be (ours only).
+        facts: linear or block -> its split in the plan, for the words of a diagnosis: "column", "row", "whole",
+            "split region", "whole region" (ours only).
+        terms: modules inside a region, where the gradient of an output may be one term of a sum over tp (ours only).
+        stacks: projection of experts with an adapter -> layout of the adapter (reference only).
+        dropouts: module with a dropout, `NAME.lora_dropout` for an adapter's -> rate (reference only).
+        collectives, budget: "phase kind" -> calls in the first step, and the plan's limit (ours only).
     """
 
     micro_batches: list[MicroBatchCapture] = field(default_factory=list)
@@ -78,7 +77,7 @@ class Trace:
     stacks: dict[str, Stack] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write everything to `path`; not atomic, the caller owns the folder."""
+        """Write the trace to `path`; not atomic, the caller owns the folder."""
         write_values(vars(self), path)
 
     @classmethod
@@ -91,7 +90,7 @@ class Trace:
 
 
 def write_values(values: dict[str, Any], path: Path) -> None:
-    """Write plain values, lists, dicts and dataclasses with tensors anywhere in them as one safetensors file."""
+    """Write plain values, lists, dicts and dataclasses, with tensors at any depth, as one safetensors file."""
     tensors: dict[str, Tensor] = {}
 
     def put(value: Any) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def write_values(values: dict[str, Any], path: Path) -> None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """What `write_values` wrote, dataclasses as dicts."""
+    """Read a file of `write_values`, dataclasses as dicts."""
     with safe_open(path, framework="pt") as file:
 
         def get(found: dict[str, Any]) -> Any:

@@ -1,10 +1,8 @@
 """Where each rank's part belongs in the whole: the judge's own view of sharding, from shapes and tokens alone.
 
-Owns: the canonical order of tokens, and the pieces that a whole tensor is made of. Nothing here knows the plan: a dim
-that is shorter than the reference's is split, in the way in which the rank's weights are; a rank that holds 1/tp of the
-tokens has the next slice of them; and a sequence is known by its tokens, not by who was meant to take it.
-
-A rank that holds whole experts has them under names of their own, found by looking at the matrices themselves.
+Owns: the canonical order of tokens, and the pieces of a whole tensor. Nothing here knows the plan: a dim shorter than
+the reference's is split, in the way the rank's weights are; 1/tp of the tokens is the tp rank's slice of them; and a
+sequence is identified by its tokens, not by its intended rank. Experts on a rank are identified by their matrices.
 
 Canonical: all real tokens of all sequences of a step, one after another, `[T, ...]`; padding is left out.
 """
@@ -31,12 +29,12 @@ _FACTORS = ("initial", "gradients", "final", "fresh", "fresh_both")
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor.
+    """One rank's part of a tensor.
 
     Attributes:
-        rank: who. copy: pieces of the same copy together must be the whole tensor.
-        values: what it holds. rows: the rows of the whole that these are; None: all.
-        dim: the dim that is split; None: not split. index: which of the whole's entries along it these are.
+        rank: its rank. copy: pieces of the same copy together must be the whole tensor.
+        values: the part. rows: their rows in the whole; None: all.
+        dim: the split dim; None: not split. index: their entries in the whole along it.
     """
 
     rank: int
@@ -47,7 +45,7 @@ class Piece:
     index: Tensor | None = None
 
     def places(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Where these values lie: `whole[places]` has their shape."""
+        """Index of these values in the whole: `whole[places]` has their shape."""
         entries = [torch.arange(size) for size in whole.shape[: 1 + (self.dim or 0)]]
         if self.rows is not None:
             entries[0] = self.rows
@@ -56,11 +54,11 @@ class Piece:
         return torch.meshgrid(*entries, indexing="ij")
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of `whole` that this piece should equal."""
+        """The part of `whole` that corresponds to this piece."""
         return whole[self.places(whole)]
 
     def along(self, whole: Tensor) -> Tensor:
-        """The entries of all rows of `whole` that these are along the dim that is split."""
+        """All rows of `whole`, at this piece's entries along the split dim."""
         return replace(self, rows=None).of(whole)
 
     @property
@@ -75,7 +73,7 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How tokens lie in an output: `[B, S, ...]` or flat `[B*S, ...]`; swapped `[B, x, S, ...]`; once `[1, S, ...]`."""
+    """Token dims of an output: `[B, S, ...]` or flat `[B*S, ...]`; swapped `[B, x, S, ...]`; once `[1, S, ...]`."""
 
     num_token_dims: int
     is_swapped: bool = False
@@ -83,7 +81,7 @@ class Layout:
 
 
 def layout_of(shape: torch.Size, micro: MicroBatchCapture) -> Layout | None:
-    """The layout of an output of the reference on `micro`; None where its dims are not those of tokens."""
+    """The layout of an output of the reference on `micro`; None if it has no token dims."""
     b, s = micro.input_ids.shape
     if shape[:2] == (b, s):
         return Layout(2)
@@ -100,7 +98,7 @@ class Tokens:
     """The canonical order of a step's tokens, from the reference's micro-batches.
 
     Attributes:
-        sequences: the token ids of each; no two are alike. starts: the row of the first token of each.
+        sequences: their token ids, all different. starts: sequence -> row of its first token.
     """
 
     def __init__(self, reference: Trace) -> None:
@@ -110,7 +108,7 @@ class Tokens:
         assert len(self.starts) == len(self.sequences), "the sequences of a case differ from each other"
 
     def rows(self, micros: Iterable[MicroBatchCapture]) -> list[Tensor]:
-        """For each micro-batch the canonical row of each of its B·S tokens, -1 where it is none: int64 `[B*S]`."""
+        """For each micro-batch the canonical rows of its B·S tokens, -1 for tokens of no sequence: int64 `[B*S]`."""
         return [rows_of_tokens(micro.input_ids, micro.attention_mask, self.starts) for micro in micros]
 
 
@@ -120,12 +118,12 @@ def sequences_of(micro: MicroBatchCapture) -> list[tuple[int, ...]]:
 
 
 def most_in_a_row(micro: MicroBatchCapture) -> int:
-    """The most sequences that a row holds."""
+    """The largest number of sequences in a row."""
     return max(Counter(row for row, _, _ in spans(micro.input_ids, micro.attention_mask)).values(), default=0)
 
 
 def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[Tensor, Layout] | None:
-    """The reference's output `name` as `[T, ...]` and how its tokens lay; None where it has no token dims."""
+    """The reference's output `name` as `[T, ...]`, and its original layout; None if it has no token dims."""
     layouts, parts, rows = set(), [], tokens.rows(reference.micro_batches)
     for micro, row in zip(reference.micro_batches, rows, strict=True):
         value = getattr(micro, phase).get(name)
@@ -144,7 +142,7 @@ def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[
 
 
 def flat_tokens(value: Tensor, layout: Layout, micro: MicroBatchCapture) -> Tensor:
-    """`[B*S, ...]` or this rank's slice of the tokens, `[B*S/tp, ...]`."""
+    """`value` with one token dim: `[B*S, ...]`, or a rank's slice `[B*S/tp, ...]`."""
     if layout.is_swapped:
         value = value.movedim(2, 1)
     if layout.is_once and value.shape[0] == 1:
@@ -153,7 +151,7 @@ def flat_tokens(value: Tensor, layout: Layout, micro: MicroBatchCapture) -> Tens
 
 
 class Ownership:
-    """Which entries along a split dim a rank holds: by the rows and columns of its weights, else by counting."""
+    """The entries of each rank along a split dim: by the rows and columns of its weights, else by rank order."""
 
     def __init__(self, ranks: list[Trace], reference: Trace, topology: Topology) -> None:
         self.ranks, self.reference, self.topology = ranks, reference, topology
@@ -161,11 +159,11 @@ class Ownership:
         self.rows = [self.tokens.rows(trace.micro_batches) for trace in ranks]
 
     def is_of_experts(self, module: str) -> bool:
-        """Whether `module` is a projection of experts with an adapter, or that of a single one."""
+        """Whether `module` is a projection of experts with an adapter, of all experts or of one."""
         return stack_of(module) in self.reference.stacks
 
     def copy_of(self, rank: int, module: str, *, is_split: bool) -> tuple[int, ...]:
-        """Which copy of a parameter in `module` rank `rank` holds, or holds a part of."""
+        """The copy of a parameter of `module` that `rank` holds, or holds a part of."""
         is_of_experts = self.is_of_experts(module)
         place = (self.topology.expert_coordinates if is_of_experts else self.topology.coordinates)(rank)
         if is_split:
@@ -175,11 +173,11 @@ class Ownership:
         return tuple(place.values())
 
     def one_of(self, rank: int, projection: str) -> str:
-        """One expert of those that a rank holds of `projection`."""
+        """The projection of one of the experts on `rank`."""
         return next((name for name in self.ranks[rank].rows if stack_of(name) == projection), projection)
 
     def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
-        """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`; "": of nothing known.
+        """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`, or "" if along neither.
 
         Raises:
             ShapeError: `local` entries cannot be a rank's part of `whole`.
@@ -195,7 +193,7 @@ class Ownership:
         if local * tp == whole:
             return torch.arange(local) + tp_rank * local
         if local < whole < local * tp and whole % local == 0 and tp % (whole // local) == 0:
-            return torch.arange(local) + tp_rank * (whole // local) // tp * local  # several ranks hold the same
+            return torch.arange(local) + tp_rank * (whole // local) // tp * local  # replicated on several ranks
         raise ShapeError(f"{what}: {local} of {whole} entries are not a part of it on {tp} ranks")
 
     def piece(
@@ -209,7 +207,7 @@ class Ownership:
         what: str,
         rows: Tensor | None = None,
     ) -> Piece:
-        """`values` without padding, as a piece of `whole`. known: module, and kind, as of `index`."""
+        """`values` without padding, as a piece of `whole`. known: (module, kind) for `index`."""
         if dim is None:
             return Piece(rank, copy, values, rows)
         index = self.index(rank, *known, values.shape[dim], whole.shape[dim], what)
@@ -218,10 +216,10 @@ class Ownership:
 
 
 def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, layout: Layout) -> list[Piece]:
-    """What the ranks hold of the module output `name`.
+    """The ranks' pieces of the module output `name`.
 
     Raises:
-        ShapeError: a rank has no such output, or one of a shape that cannot be a part.
+        ShapeError: a rank has no such output, or one whose shape cannot be a part.
     """
     pieces, topology = [], ownership.topology
     for rank, trace in enumerate(ownership.ranks):
@@ -245,12 +243,12 @@ def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, lay
 
 
 def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: str, whole: Tensor) -> list[Piece]:
-    """What the ranks hold of the trained parameter `name` (or of its gradient): every dp rank has a copy of its own.
+    """The ranks' pieces of the trained parameter `name`, or of its gradient: one copy per dp rank.
 
-    Of an expert those ranks hold something that have that expert, and every edp rank has a copy of its own.
+    A factor of one expert has pieces on the ranks that hold the expert, one copy per edp rank.
 
     Raises:
-        ShapeError: as above; or nobody has an expert's where somebody should.
+        ShapeError: as above, or an expert is missing on ranks that should hold it.
     """
     pieces: list[Piece] = []
     module, kinds = _sides(name)
@@ -263,7 +261,7 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
         what = f"rank {rank}: {name}"
         dim = _split_dim(factors[name].shape, whole.shape, what)
         copy = ownership.copy_of(rank, module, is_split=dim is not None)
-        # What all experts share is cut as the matrices of this rank's are.
+        # A shared factor is split like the matrices of this rank's experts.
         known = ownership.one_of(rank, module) if is_shared else module
         kind = kinds[dim] if dim is not None and dim < len(kinds) else ""
         pieces.append(ownership.piece(rank, copy, factors[name], whole, dim, (known, kind), what))
@@ -278,7 +276,7 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
 
 
 def assembled(pieces: list[Piece], whole: Tensor, *, adds: bool = False) -> Tensor:
-    """All pieces where they belong in a tensor of the shape of `whole`; where several do, the last or their sum."""
+    """All pieces at their places in a tensor shaped like `whole`; overlapping ones overwrite, or with `adds` add."""
     result = torch.zeros(whole.shape, dtype=torch.float64)
     for piece in pieces:
         result.index_put_(piece.places(whole), piece.values.double(), accumulate=adds)
@@ -286,17 +284,17 @@ def assembled(pieces: list[Piece], whole: Tensor, *, adds: bool = False) -> Tens
 
 
 def _sides(name: str) -> tuple[str, tuple[str, ...]]:
-    """(module, what of its weight each dim goes along) of a trained parameter."""
+    """(module, per dim "rows" or "columns" of the module's weight, or "") of a trained parameter."""
     module, _, part = name.rpartition(".lora_")
     if not module:
         module, _, leaf = name.rpartition(".")
         return module, ("rows", "columns") if leaf == "weight" else ("rows",)
     known = {"A": ("", "columns"), "B": ("rows", ""), "magnitude_vector": ("rows",), "embedding_A": ("", "rows")}
-    return module, known.get(part, ())  # a piece goes along no whole weight
+    return module, known.get(part, ())  # a piece matches no whole weight
 
 
 def _split_dim(local: torch.Size, whole: torch.Size, what: str, *, first: int = 0) -> int | None:
-    """The one dim on which `local` differs from `whole`, None where they are alike."""
+    """The one dim on which `local` differs from `whole`; None if there is none."""
     differing = [d for d in range(first, len(whole)) if len(local) == len(whole) and local[d] != whole[d]]
     if len(local) != len(whole) or len(differing) > 1:
         raise ShapeError(f"{what} is {list(local)}, the whole is {list(whole)}")
@@ -304,7 +302,7 @@ def _split_dim(local: torch.Size, whole: torch.Size, what: str, *, first: int = 
 
 
 def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
-    """Whether the pieces of a copy have every element of `whole`."""
+    """Whether the pieces of a copy cover every element of `whole`."""
     seen = torch.zeros(whole.shape, dtype=torch.bool)
     for piece in pieces:
         seen[piece.places(whole)] = True
@@ -312,7 +310,7 @@ def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
 
 
 def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> Trace:
-    """`trace` of a rank with what it holds of each expert under a name of its own."""
+    """`trace` of a rank with its factors and fingerprints of experts separated by expert."""
     held = {
         name: _experts_of(name, trace, reference, topology, rank) for name in trace.rows if trace.rows[name].ndim == 2
     }
@@ -323,7 +321,7 @@ def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> 
 
 
 def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = None) -> Trace:
-    """Fingerprints of the rows and columns of each expert; `held`: which ones, of the reference all."""
+    """`trace` with fingerprints separated by expert. held: projection -> experts on this rank; None: all."""
     found: dict[str, Any] = {}
     for kind in ("rows", "columns"):
         prints: dict[str, Tensor] = {}
@@ -338,7 +336,7 @@ def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = Non
 
 
 def _experts_of(name: str, trace: Trace, reference: Trace, topology: Topology, rank: int) -> list[int]:
-    """Which experts a rank holds of the projection `name`: those with rows, or columns, of theirs."""
+    """The experts on a rank of the projection `name`, by vote of the rows and columns of their matrices."""
     number = len(trace.rows[name])
     votes = [Counter[int]() for _ in range(number)]
     for kind in ("rows", "columns"):
@@ -361,7 +359,7 @@ def _taken_apart(factors: Mapping[str, Tensor], held: Mapping[str, list[int]], s
         if experts is None:
             found[name] = tensor
         elif len(tensor) != (1 if module in shared else len(experts)):
-            found[f"{name} of {len(tensor)} experts"] = tensor  # that is none of the reference's
+            found[f"{name} of {len(tensor)} experts"] = tensor  # a name that the reference does not have
         elif module in shared:
             found[name] = tensor[0]
         else:

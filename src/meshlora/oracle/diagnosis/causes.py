@@ -1,9 +1,8 @@
-"""Causes: from what a failing tensor's numbers show to the likely cause in words, one rule for each phase.
+"""Causes: the likely cause, in words, of a failing tensor's symptoms; one rule per phase.
 
-Owns: the rules, those of dense blocks, of dropout and of experts with the axes that they lie on. A rule only says what
-the numbers show: that the copies of the ranks add up to the reference, that the gap is the same for every token, and so
-on; empty words: it has nothing to say. Does not own: which tensor is looked at (`oracle.diagnosis.diagnose`), how
-numbers are compared (`oracle.diagnosis.symptoms`).
+Owns: the rules, for dense blocks, dropout and experts. A rule only says what the numbers show, for example that the
+ranks' copies add up to the reference, or that the gap is the same for every token; "" means that it does not apply.
+Does not own: the choice of the tensor (`oracle.diagnosis.diagnose`), comparing numbers (`oracle.diagnosis.symptoms`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _OTHER_MASK = "it drops other elements than one process: its mask knows the topo
 _NOT_SCALED = "what its dropout keeps is not divided by the share that is kept"
 _WRONG_ALONE = "is wrong though the gradients of all activations are right"
 _ROUTER = "what each module computes is right and what the experts are given is not: the routers' own arithmetic"
-# How the name of a number, or of a clipped gradient, begins -> its cause.
+# Prefix of the name of a number, or of a clipped gradient -> its cause.
 _NAMED = {
     "loss of evaluation": (
         "the training losses are right and the evaluated one is not: what is evaluated, or how it is averaged"
@@ -120,7 +119,7 @@ def _forward(case: Failure) -> str:
 
 
 def _lora_part(case: Failure) -> str:
-    """What is wrong with the adapter's term alone, where the reference keeps the base output apart."""
+    """The fault of the adapter's term alone, if the reference captured the base output."""
     whole, base = case.whole, _canonical_base(case)
     if base is None:
         return ""
@@ -143,14 +142,14 @@ def _lora_part(case: Failure) -> str:
 
 
 def _canonical_base(case: Failure) -> Tensor | None:
-    """Output of a target of the adapter without the adapter's term, where the reference keeps it apart."""
+    """Output of an adapter's target without the adapter's term, if the reference captured it."""
     reference = case.evidence.reference
     found = canonical(reference, Tokens(reference), "base", case.result.name)
     return None if found is None else found[0]
 
 
 def _wrong_sum(case: Failure, axis: str, what: str, done: str = "reduced") -> str:
-    """Where ours is that multiple of the reference that a sum over `axis` makes, left out or taken twice."""
+    """Whether ours is the multiple of the reference that an average, or a second sum, over `axis` makes."""
     size = getattr(case.evidence.topology, axis)
     if case.ratio == 1 / size:
         return f"{what} averaged over {axis} instead of summed"
@@ -158,7 +157,7 @@ def _wrong_sum(case: Failure, axis: str, what: str, done: str = "reduced") -> st
 
 
 def _dropout(case: Failure) -> str:
-    """What is wrong with the output of a dropout, or of a linear whose adapter has one."""
+    """The fault of the output of a dropout, or of a linear whose adapter has one."""
     name, whole, rates = case.result.name, case.whole, case.evidence.reference.dropouts
     if name in rates and case.result.pieces:
         ours = assembled(case.result.pieces, whole)
@@ -180,7 +179,7 @@ def _dropout(case: Failure) -> str:
 
 
 def _experts(case: Failure) -> str:
-    """What is wrong with the output of a module of experts."""
+    """The fault of the output of a module of experts."""
     name = case.result.name
     if not any(stack.startswith(f"{name}.") for stack in case.evidence.reference.rows):
         return ""
@@ -251,7 +250,7 @@ def _gradients(case: Failure) -> str:
     is_all = len(failed) == len(case.phase.results)
     which = "every factor" if is_all else " and ".join(kinds)
     for axis, size in reversed(case.evidence.topology.sizes.items()):
-        # Only what is whole on a rank is summed over tp, and everything is summed over the others.
+        # Only factors that are whole on a rank are summed over tp; all factors are summed over the other axes.
         is_summed = all(is_held_by_several(r, case.evidence.topology) for r in failed) if axis == "tp" else is_all
         if size == 1 or not is_summed:
             continue
@@ -280,7 +279,7 @@ def _gradients(case: Failure) -> str:
 
 
 def _gradients_of_experts(case: Failure) -> str:
-    """What is wrong where only gradients of adapters on experts are."""
+    """The fault if only gradients of adapters on experts fail."""
     if case.failed[0].whole is None:
         return f"nobody has the gradient that one process has: {case.failed[0].note}"
     which = " and ".join(sorted({_kind_of_expert(case, result.name) for result in case.failed}))
@@ -291,7 +290,7 @@ def _gradients_of_experts(case: Failure) -> str:
 
 
 def _unsummed(case: Failure, axis: str, which: str, over: str) -> str:
-    """What is wrong with the sum of gradients over `axis`, `over` in words."""
+    """The fault of the sum of gradients over `axis`, which is `over` in words."""
     if words := _wrong_sum(case, axis, f"the gradient of {which} is", "summed"):
         return words + (", or though each rank has all of it" if words.endswith("twice") else "")
     if all(case.adds_up_over(axis, result) for result in case.failed):
@@ -321,7 +320,7 @@ def _kind_of_expert(case: Failure, name: str) -> str:
 
 
 def _number(case: Failure) -> str:
-    """What is wrong with what a step says of itself, as far as its name shows."""
+    """The fault of a step's reported numbers, as far as their name shows it."""
     if ", step " in case.result.name:
         return "the loss of a later step is right and a gradient of it is not, as it was in the first step"
     for begin, words in _NAMED.items():

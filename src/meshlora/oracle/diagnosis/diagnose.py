@@ -1,7 +1,6 @@
-"""Diagnosis: where ours first leaves the reference, on which ranks, by which factor, and the likely cause in words.
+"""Diagnosis: the first difference from the reference, its ranks and ratio, and the likely cause in words.
 
-Owns: the order in which phases are looked at. Does not own: the rules from symptom to cause
-(`oracle.diagnosis.causes`).
+Owns: the order in which phases are examined. Does not own: the rules from symptom to cause (`oracle.diagnosis.causes`).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _LOW_PRECISION = "right to the digits of float32: something is computed, or kept
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where ours is not the reference.
+    """The first place where ours differs from the reference.
 
     Attributes:
-        phase, name: which tensor, in execution order. relative: how far; infinite where it cannot be compared.
-        ranks: those that hold a wrong part. ratio: of ours to the reference, where it is a small number or its inverse.
-        cause: the likely one, in words. num_failed: tensors of the phase that fail.
+        phase, name: the tensor, first in execution order. relative: its error; infinite if it cannot be compared.
+        ranks: ranks with a wrong part. ratio: ours / reference, if it is a small integer or the inverse of one.
+        cause: the likely cause, in words. num_failed: number of failing tensors of the phase.
     """
 
     phase: str
@@ -38,7 +37,7 @@ class Divergence:
 
 
 def until_found(phases: Iterable[Phase]) -> Iterator[Phase]:
-    """`phases` up to that of the first divergence, as those after it change nothing about it."""
+    """`phases` up to that of the first divergence: later ones do not change it."""
     failing: set[str] = set()
     for phase in phases:
         yield phase
@@ -49,15 +48,14 @@ def until_found(phases: Iterable[Phase]) -> Iterator[Phase]:
 
 
 def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | None:
-    """The first failing tensor in the order in which a step runs; None where nothing fails."""
+    """The first failing tensor in the execution order of a step; None if nothing fails."""
     failing = [(phase, result) for phase in phases for result in phase.results if not result.passed]
     if not failing:
         return None
-    # The second step is computed from what the first one did, so it says nothing that the first does not say better;
-    # but for gradients of a step whose loss is right.
+    # Later steps depend on the first one, which shows a fault better; except gradients of a step whose loss is right.
     names = {result.name for _, result in failing}
     phase, result = next(((p, r) for p, r in failing if not _is_later_step(r, names)), failing[0])
-    errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file is nobody's
+    errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file belongs to no rank
     case = Failure(phase, result, evidence)
     cause = _LOW_PRECISION if _is_rounding(case) else CAUSES[phase.name]
     return Divergence(
@@ -72,7 +70,7 @@ def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | No
 
 
 def _is_rounding(case: Failure) -> bool:
-    """Whether everything in a float64 run is right to as many digits as float32 has."""
+    """Whether all tensors of a float64 run are right to float32 precision."""
     return (
         case.phase.name in ("forward", "logits", "backward", "gradients")
         and case.evidence.case.dtype == "float64"
@@ -81,8 +79,8 @@ def _is_rounding(case: Failure) -> bool:
 
 
 def _is_later_step(result: TensorResult, failing: Set[str]) -> bool:
-    """Whether a result follows from those of an earlier step, as far as the names of what fails show."""
-    if result.name.startswith("loss of evaluation"):  # after a later one
+    """Whether a result depends on those of an earlier step, judging by the names of the failures."""
+    if result.name.startswith("loss of evaluation"):  # it comes after a later step
         return True
     number = result.name.rpartition(" step ")[2]
     if result.name.startswith("clipped "):

@@ -1,7 +1,7 @@
-"""Symptoms: what the numbers of the first tensor that differs show, whatever the cause.
+"""Symptoms: patterns in the numbers of the first failing tensor, whatever the cause.
 
-Owns: that failure and what the rules of a diagnosis ask about it: the error of each rank, the ratio of ours to the
-reference, whether rows have moved. Does not own: what follows from the answers (`oracle.diagnosis.causes`).
+Owns: the failure and the questions of a diagnosis about it: the error of each rank, the ratio of ours to the reference,
+whether rows have moved. Does not own: the conclusions (`oracle.diagnosis.causes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshlora.plan.topology import Topology
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rule looks at: the first failing tensor, its phase, and everything else."""
+    """The input of a rule: the first failing tensor, its phase, and all evidence."""
 
     phase: Phase
     result: TensorResult
@@ -29,7 +29,7 @@ class Failure:
 
     @property
     def tolerance(self) -> float:
-        """How far ours may be from what a rule says and still show it."""
+        """Relative tolerance for a pattern to count as present."""
         return 1e-6 if self.evidence.case.dtype == "float64" else 2e-2
 
     @property
@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def ratio(self) -> float | None:
-        """n or 1/n for n in 2..16, if all of ours is that multiple of the reference; constant offsets are left out."""
+        """n or 1/n for n in 2..16, if all of ours is that multiple of the reference, up to a constant offset."""
         ratio = ratio_of(self.result.pieces, self.whole, self.tolerance)
         if ratio is None or ratio <= 0:
             return None
@@ -52,25 +52,25 @@ class Failure:
 
     @property
     def whole(self) -> Tensor:
-        """The reference's."""
+        """The reference's tensor."""
         return self.result.whole if self.result.whole is not None else torch.zeros(1)
 
     @property
     def failed(self) -> list[TensorResult]:
-        """All of the phase that differ."""
+        """All failing tensors of the phase."""
         return [result for result in self.phase.results if not result.passed]
 
     def fact(self, name: str) -> str:
-        """What the plan says of the module `name`, or of the one that the factor `name` belongs to."""
+        """The plan's split of the module `name`, or of the factor `name`'s module (`Trace.facts`)."""
         module = name.partition("#")[0]
         return self.evidence.ranks[0].facts.get(module.rpartition(".lora_")[0] or module, "")
 
     def is_embedding(self, name: str) -> bool:
-        """Whether the module `name` turns tokens into vectors: it has a weight, and nothing runs before it."""
+        """Whether the module `name` embeds tokens: it has a weight, and nothing runs before it."""
         return name == self.evidence.reference.order[0] and name in self.evidence.reference.rows
 
     def block(self, name: str) -> str:
-        """The region that `name` is in, or ""."""
+        """The region that contains `name`, or ""."""
         parents = [r for r, fact in self.evidence.ranks[0].facts.items() if fact.endswith("region")]
         return next((r for r in parents if name == r or name.startswith(f"{r}.")), "")
 
@@ -83,7 +83,7 @@ class Failure:
         place = topology.expert_coordinates if axis in topology.expert_sizes else topology.coordinates
         groups: dict[tuple[Any, ...], list[Piece]] = {}
         for piece in result.pieces:
-            # Ranks elsewhere on the other axes have tokens of their own and copies of their own of each factor.
+            # Ranks elsewhere on the other axes hold different tokens, and separate copies of each factor.
             others = [index for name, index in place(piece.rank).items() if name != axis and piece.rows is None]
             groups.setdefault((piece.dim, piece.start, *others), []).append(piece)
         for own in groups.values():
@@ -94,7 +94,7 @@ class Failure:
 
 
 def rank_errors(result: TensorResult) -> dict[int, float]:
-    """Rank -> relative distance of its own part; empty where the parts cannot be compared."""
+    """Rank -> relative distance of its part; empty if the parts cannot be compared."""
     gaps: dict[int, list[float]] = {}
     for piece in result.pieces:
         assert result.whole is not None
@@ -106,7 +106,7 @@ def rank_errors(result: TensorResult) -> dict[int, float]:
 
 
 def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | None:
-    """c where ours = c * reference up to an offset that is the same for all rows; None where there is no such c."""
+    """c with ours = c * reference up to an offset that is the same for all rows; None if there is no such c."""
     if not pieces:
         return None
     ours = torch.cat([centred(p.values).flatten() for p in pieces])
@@ -119,15 +119,15 @@ def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | No
 
 
 def centred(values: Tensor) -> Tensor:
-    """Without the mean over rows: a bias, whatever multiple of it was added, is gone."""
+    """`values` minus their mean over rows, which removes any multiple of a bias."""
     values = values.double()
     return values - values.mean(0, keepdim=True) if values.ndim > 1 and values.shape[0] > 2 else values
 
 
 def is_permuted(result: TensorResult) -> bool:
-    """Whether most of the rows that the ranks hold are rows of the reference that belong somewhere else.
+    """Whether most of the ranks' rows are misplaced rows of the reference.
 
-    Most: where tokens moved, some of the places hold padding now, which the reference leaves out.
+    Most, not all: if tokens moved, some places now hold padding, which the reference leaves out.
     """
     whole, found, total = result.whole, 0, 0
     for piece in result.pieces:
@@ -142,7 +142,7 @@ def is_permuted(result: TensorResult) -> bool:
 
 
 def is_scaled_by_column(pieces: list[Piece], whole: Tensor, tolerance: float) -> bool:
-    """Whether each column is a multiple of the reference's, with a number of its own, up to an offset."""
+    """Whether each column is some multiple of the reference's, up to an offset."""
     if whole.ndim < 2:
         return False
     ours, theirs = centred(assembled(pieces, whole)), centred(whole)
@@ -151,7 +151,7 @@ def is_scaled_by_column(pieces: list[Piece], whole: Tensor, tolerance: float) ->
 
 
 def is_scaled_by_row(pieces: list[Piece], whole: Tensor, tolerance: float) -> bool:
-    """Whether each row of each rank is a multiple of the reference's, with a number of its own."""
+    """Whether each row of each rank is some multiple of the reference's."""
     for piece in pieces:
         ours, theirs = piece.values.double().flatten(1), piece.of(whole).double().flatten(1)
         factors = (ours * theirs).sum(1, keepdim=True) / theirs.square().sum(1, keepdim=True).clamp(min=1e-300)
@@ -161,7 +161,7 @@ def is_scaled_by_row(pieces: list[Piece], whole: Tensor, tolerance: float) -> bo
 
 
 def are_columns_moved(ours: Tensor, whole: Tensor) -> bool:
-    """Whether each row has the values of the reference's, at other columns."""
+    """Whether each row has the reference's values, in other columns."""
     if ours.shape != whole.shape or ours.ndim < 2:
         return False
     a, b = (values.double().sort(-1).values for values in (ours, whole))
@@ -169,7 +169,7 @@ def are_columns_moved(ours: Tensor, whole: Tensor) -> bool:
 
 
 def is_in_rank_order(result: TensorResult, topology: Topology) -> bool:
-    """Whether tp rank i holds the i-th part of the whole, wherever it belongs."""
+    """Whether tp rank i holds the i-th part of the whole, whether or not it should."""
     whole, tp = result.whole, topology.tp
     return whole is not None and all(
         piece.dim is not None
@@ -180,7 +180,7 @@ def is_in_rank_order(result: TensorResult, topology: Topology) -> bool:
 
 
 def is_held_by_several(result: TensorResult, topology: Topology) -> bool:
-    """Whether each part of it lies on several tp ranks."""
+    """Whether each part is replicated on several tp ranks."""
     if all(piece.dim is None for piece in result.pieces):
         return True
     whole = result.whole
@@ -191,7 +191,7 @@ def is_held_by_several(result: TensorResult, topology: Topology) -> bool:
 
 
 def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
-    """What the gradients' squares sum up to beyond the first copy: of what each tp rank holds whole, of parts."""
+    """Sums of squared gradients of all copies over tp but the first: (of whole factors, of replicated parts)."""
     whole = shared = 0.0
     for name, gradient in evidence.reference.gradients.items():
         square, local = float(gradient.double().square().sum()), evidence.ranks[0].gradients.get(name)
@@ -206,5 +206,5 @@ def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
 
 
 def is_near(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Whether two tensors of one shape differ by at most `tolerance` of the second."""
+    """Whether two tensors of one shape differ by at most `tolerance` times the norm of the second."""
     return a.shape == b.shape and float((a.double() - b.double()).norm()) <= tolerance * float(b.double().norm())
