@@ -6,8 +6,9 @@ docs/oracle.md. Does not own: the sequences themselves, which both sides share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,16 +43,16 @@ class MicroBatch:
 
     def every_second(self, first: int) -> MicroBatch:
         """Every second row, starting at `first`."""
-        columns = {name: column[first::2] for name, column in self.columns.items()}
-        ids, mask, labels = (t[first::2] for t in (self.input_ids, self.attention_mask, self.labels))
-        return MicroBatch(ids, mask, labels, columns, self.first_place + first, stride=2)
+        return self._each(lambda t: t[first::2], first_place=self.first_place + first, stride=2)
 
     def to(self, device: str) -> MicroBatch:
         """A copy on `device`."""
-        columns = {name: column.to(device) for name, column in self.columns.items()}
-        ids, mask, labels = (t.to(device) for t in (self.input_ids, self.attention_mask, self.labels))
-        other = self.other.to(device) if self.other is not None else None
-        return MicroBatch(ids, mask, labels, columns, self.first_place, self.stride, other)
+        return self._each(lambda t: t.to(device), other=self.other.to(device) if self.other is not None else None)
+
+    def _each(self, change: Callable[[Tensor], Tensor], **rest: Any) -> MicroBatch:
+        ids, mask, labels = (change(t) for t in (self.input_ids, self.attention_mask, self.labels))
+        columns = {name: change(column) for name, column in self.columns.items()}
+        return replace(self, input_ids=ids, attention_mask=mask, labels=labels, columns=columns, **rest)
 
 
 def micro_batches_of(

@@ -122,7 +122,7 @@ def adapted_stacks(model: nn.Module, *, is_shared: bool = False) -> dict[str, St
     is_shared: experts share it, for callers that know before `share_adapters` has changed the model.
     """
     found: dict[str, Stack] = {}
-    is_shared = is_shared or any(isinstance(module, _Repeated) for module in model.modules())
+    is_shared = is_shared or any(isinstance(module, Repeated) for module in model.modules())
     owners = expert_modules(model)
     for name, wrapper in wrappers(model).values():
         owner, _, leaf = name.rpartition(".")
@@ -138,7 +138,7 @@ def _order(name: str) -> tuple[str, int]:
     return module, PROJECTIONS.index(leaf)
 
 
-class _Repeated(nn.Module):
+class Repeated(nn.Module):
     """Parametrization: one matrix repeated for all experts, in PEFT's order."""
 
     def __init__(self, num_experts: int, *, is_a: bool) -> None:
@@ -160,7 +160,7 @@ def share_adapters(model: nn.Module) -> None:
     for name, wrapper in wrappers(model).values():
         if name in stacks:
             for leaves, is_a in ((wrapper.lora_A, True), (wrapper.lora_B, False)):
-                repeated = _Repeated(wrapper.num_experts, is_a=is_a)
+                repeated = Repeated(wrapper.num_experts, is_a=is_a)
                 parametrize.register_parametrization(leaves["default"], "weight", repeated)
 
 

@@ -21,8 +21,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from meshlora.common.compat import targets_as_configured
-from meshlora.oracle.experts import PREFIX, Stack, adapted_stacks, names_in_file, output_side, plain_name, stack_of
-from meshlora.oracle.pieces import mask_in_file, pieces_of
+from meshlora.oracle.experts import (
+    PREFIX,
+    Repeated,
+    Stack,
+    adapted_stacks,
+    names_in_file,
+    output_side,
+    plain_name,
+    stack_of,
+)
+from meshlora.oracle.pieces import mask_of, pieces_of
 
 
 def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
@@ -54,11 +63,10 @@ def write_adapter(
         peft_model = without_values(model, LoraConfig(**lora), trust_remote_code=trust_remote_code)
     stacks = adapted_stacks(peft_model, is_shared=share_experts)
     stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
-    shapes = {key: tensor.shape for key, tensor in stored.items()}
     folder.mkdir(parents=True)
     config = peft_model.get_base_model().config
     peft_model.peft_config["default"].save_pretrained(str(folder))
-    drawn = {key: _draw(seed, key, tuple(shape)) for key, shape in shapes.items()}
+    drawn = {key: _draw(seed, key, tuple(tensor.shape)) for key, tensor in stored.items()}
     of_experts = names_in_file([key.removeprefix(PREFIX) for key in drawn], stacks)
     for key, value in drawn.items():
         name = of_experts.get(key.removeprefix(PREFIX), plain_name(key))
@@ -68,7 +76,7 @@ def write_adapter(
             drawn[key] = value = _of_experts(value, side, stack)
         if side == output_side(stack) and (names := pieces_of(module, pieces)):
             own = dataclasses.replace(stack, is_shared=False) if stack is not None else None
-            value *= mask_in_file(config, module, names, (value.shape[0], value.shape[1]), own)
+            value *= mask_of(config, module, names, value.shape, own)
     if pieces or share_experts:
         own_file = {"pieces": pieces} | ({"share_experts": True} if share_experts else {})
         (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
@@ -85,16 +93,11 @@ def without_values(model: str | Path, lora: LoraConfig, *, trust_remote_code: bo
 
 def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:
     """PEFT's factor of all experts: B scaled as on a linear, a shared factor repeated for each expert."""
-    number = stack.num_experts
-    value = drawn if side == "A" else drawn * math.sqrt(number)
-    if not stack.is_shared:
-        return value
-    # The ranks of an expert lie side by side in A, the experts of a rank in B.
-    return (
-        value[: len(value) // number].repeat(number, 1)
-        if side == "A"
-        else (value[:, ::number].repeat_interleave(number, dim=1))
-    )
+    value = drawn if side == "A" else drawn * math.sqrt(stack.num_experts)
+    if stack.is_shared:
+        repeated = Repeated(stack.num_experts, is_a=side == "A")
+        value = repeated.forward(repeated.right_inverse(value))
+    return value
 
 
 def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:

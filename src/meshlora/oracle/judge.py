@@ -28,7 +28,6 @@ from meshlora.oracle.results import (
     Phase,
     TensorResult,
     as_wanted,
-    at,
     minus,
     missing,
     only,
@@ -111,7 +110,8 @@ class _Judge:
             note = "" if times == {1} else f"taken {' or '.join(map(str, sorted(times)))} times"
             results.append(as_wanted(f"sequence {index}", note))
         for step, number in enumerate(self.reference.num_tokens):
-            ours = {at(trace.num_tokens, step) for trace in self.ranks}
+            # Infinite if a rank made fewer steps.
+            ours = {t.num_tokens[step] if step < len(t.num_tokens) else math.inf for t in self.ranks}
             note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
             error = max(abs(n - number) / number for n in ours)
             results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))

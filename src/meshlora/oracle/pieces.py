@@ -66,25 +66,17 @@ def pieces_of(module: str, pieces: Mapping[str, Iterable[str]]) -> list[str]:
     return []
 
 
-def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, int]) -> Tensor:
-    """1 where B `[out, total rank of the pieces]` may be non-zero."""
-    mask = torch.zeros(shape)
-    rank = shape[1] // len(names)
+def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, ...], stack: Stack | None = None) -> Tensor:
+    """1 where PEFT's output-side factor of `shape` may be non-zero: B of a linear or of all experts, or their A."""
+    num_experts = 1 if stack is None or stack.is_shared else stack.num_experts
+    is_swapped = stack is not None and stack.is_swapped
+    out_features, ranks = reversed(shape) if is_swapped else shape
+    mask = torch.zeros(out_features, ranks // num_experts)
+    rank = mask.shape[1] // len(names)
     for number, piece in enumerate(names):
-        mask[rows_of(config, module, piece, shape[0]), number * rank : (number + 1) * rank] = 1
-    return mask
-
-
-def mask_in_file(
-    config: Any, module: str, names: list[str], shape: tuple[int, int], stack: Stack | None = None
-) -> Tensor:
-    """`mask_of` for PEFT's output-side factor of `shape`: B of a linear or of all experts, or A of swapped experts."""
-    if stack is None:
-        return mask_of(config, module, names, shape)
-    number = 1 if stack.is_shared else stack.num_experts
-    if stack.is_swapped:  # [r E, out]
-        return mask_of(config, module, names, (shape[1], shape[0] // number)).T.repeat(number, 1)
-    return mask_of(config, module, names, (shape[0], shape[1] // number)).repeat_interleave(number, dim=1)
+        mask[rows_of(config, module, piece, out_features), number * rank : (number + 1) * rank] = 1
+    # [r E, out] or [out, r E]
+    return mask.T.repeat(num_experts, 1) if is_swapped else mask.repeat_interleave(num_experts, dim=1)
 
 
 def in_pieces(config: Any, tensors: Mapping[str, Tensor], pieces: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:
@@ -100,7 +92,7 @@ def in_pieces(config: Any, tensors: Mapping[str, Tensor], pieces: Mapping[str, I
             found |= {f"{name}.{piece}": part for piece, part in zip(names, tensor.chunk(len(names)), strict=True)}
             continue
         rank = tensor.shape[1] // len(names)
-        outside = tensor * (1 - mask_of(config, module, names, (tensor.shape[0], tensor.shape[1]))).to(tensor)
+        outside = tensor * (1 - mask_of(config, module, names, tensor.shape)).to(tensor)
         if bool(outside.any()):
             found[f"{name} outside its pieces"] = outside
         for number, piece in enumerate(names):

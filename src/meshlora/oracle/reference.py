@@ -30,7 +30,7 @@ from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora.oracle.objectives import gained, load_balancing_loss, losses
-from meshlora.oracle.pieces import mask_in_file, pieces_of
+from meshlora.oracle.pieces import mask_of, pieces_of
 from meshlora.oracle.quantized import quantize_base
 
 
@@ -267,18 +267,12 @@ def train_run(
 
 def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:
     """Keep B zero outside the blocks of an adapter on pieces, by masking its gradient."""
-    stacks = adapted_stacks(model)
+    stacks, config = adapted_stacks(model), model.get_base_model().config  # type: ignore[operator]
     for name, parameter in trainable(model).items():
         module, _, part = name.rpartition(".lora_")
         stack = stacks.get(module)
         if part == output_side(stack) and (names := pieces_of(module, pieces)):
-            mask = mask_in_file(
-                model.get_base_model().config,  # type: ignore[operator]
-                module,
-                names,
-                (parameter.shape[0], parameter.shape[1]),
-                stack,
-            ).to(parameter)
+            mask = mask_of(config, module, names, parameter.shape, stack).to(parameter)
             parameter.register_hook(lambda grad, mask=mask: grad * mask)
 
 

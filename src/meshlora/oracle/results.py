@@ -100,8 +100,3 @@ def missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]
 
 def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() - b[name].double() for name, value in a.items() if name in b}
-
-
-def at(values: list[int], step: int) -> float:
-    """The value of `step`; infinite if a rank made fewer steps."""
-    return values[step] if step < len(values) else math.inf

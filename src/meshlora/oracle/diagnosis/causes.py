@@ -266,7 +266,7 @@ def _gradients(case: Failure) -> str:
         return (
             f"each rank scales {which} by a number of its own: divided by its own token count, or clipped by its norm"
         )
-    if is_all and case.dp > 1:
+    if is_all and case.evidence.topology.dp > 1:
         return "the dp ranks' gradients are weighed unequally: a mean of means, or clipped before the sum"
     if is_all:
         return "every gradient is off though every activation's gradient is right: clipped or scaled before the sum"

@@ -37,10 +37,6 @@ class Failure:
         return self.evidence.topology.tp
 
     @property
-    def dp(self) -> int:
-        return self.evidence.topology.dp
-
-    @property
     def ratio(self) -> float | None:
         """n or 1/n for n in 2..16, if all of ours is that multiple of the reference, up to a constant offset."""
         ratio = ratio_of(self.result.pieces, self.whole, self.tolerance)
