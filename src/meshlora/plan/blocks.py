@@ -1,7 +1,7 @@
-"""Blocks: what the modules of a decoder layer say about their heads, and what each rank must be told.
+"""Blocks of a decoder layer: their head counts, the layouts that follow, and the attributes to set on each rank.
 
-Owns: reading the counts of heads from an attention of transformers, the layouts of its linears and parameters, and the
-attributes that must hold local counts. Does not own: which linear is split (`plan.families.explicit`,
+Owns: reading head counts from transformers' attention modules, the layouts of their linears and parameters, and the
+attributes that must hold local counts. Does not own: which linears are split (`plan.families.explicit`,
 `plan.families.styles`).
 """
 
@@ -17,7 +17,7 @@ from meshlora.common.errors import UnsupportedError
 from meshlora.plan.families.family import Leaf
 from meshlora.plan.layout import Layout, Piece, Split
 
-# Attributes of attentions in transformers, by what they count.
+# Attributes of transformers' attention modules, by what they count.
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 _GROUPS = ("num_key_value_groups",)
@@ -28,14 +28,14 @@ _OF_KEYS = re.compile(r"(k|v|key|value)_")
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one attention, over all ranks."""
+    """Global head counts of one attention module."""
 
     query: int
     kv: int
 
     @classmethod
     def of(cls, block: nn.Module, config: Any) -> Heads | None:
-        """Of an attention; None for a block without heads (an MLP)."""
+        """Read them from a block; None if it has no heads (an MLP)."""
         owner = next((m for m in block.modules() if any(hasattr(m, n) for n in (*_QUERY_HEADS, *_HEAD_SIZES))), None)
         if owner is None:
             return None
@@ -47,12 +47,12 @@ class Heads:
         return cls(query, kv or getattr(text, "num_key_value_heads", None) or query)
 
     def units(self, piece: str) -> int:
-        """How many of piece `q`, `k` or `v` there are; of `q1` and `q2` each half."""
+        """Number of heads in piece `q`, `k` or `v`; `q1` and `q2` have half each."""
         return (self.kv if piece[0] in "kv" else self.query) // (2 if piece[1:] else 1)
 
 
 def leaf_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Layout:
-    """The layout of the split dim, of `width` features, of the linear at `path`."""
+    """The layout of the split dim (`width` features) of the linear at `path`."""
     if leaf.pieces:
         return _fused_layout(path, leaf, width, heads)
     if heads is None:
@@ -65,7 +65,7 @@ def leaf_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Layou
 
 
 def parameter_layout(path: str, width: int, heads: Heads | None) -> Layout:
-    """Of the parameter at `path`, with one or several values for each head along a dim; without heads, each feature."""
+    """The layout of a parameter's split dim: one or more values per head, or plain features if there are no heads."""
     if heads is None:
         return Layout.plain(width)
     number = heads.kv if any(_OF_KEYS.match(part) for part in path.split(".")) else heads.query
@@ -93,7 +93,7 @@ def _fused_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Lay
 
 
 def local_attributes(module: nn.Module, heads: Heads, named: tuple[str, ...], *, tp: int) -> dict[str, int]:
-    """Attribute -> its value on a rank: those that are known by name, and those that the family names."""
+    """Attribute -> its local value, for attributes known by name and those listed by the family (`named`)."""
     query, kv = heads.query // tp, max(1, heads.kv // tp)
     values = {name: query for name in _QUERY_HEADS if getattr(module, name, None) == heads.query}
     values |= {name: kv for name in _KV_HEADS if getattr(module, name, None) == heads.kv}
@@ -106,7 +106,7 @@ def local_attributes(module: nn.Module, heads: Heads, named: tuple[str, ...], *,
 
 
 def kept_whole(module: nn.Module) -> bool:
-    """Whether a block that is not split must be a region: all but norms, dropouts and activations, of single tokens."""
+    """Whether an unsplit block must be a region, i.e. is not token-wise (a norm, a dropout, an activation)."""
     kind = type(module).__name__
     is_norm = "Norm" in kind and all(p.ndim <= 1 for p in module.parameters()) and not list(module.children())
     is_activation = type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation")

@@ -1,10 +1,10 @@
-"""The messages of a step, by arithmetic from the plan: which collectives, over which axes, with how many bytes.
+"""The messages (collectives) of a step, computed from the plan: kind, axes and bytes.
 
-Owns: every collective of a micro-batch and its bytes; the numbers of calls that `docs/parallelism.md` derives. Does not
-own: counting what a run really does (`oracle.capture`); the links that messages take, and how long (`planner`).
+Owns: every collective of a micro-batch with its bytes; the call counts derived in `docs/parallelism.md`. Does not own:
+counting the calls of a real run (`oracle.capture`), links and times (`planner`).
 
-Bytes are what one rank puts in: of an all-gather its own part, of all else the whole tensor. What goes over a link is
-less or more, by the number of ranks (`Message.wire_bytes`).
+Bytes are the input of one rank: its own part for an all-gather, the whole tensor otherwise. `Message.wire_bytes` gives
+the bytes sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, EP, ETP, FEATURES
 
-# Of a model's forwards with gradients, and of those without: how many compare the tokens of tp ranks.
+# How many forwards compare tokens between tp ranks: the first ones with gradients, and the first ones without.
 COMPARED_FORWARDS = 2
 
 Named = Iterator[tuple[str, "Message"]]
@@ -31,10 +31,10 @@ class Message:
     """One kind of collective of a step.
 
     Attributes:
-        phase: forward, loss, backward or step. axes: over which ranks.
-        num_bytes: that one rank puts in. calls: of one micro-batch; of a step where phase is step.
-        layer: the kind of decoder layer that it belongs to; None outside them.
-        is_ahead: whether it is sent before its layer runs: its time is not that of one message after another.
+        phase: forward, loss, backward or step. axes: those of its group.
+        num_bytes: input of one rank. calls: per micro-batch, or per step if phase is step.
+        layer: the kind of its decoder layer; None outside the layers.
+        is_ahead: whether it is prefetched before its layer runs, so that its time may be hidden.
     """
 
     phase: str
@@ -46,7 +46,7 @@ class Message:
     is_ahead: bool = False
 
     def wire_bytes(self, ranks: int) -> float:
-        """What one rank sends over its link, by a ring or by pairs."""
+        """Bytes that one rank sends, with ring or pairwise algorithms."""
         share = (ranks - 1) / ranks
         return {
             "allreduce": 2 * share * self.num_bytes,
@@ -58,13 +58,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Flow:
-    """What only a run of a layer shows: where gradients flow, and what routers choose.
+    """Facts that only running a layer shows: where gradients flow, and how routers choose.
 
     Attributes:
-        reached: names of modules whose input carries a gradient; of row-parallel linears and whole regions whose output
-            does.
-        top_k: experts module -> how many experts a token goes to. weight_bytes: of one routing weight.
-        is_trained_before: whether what comes before the first layer carries a gradient.
+        reached: modules whose input requires grad; for row-parallel linears and whole regions, whose output does.
+        top_k: experts module -> experts per token. weight_bytes: experts module -> bytes of a routing weight.
+        is_trained_before: whether the input of the first layer requires grad.
     """
 
     reached: frozenset[str]
@@ -74,7 +73,7 @@ class Flow:
 
     @classmethod
     def everywhere(cls, plan: ModelPlan) -> Flow:
-        """Every module has a gradient to pass on."""
+        """The flow in which gradients reach every module."""
         names = {*(region.name for region in plan.regions), *plan.linears, *plan.wide_norms, *plan.experts}
         ones = dict.fromkeys(plan.experts, 1)
         return cls(frozenset(names), ones, ones, True)
@@ -82,7 +81,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a micro-batch: its tokens, and how many pass the head at once (a chunk); of the residual stream: its width."""
+    """Tokens of a micro-batch, tokens per loss chunk, and the width and dtype of the residual stream."""
 
     tokens: int = 1
     chunk_tokens: int = 1
@@ -91,21 +90,21 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token of the residual stream."""
+        """Bytes of one token of the residual stream."""
         return self.width * self.dtype.itemsize
 
 
 def micro_batch_messages(
     plan: ModelPlan, flow: Flow, sizes: Sizes, *, ranks: Mapping[str, int], scaled: Collection[str]
 ) -> Named:
-    """(the module it is of, message) of the forward, the loss and the backward, but for `gathers`.
+    """(module, message) pairs of the forward, loss and backward, except `gathers`.
 
-    A split region costs one collective where it is entered, and each of its row-parallel linears one, in either
-    direction; a whole region under sp one gather. The embedding is summed once. The residual stream is cut once under
-    sp; what follows the last layer is entered as a region is, and left by the loss: one gather a chunk of tokens. A
-    norm over a split width takes a small sum in either direction. Experts: see `_of_experts`.
+    In either direction a split region costs one collective at its entry and one per row-parallel linear; a whole region
+    under sp costs one gather. The embedding is summed once, and under sp the residual stream is scattered once. The
+    modules after the last layer are entered like a region; the loss, which leaves it, takes one gather per chunk of
+    tokens. A norm over a split width takes a small sum in either direction. Experts: see `_of_experts`.
 
-    ranks: target -> r of its A. scaled: row-parallel linears with DoRA, each of which needs the norms of its rows.
+    ranks: target -> r of its A. scaled: row-parallel linears with DoRA, which need the norms of their rows.
     """
     if not plan.topology.is_whole:
         yield from _of_regions(plan, flow, sizes, ranks)
@@ -115,11 +114,11 @@ def micro_batch_messages(
 
 
 def gathers(plan: ModelPlan, shards: Sequence[int]) -> Named:
-    """Of a micro-batch under dp_shard: each decoder layer is gathered over dp before its forward and its backward.
+    """Gathers of a micro-batch under dp_shard: each decoder layer is gathered before its forward and its backward.
 
-    A layer that is computed twice is not gathered a third time: its gather comes before its second forward.
+    Recomputing a layer costs no third gather: its second forward runs after the gather of its backward.
 
-    shards: bytes of this rank's part of each unit.
+    shards: bytes of this rank's shard of each unit.
     """
     for unit, num_bytes in zip(plan.units, shards, strict=True):
         for phase in ("forward", "backward") if num_bytes else ():
@@ -127,13 +126,13 @@ def gathers(plan: ModelPlan, shards: Sequence[int]) -> Named:
 
 
 def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, int]) -> Named:
-    """Where regions are entered, and whole ones left."""
+    """Messages at the entry of regions and the exit of whole ones."""
     topology, tokens = plan.topology, sizes.tokens
     own = tokens // topology.tp
     for region in plan.regions:
         is_reached = region.name in flow.reached
         width = sizes.width
-        if is_reached:  # what rides along
+        if is_reached:  # low-rank activations gathered with the input
             width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == sizes.width)
         width *= sizes.dtype.itemsize
         if topology.sp:
@@ -146,7 +145,7 @@ def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, i
 
 
 def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str]) -> Named:
-    """Row-parallel linears, norms over a split width."""
+    """Messages of row-parallel linears and of norms over a split width."""
     topology, tokens = plan.topology, sizes.tokens
     for name, rule in plan.linears.items():
         if rule.split is not Split.ROW:
@@ -163,7 +162,7 @@ def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
-    """The embedding, where sp cuts and joins, what comes after the layers, the loss."""
+    """Messages of the embedding, sp's scatter and gather around the layers, the modules after them, and the loss."""
     topology, tokens, each = plan.topology, sizes.tokens, sizes.token_bytes
     yield "", Message("forward", "allreduce", FEATURES, tokens * each)
     if topology.sp:
@@ -181,10 +180,10 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
 
 
 def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
-    """Of all layers' experts, with or without LoRA on them: rows go there and come back, in either direction.
+    """Messages of routed experts, with or without LoRA on them: dispatch and combine, in either direction.
 
-    The forward tells besides how many. On two stages each way has a gather or a reduce-scatter more; without sp each
-    direction has a gather over tp, as every tp rank sends its share of the tokens. Every expert has as many rows.
+    The forward also exchanges row counts. Two-stage dispatch adds a gather and a reduce-scatter; without sp each
+    direction adds a gather over tp, as each tp rank sends its share of the tokens. All experts get equally many rows.
     """
     topology = plan.topology
     block, ep, etp = map(frozenset, ({EP, ETP}, {EP}, {ETP}))
@@ -208,11 +207,10 @@ def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
 
 
 def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: bool = False) -> Counter[tuple[str, str]]:
-    """(phase, kind) -> the most calls in one micro-batch, of one chunk of tokens.
+    """(phase, kind) -> the most calls in a micro-batch with one chunk of tokens.
 
-    scaled_rows: row-parallel linears with DoRA.
-    recomputes: the backward runs the layers' forward once more: all but the sum of the embedding and what follows the
-    last layer, and gathers that it has in any case.
+    scaled_rows: number of row-parallel linears with DoRA.
+    recomputes: whether the backward repeats the layers' forward collectives, other than gathers of weights.
     """
     rows = 0 if plan.topology.is_whole else scaled_rows
     found = Counter({("forward", "allreduce"): rows, ("backward", "allreduce"): rows * recomputes})
@@ -227,13 +225,13 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: boo
 
 
 def first_forwards_budget(plan: ModelPlan, num_forwards: int) -> Counter[tuple[str, str]]:
-    """Of the first forwards of a loaded model besides: what compares their tokens over tp."""
+    """Additional calls of a loaded model's first forwards, which compare their tokens over tp."""
     compared = 0 if plan.topology.is_whole else min(num_forwards, COMPARED_FORWARDS)
     return Counter({("forward", "allgather"): compared})
 
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:
-    """Of one optimizer step besides: a bucket for each set of gradient axes that spans ranks, and the token count."""
+    """Additional calls of an optimizer step: a bucket per set of gradient axes that spans ranks, and the count."""
     segments = [segment for rule in factors for segment in rule.segments(rank=0, size=plan.topology.tp)]
     buckets = {(s.grad_axes, s.mean_axes) for s in segments if plan.topology.size_over(s.grad_axes | s.mean_axes) > 1}
     return Counter({("step", "allreduce"): len(buckets) + (plan.topology.size_over(DATA) > 1)})

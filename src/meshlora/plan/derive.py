@@ -1,7 +1,7 @@
-"""Deriving a plan: from the family's tensor-parallel plan and the module tree on the meta device.
+"""Deriving a plan from the family's tensor-parallel plan and the module tree on the meta device.
 
-Owns: which blocks of a decoder layer become which regions, and that everything that is split is understood. Does not
-own: the words of a plan (`plan.rules`), those of a family (`plan.families.explicit`, `plan.families.styles`), experts
+Owns: which blocks of a decoder layer become which regions, and refusing modules that cannot be split safely. Does not
+own: the data types of a plan (`plan.rules`), families (`plan.families.explicit`, `plan.families.styles`), experts
 (`plan.experts`).
 """
 
@@ -28,11 +28,11 @@ from meshlora.plan.topology import Topology, divisors
 
 
 def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
-    """Derive the plan of `model` (a transformers causal LM; the meta device will do) on `topology`.
+    """Derive the plan of `model` (a transformers causal LM, possibly on the meta device) on `topology`.
 
     Raises:
-        UnsupportedError: the family, a style, a layer or a parameter that is not proved to be split right.
-        UserError: tp does not divide the heads or a width; the message names the values that work.
+        UnsupportedError: no exact split is known for the family, a style, a layer or a parameter.
+        UserError: tp does not divide the heads or a width; the message names values that do.
     """
     check_family(model)
     experts = find_experts(model, topology)
@@ -40,7 +40,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     linears = {
         name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | Conv1D) and not (name in routers and _chooses(m))
+        if isinstance(m, nn.Linear | Conv1D) and not (name in routers and _returns_choice(m))
     }
     linears |= _fused(model, linears)
     embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -65,7 +65,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
 
 
 class _Planner:
-    """One derivation of what the ranks of tp share: what is known so far. whole: the plan without that."""
+    """The state of one derivation of a tensor-parallel plan. whole: the plan without tp."""
 
     def __init__(self, model: Any, whole: ModelPlan) -> None:
         self.model, self.config, self.whole = model, model.config, whole
@@ -112,7 +112,7 @@ class _Planner:
     def _plan_children(
         self, prefix: str, parent: str, module: nn.Module, present: dict[str, Leaf], family: FamilyPlan
     ) -> None:
-        """The blocks of a decoder layer, or of a block of routed experts at path `parent` in it."""
+        """Plan the children of a decoder layer, or those of the block of routed experts at path `parent` in it."""
         for child_name, child in module.named_children():
             path = f"{parent}.{child_name}" if parent else child_name
             name = f"{prefix}.{path}"
@@ -133,7 +133,7 @@ class _Planner:
                 self._split_block(prefix, path, child, inside, family)
 
     def _is_token_wise(self, name: str, module: nn.Module) -> bool:
-        """Whether a module beside experts is their router, or the gate of a shared expert: both see single tokens."""
+        """Whether a module beside experts is their router or a shared expert's gate, which are token-wise."""
         block = name.rpartition(".")[0]
         numbers = {rule.num_experts for rule in self.experts.values() if rule.name.startswith(f"{block}.")}
         matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
@@ -142,7 +142,7 @@ class _Planner:
     def _split_block(
         self, prefix: str, block: str, child: nn.Module, inside: dict[str, Leaf], family: FamilyPlan
     ) -> None:
-        """A block whose linears are split: an attention or an MLP."""
+        """Plan a block with split linears: an attention or an MLP."""
         name = f"{prefix}.{block}"
         heads = Heads.of(child, self.config)
         splits = {leaf.split for leaf in inside.values()}
@@ -193,7 +193,7 @@ class _Planner:
             self.wide_norms[name] = self.parameters[f"{name}.weight"].layout
 
     def _limit(self, layout: Layout, heads: Heads | None, width: str) -> None:
-        """Note what tp must divide, under the name that a user knows."""
+        """Record what tp must divide, under the name users know."""
         for piece in layout.pieces:
             what = width
             if heads is not None:
@@ -204,7 +204,7 @@ class _Planner:
     def _check_every_parameter_is_claimed(
         self, name: str, region: nn.Module, whole: set[str], heads: Heads | None
     ) -> None:
-        """In a split region each parameter is split, a norm's, or a linear's that is declared whole. Else: refuse."""
+        """Refuse a split region with a parameter that is neither split, a norm's or linear's, nor declared whole."""
         for path, module in region.named_modules(prefix=name):
             if isinstance(module, nn.ModuleList) and heads is not None and len(module) == heads.query > 1:
                 raise UnsupportedError(path, "a module for each head is not split yet", "use tp=1")
@@ -220,7 +220,7 @@ class _Planner:
                     )
 
     def _check_divisible(self) -> None:
-        """tp divides heads and every split width; else name the values that do."""
+        """Refuse a tp that does not divide the heads and every split width, naming values that do."""
         tp = self.whole.topology.tp
         for what, layout in self.limits.items():
             if not layout.can_split(tp):
@@ -229,7 +229,7 @@ class _Planner:
                 raise UserError(f"tp={tp}", f"tp must divide {what}", f"use tp in {{{', '.join(map(str, working))}}}")
 
     def _split_vocabulary(self) -> None:
-        """Embedding and head, tied or not."""
+        """Split the embedding and the head, tied or not."""
         if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or self.whole.head not in self.linears:
             raise UnsupportedError(self.what, "its embedding or its output head is not an ordinary one", "use tp=1")
         num_embeddings = self.model.get_input_embeddings().num_embeddings
@@ -238,7 +238,7 @@ class _Planner:
         self.linears[self.whole.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
 
     def _modules_after(self, family: FamilyPlan) -> tuple[str, ...]:
-        """Norms that are registered after the layers, all that is outside the base model, what the family names."""
+        """Norms registered after the layers, modules outside the base model, and those listed by the family."""
         found, is_after = [], False
         base = self.layers_name.rpartition(".")[0]
         for name, module in self.model.named_modules():
@@ -251,15 +251,15 @@ class _Planner:
         return tuple(found)
 
 
-def _chooses(router: nn.Module) -> bool:
-    """Whether a router is a linear by inheritance alone: what it returns is a choice of experts, no product."""
+def _returns_choice(router: nn.Module) -> bool:
+    """Whether a router is a linear by inheritance only: its forward returns a choice of experts, not a product."""
     return type(router).forward is not nn.Linear.forward
 
 
 def _router_matrices(
     model: Any, experts: Mapping[str, ExpertsRule], linears: Mapping[str, LinearRule], domain: Domain
 ) -> dict[str, LinearRule]:
-    """The routers that are no linears and have a weight `[experts, H]`."""
+    """Rules of routers that are not linears but own a weight `[experts, H]`."""
     found = {}
     for name in (name for rule in experts.values() for name in rule.routers if name not in linears):
         weight = getattr(model.get_submodule(name), "weight", None)
@@ -269,7 +269,7 @@ def _router_matrices(
 
 
 def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
-    """The linears whose pieces are known, with them."""
+    """Rules of the fused linears whose pieces are known."""
     family = explicit_plan(model.config)
     fused = {path: leaf for path, leaf in (family.leaves if family else {}).items() if leaf.pieces}
     if not fused:
@@ -287,10 +287,10 @@ def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRul
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """(name, the list of decoder layers): the one list of modules that is in no other.
+    """(name, decoder layers): the only ModuleList that is not nested in another.
 
     Raises:
-        UnsupportedError: there is none, or several.
+        UnsupportedError: there is none, or more than one.
     """
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -308,7 +308,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """(in, out)."""
+    """(in, out) of the whole matrix."""
     if isinstance(module, Conv1D):
         return module.nx, module.nf
     return module.in_features, module.out_features

@@ -1,17 +1,17 @@
-"""Which dropouts of a model are exact on a mesh: facts of families, by configuration field.
+"""Which dropouts of a model are exact on a mesh, by family and configuration field.
 
-Owns: the table. Does not own: what is refused (`loading.guards`), the masks (`meshlora.common.masks`).
+Owns: the table. Does not own: refusals (`loading.guards`), masks (`meshlora.common.masks`).
 
-Exact is a dropout that is an `nn.Dropout` of its own, works on the hidden states of single tokens and is called once a
-forward. Not exact are dropouts on attention weights, calls of `F.dropout` inside a model's forward, layers that are
-left out, noise in routers, and a module that is called twice (phi's `resid_dropout`), whose masks would be the same.
+A dropout is exact if it is a separate `nn.Dropout`, acts on hidden states token by token and is called once per
+forward. Not exact: dropout on attention weights, `F.dropout` in a model's forward, layer drop, router noise, and a
+module called twice (phi's `resid_dropout`), whose two masks would be equal.
 """
 
 from __future__ import annotations
 
 from meshlora.plan.rules import kind_of
 
-# model_type -> field of the configuration -> ends of the names of the modules that it is the rate of.
+# model_type -> configuration field with the rate -> suffixes of the names of the modules that use it.
 EXACT_DROPOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "codegen": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
     "gpt2": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
@@ -26,11 +26,11 @@ EXACT_DROPOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def is_exact_dropout(model_type: str, field: str) -> bool:
-    """Whether the dropout that `field` of a configuration is the rate of is exact on every mesh."""
+    """Whether the dropout whose rate is configuration field `field` is exact on every mesh."""
     return field in EXACT_DROPOUTS.get(model_type, {})
 
 
 def is_exact_module(model_type: str, name: str) -> bool:
-    """Whether the `nn.Dropout` module `name` is one of those."""
+    """Whether the `nn.Dropout` module `name` is exact on every mesh."""
     kind = f".{kind_of(name)}"
     return any(kind.endswith(f".{end}") for ends in EXACT_DROPOUTS.get(model_type, {}).values() for end in ends)

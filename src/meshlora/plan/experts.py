@@ -1,12 +1,12 @@
-"""Routed experts: what their modules say about themselves, and how their matrices are split.
+"""Routed experts: finding them in a model, and how their matrices are split.
 
-Owns: finding the experts of a model (`find_experts`), and which topologies they allow. Does not own: the words of their
-rules (`plan.rules`), the layers that run it (`layers.experts.module`), gradient axes (`plan.grads`).
+Owns: finding the experts of a model (`find_experts`), and which topologies they allow. Does not own: their rules' data
+types (`plan.rules`), the layers that run them (`layers.experts.module`), gradient axes (`plan.grads`).
 
-Most families of transformers keep the experts of a layer as one module with a stack of matrices for each projection,
-`gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, called as `experts(hidden_states, top_k_index, top_k_weights)`; how
-the matrices lie is said by attributes. Experts are split over ep, whole ones to each rank; each expert over etp, as an
-MLP over tp: its first matrix by output features (column), its second by input features (row).
+Most families of transformers keep the experts of a layer as one module with a stack of matrices per projection,
+`gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, called as `experts(hidden_states, top_k_index, top_k_weights)`;
+attributes tell the storage order. Over ep each rank gets whole experts; over etp each expert is split like an MLP over
+tp: its first matrix by output features (column), its second by input features (row).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertRule, ExpertsRule
 from meshlora.plan.topology import Topology, divisors
 
-# Modules of routed experts by the name of their class: what is one of these and not known below is not understood.
+# Class names of routed experts. A module that matches and is not recognised below is refused.
 _EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
-    """Name -> rule of every module of routed experts in `model`, which may be on the meta device.
+    """Name -> rule of every routed experts module of `model`, which may be on the meta device.
 
     Raises:
-        UnsupportedError: experts of a kind that is not known; ep or etp for a model that has none.
-        UserError: ep does not divide the experts, or etp their width; names the values that work.
+        UnsupportedError: experts of an unknown form.
+        UserError: ep or etp without experts; ep does not divide their number or etp their width (names values that do).
     """
     found: dict[str, ExpertsRule] = {}
     for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
     if unknown := sorted({n for n, _ in module.named_parameters()} - known):
         raise UnsupportedError(f"{name}.{unknown[0]}", "it is no part of experts that is known")
     pieces = _pieces(inner, is_interleaved=not flags["is_concatenated"]) if flags["has_gate"] else Layout.plain(inner)
-    # PEFT asks the module, and one that says nothing is stored [E, out, in] to it.
+    # PEFT reads the module's attribute, and assumes [E, out, in] without one.
     is_swapped = is_transposed and not getattr(module, "is_transposed", False)
     common: dict[str, Any] = {
         "has_bias": bool(flags["has_bias"]),
@@ -104,8 +104,8 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
 
 
 def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) -> tuple[str, ...]:
-    """What gives each token a score for each expert. A shared expert may be as wide as there are experts (qwen3_next):
-    what another matrix of the same MLP takes back is no score.
+    """The modules that score experts. A shared expert can be as wide as there are experts (qwen3_next): it is told
+    apart by another matrix of its MLP that takes that width as input.
     """
     found = []
     for name, module in block.named_modules(prefix=block_name):

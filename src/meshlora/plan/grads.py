@@ -1,12 +1,11 @@
-"""Gradient axes: over which mesh axes the gradient of a trained parameter is a partial sum.
+"""Gradient axes: the mesh axes over which the gradient of a trained parameter is a partial sum.
 
-Owns: the one place where they are derived from how the base is split. Does not own: the summing (`train.gradsync`),
-what an axis cuts (`plan.topology`).
+Owns: deriving them, in one place, from how the base is split. Does not own: the reduction (`train.gradsync`), what an
+axis cuts (`plan.topology`).
 
-A gradient is a sum over every axis of its mesh but those that cut the parameter and those along which all ranks compute
-it alike. Sequences and tokens are never alike: `dp` stands for all axes that cut them. What is left to say is of tp.
-
-y = x W^T + s (x A^T) B^T with A `[r, in]` on the input side and B `[out, r]` on the output side of a linear:
+A gradient is a partial sum over every axis of its mesh except those that split the parameter and those along which all
+ranks compute the same gradient. `dp` below stands for all axes that cut sequences or tokens: along these, ranks never
+compute the same. The rest is about tp. For y = x W^T + s (x A^T) B^T with A `[r, in]`, B `[out, r]`:
 
 | base   | A                     | B                     | bias, magnitude `[out]` |
 |--------|-----------------------|-----------------------|-------------------------|
@@ -15,21 +14,21 @@ y = x W^T + s (x A^T) B^T with A `[r, in]` on the input side and B `[out, r]` on
 | whole  | whole: by its domain  | whole: by its domain  | whole: by its domain    |
 
 Column A: dA = sum over the tp ranks of s (g_i B_i)^T x, as each rank holds only its own output features; where x A^T
-rides with a region's input (`layers.early_a`) of s (g B)^T_i x_i, as each rank has only its own tokens.
+is gathered with a region's input (`layers.early_a`), of s (g B)^T_i x_i, as each rank has only its own tokens.
 Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term. Bias and magnitude
-come after that sum: what they see is the residual stream.
+are applied after that sum, on the residual stream.
 
-What is whole on every rank goes by its *domain*. PARTIAL, inside a split region: its output is used by local heads or
-features only, so its gradient is one term: sum over tp dp. EQUAL, in a whole region or before the layers: every tp rank
-computes the same thing from the same tokens: dp. RESIDUAL, between regions: as EQUAL, but under sp each rank has its
-own tokens: sum over tp dp. The mean over tp where nothing is partial changes nothing where these computations agree to
-the bit, and keeps the copies equal where kernels are not deterministic.
+The axes of parameters that are whole on every rank depend on their *domain*. PARTIAL, inside a split region: local
+heads or features alone use the output, so the gradient is one term: sum over tp dp. EQUAL, in a whole region or before
+the layers: every tp rank computes the same from the same tokens: dp. RESIDUAL, between regions: as EQUAL, but under sp
+each rank has its own tokens: sum over tp dp. Where nothing is partial, the mean over tp is taken: a no-op if the ranks'
+results agree to the bit, it keeps the copies equal when kernels are not deterministic.
 
-Rows that several tp ranks hold (a key/value head that serves query heads on all of them): each rank's gradient has the
-terms of its own query heads, so these rows are summed over that part of tp besides.
+Rows replicated on several tp ranks (a key/value head that serves query heads on all of them): each rank's gradient has
+the terms of its own query heads, so these rows are also summed over that part of tp.
 
-Experts lie on axes of their own. Each rank has tokens of its own there, on its way to them or at home, so that nothing
-is computed alike:
+Experts have their own mesh. Along its axes each rank has its own tokens, dispatched or local, so ranks never compute
+the same:
 
 | expert matrix          | A `[E, r, in]`                   | B `[E, out, r]`                  |
 |------------------------|----------------------------------|----------------------------------|
@@ -38,7 +37,7 @@ is computed alike:
 | one adapter for all    | as above without ep, which is summed over too |                     |
 
 First A: each etp rank has the gradient of its own features of every token. Second B: x A^T is a sum over etp of which
-each rank has one term. All tokens of an expert in its ep x etp block come to it, so that only edp is left to sum.
+each rank has one term. An expert receives all its tokens of its ep x etp block, which leaves edp to sum over.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ from meshlora.plan.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, T
 
 
 class Side(StrEnum):
-    """Which part of a linear a trained parameter is."""
+    """The side of a linear on which a trained parameter acts."""
 
     INPUT = "A"
     OUTPUT = "B"
-    AFTER = "out"  # added or multiplied to the finished output: bias, magnitude
+    AFTER = "out"  # applied to the finished output: bias, magnitude
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One dim of a parameter that is split over one mesh axis, and how."""
+    """The split of one dim of a parameter over one mesh axis."""
 
     dim: int
     axis: str
@@ -72,13 +71,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class FactorRule:
-    """How one trained parameter lies on the mesh.
+    """How one trained parameter is placed on the mesh.
 
     Attributes:
-        cuts: the dims that are split; none where it is whole on every rank.
-        grad_axes: axes over which its gradient is a partial sum and has to be added up.
-        mean_axes: axes over which every rank computes its whole gradient by itself; the mean is taken.
-        is_expert: its axes are those of experts.
+        cuts: its split dims; empty if it is whole on every rank.
+        grad_axes: axes over which its gradient is a partial sum, to be added up.
+        mean_axes: axes along which every rank computes its full gradient; the mean is taken.
+        is_expert: whether its axes are those of the expert mesh.
     """
 
     cuts: tuple[Cut, ...]
@@ -88,16 +87,16 @@ class FactorRule:
 
     @property
     def replicas(self) -> frozenset[str]:
-        """The axes along which all ranks hold the same of it."""
+        """The axes along which all ranks hold the same values."""
         return frozenset(EXPERT_AXES if self.is_expert else DENSE_AXES) - {cut.axis for cut in self.cuts}
 
     @property
     def split_dim(self) -> int | None:
-        """The dim that is split over tp."""
+        """The dim split over tp, if any."""
         return next((cut.dim for cut in self.cuts if cut.axis == TP), None)
 
     def segments(self, *, rank: int, size: int) -> list[Segment]:
-        """What tp rank `rank` of `size` holds, by the axes over which it is summed."""
+        """The part held by tp rank `rank` of `size`, divided by the axes over which its gradient is summed."""
         whole = Segment(0, 0, None, self.grad_axes, self.mean_axes, self.replicas)
         cut = next((cut for cut in self.cuts if cut.axis == TP), None)
         if cut is None or cut.layout.copies(size) == {1}:
@@ -119,10 +118,10 @@ class FactorRule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `start:stop` (None: to the end) of dim `dim` of a local parameter that are summed over the same axes.
+    """Rows `start:stop` (None: to the end) of dim `dim` of a local parameter, with gradients summed over the same axes.
 
-    replicas: the axes along which all ranks hold them, a `copies_axis` among them: their sizes make the number of ranks
-        that hold each element.
+    replicas: the axes along which all ranks hold these rows, possibly a `copies_axis`. The product of their sizes is
+        the number of ranks that hold each element.
     """
 
     dim: int
@@ -134,7 +133,7 @@ class Segment:
 
 
 def segment_of(tensor: Tensor, segment: Segment) -> Tensor:
-    """The rows of `segment` in a local parameter, or in its gradient: a view."""
+    """View of the rows of `segment` in a local parameter or its gradient."""
     stop = tensor.shape[segment.dim] if segment.stop is None else segment.stop
     return tensor.narrow(segment.dim, segment.start, stop - segment.start)
 
@@ -151,7 +150,7 @@ def factor_rule(rule: LinearRule, side: Side, *, sp: bool) -> FactorRule:
 
 
 def general_rules(*, sp: bool) -> list[tuple[str, Side, FactorRule]]:
-    """(what the base is, which factor, its rule) for every kind of linear: the table of the module docstring."""
+    """(kind of base, factor, its rule) for every kind of linear: the table of the module docstring."""
     bases = {
         "column": (Split.COLUMN, Domain.PARTIAL),
         "row": (Split.ROW, Domain.RESIDUAL),
@@ -167,7 +166,7 @@ def general_rules(*, sp: bool) -> list[tuple[str, Side, FactorRule]]:
 
 
 def expert_rules() -> list[tuple[str, Side, FactorRule]]:
-    """The same for projections of experts."""
+    """The same as `general_rules` for the projections of experts."""
     return [
         (
             f"experts, {words}" + (", one adapter for all" if is_shared else ""),
@@ -181,7 +180,7 @@ def expert_rules() -> list[tuple[str, Side, FactorRule]]:
 
 
 def split_rule(dim: int, layout: Layout | None) -> FactorRule:
-    """The rule of a parameter of which each tp rank holds its own part along `dim`, with all of its gradient."""
+    """The rule of a parameter split over tp along `dim`: each rank has the full gradient of its part."""
     assert layout is not None
     return _rule(DENSE_AXES, Cut(dim, TP, layout))
 
@@ -189,7 +188,7 @@ def split_rule(dim: int, layout: Layout | None) -> FactorRule:
 def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> FactorRule:
     """The rule of the factor A `[E, r, in]` or B `[E, out, r]` of all experts of a layer.
 
-    is_shared: one adapter for all of them, A `[1, r, in]`, B `[1, out, r]`.
+    is_shared: one adapter for all experts, A `[1, r, in]`, B `[1, out, r]`.
     """
     assert side is not Side.AFTER, rule
     cuts = [] if is_shared else [Cut(0, EP, Layout.plain(rule.num_experts))]
@@ -206,15 +205,15 @@ def whole_rule(domain: Domain, *, sp: bool) -> FactorRule:
 
 
 def embedding_rule(rule: ParameterRule, side: Side) -> FactorRule:
-    """Of LoRA on a vocabulary that is split: A `[r, V]` as the rows of the embedding; B sees one term of the sum."""
+    """The rule of LoRA on a split vocabulary: A `[r, V]` is split like the embedding; B sees one term of the sum."""
     if side is Side.INPUT:
         return split_rule(1, rule.layout)
     return whole_rule(Domain.PARTIAL, sp=False)
 
 
 def _rule(axes: tuple[str, ...], *cuts: Cut, alike: frozenset[str] = frozenset()) -> FactorRule:
-    """The rule of a parameter on the mesh of `axes`: a term of its gradient along each that neither cuts it nor
-    computes it `alike`. Sequences and tokens are never alike, and no parameter is cut by them.
+    """The rule of a parameter on the mesh of `axes`. Its gradient is partial along every axis that neither cuts it nor
+    has ranks that compute it `alike`.
     """
     terms = frozenset(axes) - {cut.axis for cut in cuts} - alike
     return FactorRule(cuts, terms, alike, is_expert=axes is EXPERT_AXES)

@@ -1,18 +1,18 @@
-"""Layouts: which rows of a matrix, or of the matrices fused in it, a rank holds, and in which order.
+"""Layouts: which rows of a possibly fused matrix a rank holds, and in which order.
 
-Owns: one index map for every way in which a dim is split, both ways. Plain arithmetic; the dim may be the rows of a
-weight, the columns, a bias, or the side of a LoRA factor that goes with them.
+Owns: the index map, in both directions, of every way to split a dim: rows or columns of a weight, a bias, or the
+matching side of a LoRA factor. Plain arithmetic.
 Does not own: which family has which layout (`plan.families.explicit`, `plan.rules`).
 
-A fused matrix is a list of *pieces* (the q, k and v of a qkv), each made of *units* that are never cut: the rows of one
-head, or single rows. They are interleaved in `groups` groups, each with an equal share of every piece:
+A fused matrix is a list of *pieces* (the q, k and v of a qkv) consisting of indivisible *units*: the rows of a head, or
+single rows. Pieces are interleaved in `groups` groups, each with an equal share of every piece:
 
 - blocks `[Q|K|V]`, `[gate|up]`: 1 group
 - per head `[q k v] * heads`: as many groups as heads
 - per group of key/value heads `[q...q k v] * groups`: as many groups as key/value heads
 
-A rank holds an equal share of the units of every piece, laid out the same way. A piece with fewer units than ranks (the
-key/value heads of grouped-query attention) is *replicated*: each unit lies on several neighbouring ranks.
+A rank holds an equal share of the units of every piece, in the same layout. A piece with fewer units than ranks (the
+key/value heads of grouped-query attention) is *replicated*: several neighbouring ranks hold each unit.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch import Tensor
 
 
 class Split(StrEnum):
-    """How a linear `y = x W^T`, W `[out, in]`, lies on the tp axis."""
+    """How a linear `y = x W^T`, W `[out, in]`, is split over tp."""
 
-    COLUMN = "column"  # W split on out: each rank makes its own output features
+    COLUMN = "column"  # W split on out: each rank computes its own output features
     ROW = "row"  # W split on in: each rank consumes its own input features, outputs are summed
     WHOLE = "whole"  # the same W on every rank
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One logical matrix of a fused one: `num_units` units of `unit` rows each.
+    """One logical matrix of a fused matrix: `num_units` units of `unit` rows each.
 
     can_replicate: whether several ranks may hold one unit, as with key/value heads that serve many query heads.
     """
@@ -52,11 +52,11 @@ class Piece:
         return self.num_units * self.unit
 
     def copies(self, size: int) -> int:
-        """On how many of `size` ranks each unit lies."""
+        """The number of ranks, of `size`, that hold each unit."""
         return max(1, size // self.num_units)
 
     def can_split(self, size: int) -> bool:
-        """Whether `size` ranks can share the units equally, or each unit be held by equally many ranks."""
+        """Whether `size` ranks can hold equally many units, or each unit can be held by equally many ranks."""
         return self.num_units % size == 0 or (self.can_replicate and size % self.num_units == 0)
 
     def share(self, *, rank: int, size: int) -> range:
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive rows `start:stop` of the whole that a rank holds. copies: on how many ranks they lie."""
+    """Consecutive rows `start:stop` of the whole, held by a rank. copies: the number of ranks that hold them."""
 
     piece: str
     start: int
@@ -83,12 +83,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one dim is made of pieces, and hence what each of `size` ranks holds of it.
+    """The pieces of one dim, which determine the part held by each of `size` ranks.
 
     Attributes:
-        pieces: in the order in which they lie in a group.
-        groups: of the whole. local_groups: of a rank's part, 0: its share of the whole's.
-        is_padded: a vocabulary: every rank holds ceil(rows / size), the last ones less and zeros after it.
+        pieces: in their order within a group.
+        groups: of the whole. local_groups: of a rank's part; 0: its share of `groups`.
+        is_padded: for a vocabulary: every rank holds ceil(rows / size) rows, the last ranks padded with zeros.
     """
 
     pieces: tuple[Piece, ...]
@@ -102,7 +102,7 @@ class Layout:
 
     @classmethod
     def plain(cls, num_units: int, unit: int = 1, *, can_replicate: bool = False) -> Self:
-        """One matrix whose units lie one after another."""
+        """One matrix with consecutive units."""
         return cls((Piece("", num_units, unit, can_replicate),))
 
     @classmethod
@@ -116,7 +116,7 @@ class Layout:
         return sum(piece.size for piece in self.pieces)
 
     def can_split(self, size: int) -> bool:
-        """Whether `size` ranks can hold equal parts that are laid out as the whole is."""
+        """Whether `size` ranks can hold equal parts in the layout of the whole."""
         if self.is_padded:
             return True
         groups = self._groups_on(size)
@@ -131,11 +131,11 @@ class Layout:
         return sum(len(piece.share(rank=0, size=size)) * piece.unit for piece in self.pieces)
 
     def copies(self, size: int) -> set[int]:
-        """The numbers of ranks on which rows lie; {1} where nothing is replicated."""
+        """How many ranks hold each row, over all rows; {1} without replication."""
         return {1} if self.is_padded else {piece.copies(size) for piece in self.pieces}
 
     def runs(self, *, rank: int, size: int) -> tuple[Run, ...]:
-        """What rank `rank` of `size` holds, in the order in which it holds it; neighbours are joined."""
+        """The rows held by rank `rank` of `size`, in its local order; adjacent runs are merged."""
         if self.is_padded:
             local = self.local_size(size)
             start, stop = (min(n * local, self.size) for n in (rank, rank + 1))
@@ -151,11 +151,11 @@ class Layout:
         return tuple(runs)
 
     def rows(self, *, rank: int, size: int) -> Tensor:
-        """The same as indices into the whole, int64 `[local_size]`, without padding."""
+        """The held rows as indices into the whole, int64 `[local_size]`, without padding."""
         return torch.cat([torch.arange(run.start, run.stop) for run in self.runs(rank=rank, size=size)])
 
     def piece_rows(self, name: str, *, rank: int = 0, size: int = 1) -> Tensor:
-        """Where the rows of piece `name` lie in what the rank holds: indices into its part."""
+        """Indices of the rows of piece `name` within the rank's part."""
         found, offset = [], 0
         for run in self.runs(rank=rank, size=size):
             if run.piece == name:
@@ -164,7 +164,7 @@ class Layout:
         return torch.cat(found)
 
     def cut(self, whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-        """The part of `whole` that a rank holds, in memory of its own; zeros for padding."""
+        """A copy of the part of `whole` held by a rank, zero-padded."""
         parts = [whole.narrow(dim, run.start, run.size) for run in self.runs(rank=rank, size=size)]
         missing = self.local_size(size) - sum(part.shape[dim] for part in parts)
         if missing:
@@ -174,7 +174,7 @@ class Layout:
         return torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole from the parts of all ranks, in rank order. Of rows that several hold, the first rank's count."""
+        """The whole from the parts of all ranks, in rank order. For replicated rows the first rank's values count."""
         shape = list(parts[0].shape)
         shape[dim] = self.size
         whole = parts[0].new_empty(shape)
@@ -186,11 +186,11 @@ class Layout:
         return whole
 
     def _groups_on(self, size: int) -> int:
-        """Groups of what each of `size` ranks holds."""
+        """The number of groups in the part of each of `size` ranks."""
         return self.groups if size == 1 else self.local_groups or max(1, self.groups // size)
 
     def _append(self, runs: list[Run], piece: Piece, units: range, copies: int) -> None:
-        """Add the rows of `units` of `piece`, joined with the last run where they go on from there."""
+        """Append the rows of `units` of `piece`, merged with the last run if contiguous."""
         each = piece.num_units // self.groups
         before = 0
         for other in self.pieces:
@@ -199,7 +199,7 @@ class Layout:
             before += other.size // self.groups
         unit = units.start
         while unit < units.stop:
-            stop = min(units.stop, (unit // each + 1) * each)  # of the units that lie together in the whole
+            stop = min(units.stop, (unit // each + 1) * each)  # the end of the units that are contiguous in the whole
             start = unit // each * (self.size // self.groups) + before + unit % each * piece.unit
             run = Run(piece.name, start, start + (stop - unit) * piece.unit, copies)
             last = runs[-1] if runs else None

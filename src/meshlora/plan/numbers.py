@@ -1,7 +1,7 @@
-"""The numbers of a model's configuration, before anything is built of them.
+"""Checks of the numbers in a model's configuration, before a model is built.
 
-Owns: those of which transformers would make lists and modules for minutes, and those with which no forward is finite.
-Does not own: whether they fit each other or the weights; transformers and `model.weights` say that.
+Owns: refusing sizes for which transformers would build lists and modules for minutes, and values that make every
+forward non-finite. Does not own: consistency with each other (transformers) or with the weights (`model.weights`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 from meshlora.common.errors import UserError
 
-# Counts and sizes by their names; lengths, windows and numbers of tokens make nothing, and may be large.
+# Counts and sizes, by name. Lengths, windows and token counts allocate nothing, and may be large.
 _SIZE = re.compile(
     r"^(n|num)_|^vocab|(layers?|heads?|experts?|labels|size|dim|blocks?|depth|channels|rank|embd|hidden|inner)$"
 )
 _NO_SIZE = re.compile(r"param|token|step|sample|position|window|chunk|context|ctx|length|seq")
 _LAYERS = re.compile(r"(layers?|blocks?|depth)$")
 _MOST_LAYERS, _MOST_LABELS, _MOST = 1024, 2**20, 2**24
-# No forward is finite unless these are above 0.
+# Fields that must be above 0 for a finite forward.
 _POSITIVE = re.compile(r"_(eps|epsilon)$|(^|_)theta$|rotary_emb_base$|base_freq$")
 
 
 def check_numbers(values: Mapping[str, Any], where: str, *, num_tensors: Callable[[], int] = lambda: 0) -> None:
-    """Refuse what no model has.
+    """Refuse numbers that no model has.
 
-    where: they come from, for messages. num_tensors: how many its checkpoint holds; asked where there are more layers
-    than any known model has, each of which needs one.
+    where: their source, for messages. num_tensors: number of tensors in the checkpoint, called only if there are more
+    layers than in any known model: each layer needs at least one.
 
     Raises:
         UserError: names the field.
@@ -36,7 +36,7 @@ def check_numbers(values: Mapping[str, Any], where: str, *, num_tensors: Callabl
     for name, value, is_in_list in _numbers(values):
         given = f"{where}: {name}={value}" if abs(value) < 10**40 else f"{where}: {name}"
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not is_in_list)):
-            raise UserError(given, "it must be a finite number")  # of lists some are limits, and may be infinite
+            raise UserError(given, "it must be a finite number")  # those in lists may be limits, hence infinite
         if _POSITIVE.search(name) and not is_in_list and not value > 0:
             raise UserError(given, "it must be above 0", "is this the config.json that came with the weights?")
         if not _SIZE.search(name) or _NO_SIZE.search(name):
@@ -49,9 +49,9 @@ def check_numbers(values: Mapping[str, Any], where: str, *, num_tensors: Callabl
 
 
 def _numbers(values: Any, name: str = "", is_in_list: bool = False) -> Iterator[tuple[str, int | float, bool]]:
-    """(name, number, whether it stands in a list), at every depth."""
+    """(name, number, whether it is in a list), at every depth."""
     if isinstance(values, Mapping):
-        if "__float__" in values:  # transformers' word for what JSON has none for
+        if "__float__" in values:  # transformers' encoding of floats that JSON lacks
             try:
                 values = float(values["__float__"])
             except (TypeError, ValueError):

@@ -1,11 +1,10 @@
-"""Quantised frozen bases: which matrices are stored in few bits, and how their blocks lie on a mesh.
+"""Quantised frozen bases: which matrices are quantised, and how their blocks are split.
 
-Owns: the kinds, the size of a block, which linears are quantised, and the rule that no block is cut. Does not own: the
+Owns: the kinds, the block size, which linears are quantised, and the rule that no block is split. Does not own: the
 arithmetic, which is bitsandbytes' (`layers.quantized`).
 
-A block is `BLOCK` neighbouring input features of one output feature; it has a scale of its own. Where no block is cut
-by tp, the numbers of a block are the same on every topology, so it does not matter whether a matrix is quantised before
-it is split or after.
+A block is `BLOCK` consecutive input features of one output feature, with its own scale. As tp splits no block, its
+values are the same on every topology: quantising before the split equals quantising after it.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
 
-# Kind -> bits of a weight: NormalFloat of QLoRA (Dettmers et al., 2023); 255 equally spaced values.
+# Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values.
 KINDS = {"nf4": 4, "int8": 8}
 BLOCK = 64
 
 
 def with_quantization(plan: ModelPlan, kind: str | None) -> ModelPlan:
-    """`plan` with every linear but the head, and the routers of experts, quantised as `kind`; None: none.
+    """`plan` with every linear but the head quantised as `kind` (None: not quantised).
 
     Raises:
-        UserError: no such kind; a block would be cut. UnsupportedError: a model with routed experts.
+        UserError: unknown kind; a block would be split. UnsupportedError: a model with routed experts.
     """
     if kind is None:
         return plan
@@ -57,10 +56,10 @@ def _check_blocks(rule: LinearRule, kind: str, *, tp: int) -> None:
 
 
 def check_not_quantized(plan: ModelPlan, parameter: str) -> None:
-    """Refuse to train parameter `parameter` of the base where it is quantised.
+    """Refuse to train the base's `parameter` if it is quantised.
 
     Raises:
-        UnsupportedError: it is.
+        UnsupportedError: it is quantised.
     """
     owner, _, leaf = parameter.rpartition(".")
     if leaf == "weight" and owner in plan.quantized:

@@ -1,22 +1,22 @@
-"""The plan: which module is split how, in which region. Plain data, computable without a process group.
+"""The plan: how each module is split, and in which region. Plain data, computable without a process group.
 
-Owns: the words of a plan: `LinearRule`, `ParameterRule`, `Region`, `ExpertsRule`, `ModelPlan`. Does not own: how it is
-derived from a model (`plan.derive`), which rows a rank holds (`plan.layout`), the gradient axes that follow
-(`plan.grads`), the layers that run it (`layers`), LoRA targets (`adapter`).
+Owns: the data types of a plan: `LinearRule`, `ParameterRule`, `Region`, `ExpertsRule`, `ModelPlan`. Does not own:
+deriving it from a model (`plan.derive`), the rows a rank holds (`plan.layout`), gradient axes (`plan.grads`), the
+layers that run it (`layers`), LoRA targets (`adapter`).
 
-A *region* is a block whose input enters the tensor-parallel part once and leaves it once: an attention, an MLP.
+A *region* is a block with one tensor-parallel entry and one exit: an attention, an MLP.
 Each block of a decoder layer is one of
 
-- a split region: its linears are column- or row-parallel, each rank computes its own heads or features;
-- a whole region: kept whole on every rank. Under sp it sees all tokens: gathered before, sliced after. This is the
-  safe default for whatever the plan does not split: a convolution or a state-space mixer that saw only its own slice
-  of the sequence would train silently wrong;
+- a split region: its linears are column- or row-parallel, and each rank computes its own heads or features;
+- a whole region: whole on every rank. Under sp it sees all tokens: gathered before, sliced after. This is the safe
+  default for blocks the plan does not split: a convolution or a state-space mixer that saw only its slice of the
+  sequence would train silently wrong;
 - token-wise (a norm, a dropout): works on any slice of the tokens, and is left alone;
-- a block of routed experts: its router works on any slice of the tokens, its experts send tokens where they belong
-  (`plan.experts`), and what else it holds, a shared expert, is a block as above.
+- a block of routed experts: its router is token-wise, its experts dispatch tokens (`plan.experts`), and any other
+  child, such as a shared expert, is a block as above.
 
-The embedding and the output head are split over the vocabulary. All that runs after the last decoder layer is one more
-region, which the head leaves: its ranks each see all tokens, and make logits of their own part of the vocabulary.
+The embedding and the output head are split over the vocabulary. The modules after the last decoder layer form one more
+region, with its exit at the head: each rank sees all tokens, and computes the logits of its part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshlora.plan.topology import Topology
 
 
 class Domain(StrEnum):
-    """Which tokens and which terms a module sees on one tp rank, where it is whole on every rank."""
+    """Which tokens and which gradient terms a tp rank sees of a module that is whole on every rank."""
 
     PARTIAL = "partial"  # inside a split region: all tokens, and its gradient is one term of a sum over tp
     EQUAL = "equal"  # in a whole region, or before the first layer: the same on every tp rank
@@ -41,13 +41,13 @@ class Domain(StrEnum):
 
 @dataclass(frozen=True)
 class LinearRule:
-    """One linear of the model. Widths are global: `in_features`, `out_features` of the whole matrix.
+    """One linear of the model. `in_features` and `out_features` are those of the whole matrix.
 
     Attributes:
-        layout: of the dim that is split: out of a column, in of a row; None where the linear is whole.
-        domain: of a whole linear; of a row-parallel one's output.
-        is_transposed: stored as `[in, out]`, as transformers' Conv1D is.
-        fused: the pieces that its output features are made of, where there are several; on any topology.
+        layout: of the split dim (out if column-parallel, in if row-parallel); None if the linear is whole.
+        domain: of a whole linear, or of a row-parallel linear's output.
+        is_transposed: stored as `[in, out]`, like transformers' Conv1D.
+        fused: the pieces of its output features if there are several, on any topology.
     """
 
     name: str
@@ -61,7 +61,7 @@ class LinearRule:
     fused: Layout | None = None
 
     def local_features(self, tp: int) -> tuple[int, int]:
-        """(in, out) of what each of `tp` ranks holds."""
+        """(in, out) of the part held by each of `tp` ranks."""
         local = self.layout.local_size(tp) if self.layout else 0
         return (
             local if self.split is Split.ROW else self.in_features,
@@ -75,9 +75,9 @@ class ExpertRule(LinearRule):
 
     Attributes:
         name: of the stack, as in `model.layers.0.mlp.experts.gate_up_proj`.
-        split: over etp: COLUMN of the first projection, ROW of the second. layout: of the dim that is split.
-        is_transposed: stored as `[E, in, out]`. fused: gate and up, where they are one matrix.
-        is_swapped: PEFT takes the input for the output: its A is on the output side, its B on the input side.
+        split: over etp: COLUMN for the first projection, ROW for the second. layout: of the split dim.
+        is_transposed: stored as `[E, in, out]`. fused: gate and up, if they are one matrix.
+        is_swapped: PEFT mistakes the input for the output: its A is on the output side, its B on the input side.
     """
 
     layout: Layout
@@ -90,10 +90,10 @@ class ExpertsRule:
     """The experts of one layer.
 
     Attributes:
-        name: of their module. block: of the module that calls it with what its router chose.
-        first, second: the projections into and out of the experts, in a row.
-        routers: names of the modules in the block that choose: each owns a matrix with a row for every expert.
-        weights_first: the block multiplies what goes into an expert, not what comes out (llama4).
+        name: of their module. block: of the module that contains the experts and their router.
+        first, second: the projections into and out of the experts' inner width.
+        routers: names of the modules in the block that choose experts: each owns a matrix with a row per expert.
+        weights_first: routing weights multiply the experts' inputs, not their outputs (llama4).
     """
 
     name: str
@@ -106,13 +106,13 @@ class ExpertsRule:
 
     @property
     def projections(self) -> tuple[ExpertRule, ExpertRule]:
-        """Both."""
+        """Both projections."""
         return self.first, self.second
 
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """A parameter that is no linear's and split over tp along `dim`: a vocabulary, one value a head."""
+    """A parameter outside linears, split over tp along `dim`: a vocabulary, one value per head."""
 
     dim: int
     layout: Layout
@@ -120,13 +120,13 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class Region:
-    """A block that tensors enter and leave once.
+    """A block with one tensor-parallel entry and one exit.
 
     Attributes:
-        is_split: False where every rank computes all of it.
-        local: module -> attribute -> its value on a rank. A dot leads into the module's configuration.
-        sliced: argument -> where its dim of heads is, and how many heads there are.
-        passes: arguments that are added to the output.
+        is_split: False if every rank computes all of it.
+        local: module -> attribute -> its local value. Dotted attributes are in the module's configuration.
+        sliced: argument -> (its dim of heads, the number of heads).
+        passes: arguments that the block adds to its output.
     """
 
     name: str
@@ -138,21 +138,21 @@ class Region:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Everything that is known about a model on a topology before any process exists.
+    """All facts about a model on a topology that need no process.
 
     Attributes:
         model_type: the transformers `model_type`.
-        layers: name of the ModuleList of decoder layers; the residual stream is cut and joined at its ends. Empty
-            where tp=1: nothing of the model's structure is then relied on.
-        regions: the regions in module order; empty where tp=1.
-        linears: name -> rule, for every linear of the model, split or whole.
-        parameters: name -> rule, of all others that are split. wide_norms: name -> layout of the width that is split.
-        embedding, head: names of the input and output embeddings; head is empty where it is no linear.
-        after: modules that run after the last decoder layer, but for the head.
-        experts: name -> rule, of every module of routed experts.
-        matrices: name -> rule, of routers that are no linears and own their `weight` themselves.
+        layers: name of the ModuleList of decoder layers, at whose ends the residual stream is scattered and gathered.
+            Empty if tp=1: the structure of the model does not matter then.
+        regions: in module order; empty if tp=1.
+        linears: name -> rule of every linear of the model, split or whole.
+        parameters: name -> rule of every other split parameter. wide_norms: name -> layout of the split width.
+        embedding, head: names of the input and output embeddings; head is empty if it is not a linear.
+        after: modules that run after the last decoder layer, except the head.
+        experts: name -> rule of every routed experts module.
+        matrices: name -> rule of the routers that are not linears and own their `weight`.
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
-        quantized: names of the linears whose matrices are stored in few bits; quantization: how.
+        quantized: names of the quantised linears. quantization: the kind.
     """
 
     model_type: str
@@ -174,7 +174,7 @@ class ModelPlan:
 
     @cached_property
     def projections(self) -> Mapping[str, ExpertRule]:
-        """Name -> rule, of every projection of routed experts."""
+        """Name -> rule of every projection of routed experts."""
         return {rule.name: rule for layer in self.experts.values() for rule in layer.projections}
 
     @cached_property
@@ -183,10 +183,10 @@ class ModelPlan:
         return frozenset(name for rule in self.experts.values() for name in rule.routers)
 
     def is_sharded(self, parameter: str, *, ndim: int) -> bool:
-        """Whether a parameter of the base is sharded over dp: a matrix of a decoder layer.
+        """Whether a base parameter is sharded over dp, as the matrices of decoder layers are.
 
-        What has one dim is small, and can be trained. A router that owns its weight is small too, and its adapter is
-        made of the weight. Experts that differ between the ranks of a dp group are sharded over the experts' own axes.
+        One-dim parameters are small and may be trained. A router with its own weight is small too, and its adapter is
+        computed from that weight. Experts that differ within a dp group are split over the expert axes instead.
         """
         owner = parameter.rpartition(".")[0]
         if ndim < 2 or not parameter.startswith(tuple(f"{unit}." for unit in self.units)) or owner in self.matrices:
@@ -196,14 +196,14 @@ class ModelPlan:
 
     @cached_property
     def neighbours(self) -> frozenset[str]:
-        """Names of the linears that may be called with the same tensor as another: of one module, of one width."""
+        """Names of the linears that may share an input tensor with another one of the same module and input width."""
         widths = Counter((_owner(name), rule.in_features) for name, rule in self.linears.items() if _enters(rule))
         return frozenset(
             name for name, rule in self.linears.items() if _enters(rule) and widths[_owner(name), rule.in_features] > 1
         )
 
     def riders(self, region: Region) -> tuple[str, ...]:
-        """Names of the linears whose x A^T may ride with the input of `region`; those of its width do."""
+        """Names of the linears whose x A^T may be gathered with the input of `region`, if they have its width."""
         if not (region.is_split and self.topology.sp):
             return ()
         inside = (name for name in self.linears if name.startswith(f"{region.name}."))
@@ -211,15 +211,15 @@ class ModelPlan:
 
     @cached_property
     def owners(self) -> frozenset[str]:
-        """Names of the modules that linears are children of."""
+        """Names of the parent modules of linears."""
         return frozenset(map(_owner, self.linears))
 
     def rule_of(self, name: str) -> LinearRule | None:
-        """Of a linear, of a projection of experts, or of a router; None of what is none of them."""
+        """The rule of a linear, a projection of experts or a router; else None."""
         return self.linears.get(name) or self.projections.get(name) or self.matrices.get(name)
 
     def domain_of(self, module: str) -> Domain:
-        """Of what is whole on every tp rank, in `module`."""
+        """The domain of parameters of `module` that are whole on every tp rank."""
         region = next((r for r in self.regions if module == r.name or module.startswith(f"{r.name}.")), None)
         if region is not None:
             return Domain.PARTIAL if region.is_split else Domain.EQUAL
@@ -229,7 +229,7 @@ class ModelPlan:
 
     @property
     def copies(self) -> set[int]:
-        """The numbers of neighbouring tp ranks, above 1, that hold the same rows of something."""
+        """The numbers of neighbouring tp ranks, above 1, that hold replicated rows."""
         layouts = [rule.layout for rule in self.linears.values()] + [rule.layout for rule in self.parameters.values()]
         return {n for layout in layouts if layout for n in layout.copies(self.topology.tp)} - {1}
 
@@ -244,5 +244,5 @@ def _owner(name: str) -> str:
 
 
 def _enters(rule: LinearRule) -> bool:
-    """Whether a linear reads what comes into its block: a row-parallel one reads what the block has made."""
+    """Whether a linear reads its block's input; a row-parallel one reads an intermediate result."""
     return rule.split is not Split.ROW

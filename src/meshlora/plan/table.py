@@ -1,4 +1,4 @@
-"""Plans as tables for the terminal: how each region is split, and where gradients are summed."""
+"""Plans as tables for the terminal: how linears are split, and where gradients are summed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshlora.plan.rules import LinearRule, ModelPlan, kind_of
 
 
 def plan_table(plan: ModelPlan) -> Table:
-    """One row per linear of the first layer that has it; layers with the same plan are folded."""
+    """One row per linear; layers with the same plan are folded."""
     tp = plan.topology.tp
     table = Table(
         Column("linear", overflow="fold"),
@@ -45,7 +45,7 @@ def plan_table(plan: ModelPlan) -> Table:
 
 
 def _of_pieces(rule: LinearRule, tp: int) -> str:
-    """The pieces of a fused linear, and what several ranks hold."""
+    """The pieces of a fused linear, and its replicated heads."""
     pieces = [piece.name for piece in rule.fused.pieces] if rule.fused is not None else []
     copies = rule.layout.copies(tp) - {1} if rule.layout is not None else set()
     shared = f"; heads on {', '.join(map(str, copies))} ranks each" if copies else ""
@@ -53,7 +53,7 @@ def _of_pieces(rule: LinearRule, tp: int) -> str:
 
 
 def gradient_table(plan: ModelPlan) -> Table:
-    """One row per kind of factor: where its gradient is a partial sum."""
+    """One row per kind of factor: the axes over which its gradient is a partial sum."""
     table = Table("base", "factor", "split on dim", "gradient summed over", "mean over", title="gradient axes")
     rules = general_rules(sp=plan.topology.sp) + (expert_rules() if plan.experts else [])
     for words, side, rule in rules:
@@ -64,7 +64,7 @@ def gradient_table(plan: ModelPlan) -> Table:
 
 
 def folded_names(names: Iterable[str], *, kind: Callable[[str], Any] = lambda _: None) -> dict[str, list[str]]:
-    """Name with the numbers of layers as `*` -> names. One of another `kind` than the first of its name stays alone."""
+    """Name with layer numbers as `*` -> names. A name whose `kind` differs from the first one's is not folded."""
     folded: dict[str, list[str]] = {}
     for name in names:
         short = kind_of(name)

@@ -1,19 +1,19 @@
-"""The topology: the axes of a mesh of ranks, what each of them cuts, and their sizes, as text and as numbers.
+"""The topology: the axes of the two meshes of ranks, what each axis cuts, and the sizes.
 
-Owns: one entry an axis, which says what the ranks along it have of their own; the sets of axes that are asked for by
-what they cut; parsing, the divisibility rules between axes, which rank sits where. Does not own: whether a model can be
-split that way (`plan.rules`), which sums follow for a parameter (`plan.grads`), process groups (`comm.groups`).
+Owns: the table of axes and what differs between ranks along each; sets of axes by what they cut; parsing, divisibility
+rules between axes, the coordinates of ranks. Does not own: whether a model can be split that way (`plan.rules`), the
+gradient reductions that follow (`plan.grads`), process groups (`comm.groups`).
 
-The same ranks lie on two meshes, each in the order of its table, the last axis fastest, so that the ranks of one
-tensor-parallel group are neighbours. Nothing ties the axes of one to those of the other but the number of ranks; a set
-of axes is of one of them. The first axis of a mesh has the ranks that the others leave.
+The same ranks form two meshes, each in the order of its table, the last axis fastest, so that the ranks of a
+tensor-parallel group are neighbours. The axes of the two meshes are independent but for the number of ranks; a set of
+axes is within one mesh. The size of a mesh's first axis is the number of ranks divided by the other sizes.
 
-| cuts      | along it each rank has      | parameters | a gradient that it does not cut                |
-|-----------|-----------------------------|------------|------------------------------------------------|
-| sequences | rows of its own             | alike      | sum over it                                    |
-| tokens    | its own tokens of same rows | alike      | sum over it                                    |
-| features  | its own part of matrices    | by layout  | sum over it, or mean, by domain (`plan.grads`) |
-| experts   | its own experts             | by expert  | sum over it: one adapter for all experts       |
+| cuts      | each rank along it has       | parameters | gradient of a parameter it does not cut        |
+|-----------|------------------------------|------------|------------------------------------------------|
+| sequences | its own rows                 | equal      | sum over it                                    |
+| tokens    | its own tokens of equal rows | equal      | sum over it                                    |
+| features  | its own part of matrices     | by layout  | sum over it, or mean, by domain (`plan.grads`) |
+| experts   | its own experts              | by expert  | sum over it: one adapter for all experts       |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshlora.common.errors import UserError, did_you_mean
 
 
 class Cuts(StrEnum):
-    """What the ranks along an axis have of their own."""
+    """What differs between the ranks along an axis."""
 
     SEQUENCES = "sequences"
     TOKENS = "tokens"
@@ -37,14 +37,14 @@ class Cuts(StrEnum):
     EXPERTS = "experts"
 
 
-# The axes that layouts and dispatch are about, by name.
+# Names of the axes that layouts and expert dispatch use.
 TP, EP, ETP = "tp", "ep", "etp"
 
 # Name -> what it cuts, in mesh order.
 DENSE = {"dp": Cuts.SEQUENCES, TP: Cuts.FEATURES}
-# The axes of experts. Along edp lie the copies of an expert, each with tokens of its own.
+# The expert mesh. The ranks along edp hold copies of the same experts, each with its own tokens.
 EXPERTS = {"edp": Cuts.TOKENS, EP: Cuts.EXPERTS, ETP: Cuts.FEATURES}
-# Ways to use an axis, on or off: name -> (the axis that needs several ranks for it, what it does there).
+# Options of an axis, on or off: name -> (the axis, which needs several ranks, why).
 FLAGS = {
     "sp": (TP, "sequence parallelism splits tokens over the tp ranks"),
     "dp_shard": ("dp", "it shards the frozen base over the dp ranks"),
@@ -52,35 +52,35 @@ FLAGS = {
 }
 DENSE_AXES, EXPERT_AXES = tuple(DENSE), tuple(EXPERTS)
 
-# The dense axes by what they cut. Along those of sequences each rank reads rows of its own, along all others the same.
+# The dense axes by what they cut. Ranks read different rows along those that cut sequences, the same along all others.
 SEQUENCES, TOKENS, FEATURES = (
     frozenset(name for name, cuts in DENSE.items() if cuts is what)
     for what in (Cuts.SEQUENCES, Cuts.TOKENS, Cuts.FEATURES)
 )
-# Along these each rank has tokens of its own, and all parameters alike: gradients, losses and counts are sums over it.
+# Along these, ranks have different tokens and equal parameters: gradients, losses and counts are summed over them.
 DATA = SEQUENCES | TOKENS
 
 
 def field_of(flag: str) -> str:
-    """The name of a flag in `Topology`."""
+    """The field of `Topology` for a flag."""
     return flag.replace("-", "_")
 
 
 def copies_axis(number: int) -> str:
-    """The axis of `number` neighbouring tp ranks that hold the same key/value heads: a part of tp."""
+    """Name of the axis of `number` neighbouring tp ranks that hold the same key/value heads, a part of tp."""
     return f"kv/{number}"
 
 
 def size_of_copies(axis: str) -> int | None:
-    """The number of ranks of a `copies_axis`; None for an axis of a mesh."""
+    """The size of a `copies_axis`; None for an axis of a mesh."""
     _, slash, number = axis.partition("/")
     return int(number) if slash else None
 
 
 def axis_sets(copies: Iterable[int], *, has_experts: bool) -> list[frozenset[str]]:
-    """Every set of axes that a group may be asked for over, the empty one first, in the same order on every rank.
+    """Every set of axes with a process group, the empty set first, in the same order on every rank.
 
-    copies: numbers of neighbouring tp ranks that hold the same key/value heads. has_experts: with the second mesh.
+    copies: numbers of neighbouring tp ranks that hold the same key/value heads. has_experts: include the expert mesh.
     """
     found = _subsets(DENSE_AXES) + (_subsets(EXPERT_AXES)[1:] if has_experts else [])
     for axis in map(copies_axis, sorted(copies)):
@@ -92,7 +92,7 @@ def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
     return [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
 
 
-# The first axis of experts has what the others leave, and is never given.
+# The size of the first expert axis follows from the others, and is never given.
 _SIZES = (*DENSE_AXES, *EXPERT_AXES[1:])
 _REST, *_OTHERS = DENSE_AXES
 
@@ -107,8 +107,8 @@ class Topology:
         sp: sequence parallelism: between regions each tp rank holds 1/tp of the tokens.
         ep: expert-parallel size. Each ep rank holds 1/ep of the experts of every layer.
         etp: expert-tensor-parallel size. Each etp rank holds 1/etp of every expert.
-        two_stage: tokens go to their experts over ep first and over etp then, instead of over both at once.
-        dp_shard: each dp rank holds 1/dp of every decoder layer's frozen matrices, and gathers them layer by layer.
+        two_stage: tokens are dispatched over ep, then over etp, instead of over both at once.
+        dp_shard: each dp rank holds 1/dp of every decoder layer's frozen matrices, gathered layer by layer.
     """
 
     dp: int = 1
@@ -147,32 +147,32 @@ class Topology:
 
     @property
     def edp(self) -> int:
-        """Expert-data-parallel size: on how many ranks each part of an expert lies."""
+        """Expert-data-parallel size: the number of ranks that hold each part of an expert."""
         return self.world // (self.ep * self.etp)
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """Sizes of the axes of experts in mesh order, slowest first."""
+        """Sizes of the expert axes in mesh order, slowest first."""
         return {name: getattr(self, name) for name in EXPERT_AXES}
 
     @property
     def sharing(self) -> int:
-        """How many neighbouring ranks read the same rows."""
+        """The number of neighbouring ranks that read the same rows."""
         return self.world // self.size_over(SEQUENCES)
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank runs whole layers, but for experts, on whole sequences: the model's own code unchanged."""
+        """Whether each rank runs whole layers (experts aside) on whole sequences, with the model's code unchanged."""
         return self.sharing == 1
 
     @property
     def token_cut(self) -> frozenset[str]:
-        """The axes over which the tokens of one batch are cut between regions."""
+        """The axes over which the tokens of a batch are split between regions."""
         return TOKENS | (FEATURES if self.sp else frozenset())
 
     @property
     def experts_repeat_over_dp(self) -> bool:
-        """Whether ranks that differ in their data alone all hold the same part of the same experts."""
+        """Whether the ranks of a data-parallel group all hold the same part of the same experts."""
         held = [tuple(self.expert_coordinates(rank).values())[1:] for rank in range(self.world)]
         return all(len({held[rank] for rank in group}) == 1 for group in self.groups_over(DATA))
 
@@ -180,7 +180,7 @@ class Topology:
     def parse(cls, text: str, *, world: int | None = None) -> Self:
         """Read `"dp=2,tp=2,sp"`, `"dp=4,ep=2,etp=2,two-stage"`, `"dp=8,dp_shard"`.
 
-        A missing dp is `world / tp` where `world` is given, else the smallest that lets ep*etp divide dp*tp.
+        A missing dp becomes `world / tp` if `world` is given, else the smallest with which ep*etp divides dp*tp.
 
         Raises:
             UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
@@ -219,11 +219,11 @@ class Topology:
         return ",".join(parts) or f"{_REST}=1"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits on the dense axes: `{"dp": i, "tp": j}`."""
+        """Coordinates of `rank` on the dense mesh: `{"dp": i, "tp": j}`."""
         return self._place(rank, self.sizes)
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits on the axes of experts: `{"edp": i, "ep": j, "etp": k}`."""
+        """Coordinates of `rank` on the expert mesh: `{"edp": i, "ep": j, "etp": k}`."""
         return self._place(rank, self.expert_sizes)
 
     def _place(self, rank: int, sizes: dict[str, int]) -> dict[str, int]:
@@ -231,15 +231,15 @@ class Topology:
         return {name: rank // self.stride_of(name) % size for name, size in sizes.items()}
 
     def stride_of(self, axis: str) -> int:
-        """How far apart neighbours along an axis lie: 1 along the last of a mesh."""
+        """The rank distance of neighbours along an axis: 1 along the last of a mesh."""
         mesh = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
         faster = mesh[mesh.index(axis) + 1 :] if axis in mesh else ()  # copies are neighbours
         return math.prod(getattr(self, name) for name in faster)
 
     def groups_over(self, axes: frozenset[str]) -> list[list[int]]:
-        """The rank lists of all groups that span `axes`: ranks that agree on every other axis, in mesh order.
+        """The ranks of every group over `axes`: those that agree on every other axis, in mesh order.
 
-        An axis may be `copies_axis(n)`: part of tp.
+        An axis may be `copies_axis(n)`, a part of tp.
         """
         of_experts = axes & set(EXPERT_AXES)
         assert not of_experts or of_experts == axes, axes
@@ -253,12 +253,12 @@ class Topology:
         return list(by_place.values())
 
     def size_over(self, axes: Iterable[str]) -> int:
-        """Number of ranks of a group over `axes`."""
+        """The number of ranks in a group over `axes`."""
         return math.prod(size_of_copies(axis) or getattr(self, axis) for axis in axes)
 
 
 def dense_sizes(world: int) -> Iterator[dict[str, Any]]:
-    """All sizes of the dense axes that make `world` ranks."""
+    """All sizes of the dense axes for `world` ranks."""
     for sizes in itertools.product(divisors(world), repeat=len(_OTHERS)):
         if world % math.prod(sizes) == 0:
             yield {_REST: world // math.prod(sizes), **dict(zip(_OTHERS, sizes, strict=True))}
@@ -281,7 +281,7 @@ def _parse_flag(text: str, name: str, equals: str, value: str) -> bool:
 
 
 def _missing(world: int | None, given: dict[str, Any]) -> int:
-    """The size of the dense axis that has what the others leave."""
+    """The size of the dense axis that follows from the others."""
     others, experts = (math.prod(given.get(name, 1) for name in names) for names in (_OTHERS, EXPERT_AXES[1:]))
     if world is None or others < 1:
         return max(1, experts // math.gcd(experts, others)) if others else 1

@@ -1,7 +1,7 @@
-"""Which topology: a prediction for each that is proved, the best first, and why the others lose.
+"""Choosing a topology: a prediction for every proved one, ranked.
 
-Owns: which topologies, micro-batches and choices of recomputation there are, the time of a step, the order. Does not
-own: the numbers that it adds up (`memory`, `communication`, `trace`, `hardware`), words (`planner.show`).
+Owns: the candidate topologies, micro-batches and recomputation options, the time of a step, the ranking. Does not own:
+the parts of a prediction (`memory`, `communication`, `trace`, `hardware`), output (`planner.show`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
 
 Traces = dict[Topology, tuple[Trace, Trace]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
-# Of a parameter's gradient: into and out of its bucket, scaled, squared in fp64, clipped, one each in eager code.
+# Eager kernels per gradient: copies into and out of its bucket, scaling, squaring in fp64, clipping.
 _KERNELS_OF_A_GRADIENT = 10
-# What AdamW and all of that read and write, in passes over the gradients.
+# Memory traffic of AdamW and these kernels, in passes over the gradients.
 _PASSES_OF_A_STEP = 16
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to run it.
+    """The predicted cost of running one topology in one way.
 
     Attributes:
-        micro_batch: sequences that a dp rank runs at once; micro_batches: how many of these make a step. tokens: of a
-            sequence, padded to what sp can cut.
-        messages: with those that recomputation adds. traffic: link -> what they take.
-        chunk_bytes: of the logits of one chunk of the loss, on a rank.
-        parts_s: what a step consists of, in seconds, one after another: nothing is taken to overlap but gathers of
-            sharded weights, of which what nothing hides is here.
+        micro_batch: sequences per dp rank and micro-batch. micro_batches: per step. tokens: per sequence, padded to a
+            multiple that sp can split.
+        messages: including those of recomputation. traffic: link -> totals of a step.
+        chunk_bytes: local logits of one chunk of the loss.
+        parts_s: seconds of each part of a step. The parts run one after another: only gathers of sharded weights
+            overlap with kernels, and count with their exposed time.
     """
 
     topology: Topology
@@ -65,27 +65,27 @@ class Prediction:
 
     @property
     def memory_bytes(self) -> int:
-        """The most that is there at once."""
+        """Peak bytes."""
         return self.states.kept + self.peak.largest
 
     @property
     def fits(self) -> bool:
-        """Whether a GPU has room for it."""
+        """Whether the peak fits on a GPU."""
         return self.memory_bytes <= self.usable_bytes
 
     @property
     def time_s(self) -> float:
-        """Of an optimizer step."""
+        """Seconds of an optimizer step."""
         return sum(self.parts_s.values())
 
     def tokens_per_s(self, global_batch: int, seq: int) -> float:
-        """Of one GPU."""
+        """Throughput of one GPU."""
         return global_batch * seq / self.time_s / self.topology.world
 
 
 @dataclass(frozen=True)
 class Choice:
-    """All that was looked at. ranked: what fits by time, then what does not by memory. left_out: (topology, why)."""
+    """All candidates. ranked: those that fit by time, then the others by memory. left_out: (topology, reason)."""
 
     ranked: tuple[Prediction, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -97,12 +97,12 @@ def choose(
     *,
     advance: Callable[[str], None] = lambda _: None,
 ) -> Choice:
-    """Predict `topologies`, or all that there are, and put them in order.
+    """Predict and rank `topologies`, by default all.
 
-    advance: told which one comes next.
+    advance: called with each topology before it is predicted.
 
     Raises:
-        UserError: none can be predicted.
+        UserError: no topology can be predicted.
     """
     found: list[Prediction] = []
     left_out: list[tuple[str, str]] = []
@@ -124,7 +124,7 @@ def choose(
 
 
 def all_topologies(problem: Problem) -> Iterator[Topology]:
-    """Every shape of both meshes, with the base whole on every dp rank and sharded over them."""
+    """Every shape of both meshes, each with the base replicated and, if dp > 1, sharded over dp."""
     for shape in _shapes(problem):
         yield shape
         if shape.dp > 1:
@@ -132,7 +132,7 @@ def all_topologies(problem: Problem) -> Iterator[Topology]:
 
 
 def _shapes(problem: Problem) -> Iterator[Topology]:
-    """That of experts with etp inside a node, as rows go to all etp ranks of an expert."""
+    """Every shape of both meshes. etp stays inside a node, as tokens go to all etp ranks of an expert."""
     experts = [
         m.shape[0] for n, m in problem.shrunk.model.named_parameters() if n.endswith(".down_proj") and m.ndim == 3
     ]
@@ -150,12 +150,12 @@ def _shapes(problem: Problem) -> Iterator[Topology]:
 
 
 def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
-    """The best way to run `topology`: the fastest that fits, else the one that takes least memory.
+    """The best way to run `topology`: the fastest that fits, else the one with the lowest peak.
 
-    traces: of topologies that were looked at before, by topology without dp_shard; this one's are added.
+    traces: cache by topology without dp_shard; this topology's are added.
 
     Raises:
-        UserError: it cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: not proved.
+        UserError: the model cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: unproved.
     """
     share = -(-problem.global_batch // topology.dp)
     if topology.dp > problem.global_batch:
@@ -184,7 +184,7 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
 
 
 def _micro_batches(problem: Problem, share: int) -> list[int]:
-    """Powers of two up to the sequences of a dp rank, and all of these."""
+    """Powers of two up to the sequences of a dp rank, and that number itself."""
     if problem.micro_batch is not None:
         return [min(problem.micro_batch, share)]
     return sorted({2**n for n in range(share.bit_length()) if 2**n <= share} | {share})
@@ -199,7 +199,7 @@ def _recomputations(problem: Problem) -> list[Recompute]:
 
 
 def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
-    """Whether each of `number` layers computes its activations twice: none, full, or layers 0, n, 2n, ..."""
+    """Whether each of `number` layers is recomputed: none, full, or layers 0, n, 2n, ..."""
     if isinstance(recompute, int):
         return tuple(index % recompute == 0 for index in range(number))
     return (recompute == "full",) * number
@@ -208,11 +208,11 @@ def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
 def _compute_s(
     problem: Problem, traces: tuple[Trace, Trace], rows: int, tokens: int
 ) -> tuple[float, dict[int, float], dict[int, float]]:
-    """Seconds of a micro-batch's products; of a forward and of a backward of one layer of each kind."""
+    """Seconds of a micro-batch's kernels; kind -> seconds of a layer's forward; kind -> of its backward."""
     gpu, order, two = problem.gpu, problem.shrunk.order, traces[1]
 
     def seconds(part: str) -> float:
-        """Of one run of a part, with `rows` sequences: what is done for each adds up."""
+        """Of one run of a part with `rows` sequences, linear in their number."""
         times = [gpu.work_s(t.work.get(part, Counter()), is_half=problem.is_half) for t in traces]
         return times[0] + (rows - 1) * (times[1] - times[0])
 
@@ -299,15 +299,15 @@ def gathers_s(
     forward_s: Mapping[int, float],
     backward_s: Mapping[int, float],
 ) -> float:
-    """Seconds by which gathers make a micro-batch longer: what nothing hides of them, and copies in and out.
+    """Seconds that gathers of weights add to a micro-batch: their exposed time, and copies in and out.
 
-    A layer is gathered before its forward and once more before its backward, one layer ahead: torch puts the gather on
-    a stream of its own, where it runs beside the kernels of the layer before it. Those of the first layer of either
-    direction have nothing to run beside. Here a gather runs beside kernels only, never beside other messages, and for a
-    share of their time (`Hardware.overlap_efficiency`).
+    A layer is gathered before its forward and again before its backward, prefetched by one layer: torch runs the gather
+    on a separate stream, overlapped with the kernels of the layer before it. The first gather in either direction has
+    nothing to overlap with. Gathers are assumed to overlap with kernels only, not with other messages, and for a share
+    of the kernels' time (`Hardware.overlap_efficiency`).
 
-    order: the kind of each layer. forward_s, backward_s: kind -> time of its kernels; a layer that is computed twice
-    has both in its backward.
+    order: the kind of each layer. forward_s, backward_s: kind -> time of its kernels; the backward of a recomputed
+    layer includes both.
     """
     gathered = [m for m in messages if m.is_ahead]
     if not gathered:
@@ -323,7 +323,7 @@ def gathers_s(
     for kinds, kernels_s in directions:
         hidden_s = [0.0, *(gpu.overlap_efficiency * s for s in kernels_s[:-1])]
         total += sum(max(0.0, each.get(k, 0.0) - s) for k, s in zip(kinds, hidden_s, strict=True))
-    # Into the buffer of the gather, and out of it into memory of the matrices' own: read and written.
+    # Into the gather's buffer, and out of it into the matrices' own memory: read and written.
     copies: Counter[Work] = Counter()
     for message in gathered:
         for parts in (1, ranks):

@@ -1,7 +1,7 @@
-"""The messages of a whole model's step, the links that they take, and for how long.
+"""The messages of a whole model's step, their links and their times.
 
-Owns: how often each message of `plan.budget` is sent, those of the end of a step, traffic by links. Does not own: which
-messages a micro-batch has (`plan.budget`), the speed of links (`planner.hardware`).
+Owns: how often each message of `plan.budget` is sent, the messages at the end of a step, traffic per link. Does not
+own: the messages of a micro-batch (`plan.budget`), the speed of links (`planner.hardware`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def messages_of(
     *,
     recomputed: Sequence[bool],
 ) -> list[Message]:
-    """All of a step that has one micro-batch, with calls of the whole model.
+    """All messages of a step with one micro-batch, with the calls of the whole model.
 
-    small: of the shrunk model and the adapter, on the topology.
-    recomputed: whether each layer computes its activations twice: its forward runs once more in its backward.
+    small: blueprint of the shrunk model with the adapter, on the topology.
+    recomputed: whether each layer is recomputed, i.e. repeats its forward in its backward.
     """
     order, plan, targets = shrunk.order, small.plan, small.trained.targets
     ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
@@ -55,7 +55,7 @@ def messages_of(
 
 
 def _of_step(states: States) -> Iterator[Message]:
-    """Gradients by the axes that they are summed over, the count of tokens (int64), the norm (fp64)."""
+    """The token count (int64), the gradient norm (fp64), and gradients by the axes that they are summed over."""
     yield Message("step", "allreduce", DATA, 8)
     yield Message("step", "allreduce", frozenset(DENSE_AXES), 8)
     for (axes, mean_axes), num_bytes in states.buckets.items():
@@ -63,14 +63,14 @@ def _of_step(states: States) -> Iterator[Message]:
 
 
 def span_of(topology: Topology, axes: frozenset[str]) -> int:
-    """How far apart the ranks of a group over `axes` lie, the first and the last included."""
+    """The number of consecutive ranks that a group over `axes` spans, first to last."""
     return 1 + sum((topology.size_over({axis}) - 1) * topology.stride_of(axis) for axis in axes)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the messages of a step take of one kind of link: calls, bytes that one rank sends, seconds of those that
-    nothing runs beside.
+    """Totals of a step's messages over one kind of link: calls, bytes sent by one rank, seconds of those that are not
+    prefetched.
     """
 
     calls: int = 0
@@ -81,7 +81,7 @@ class Traffic:
 def traffic_of(
     messages: Iterable[Message], topology: Topology, gpu: Hardware, *, micro_batches: int
 ) -> dict[str, Traffic]:
-    """`node` and `network` -> what a step sends there. A group that leaves a node is counted as network altogether."""
+    """`node` and `network` -> traffic of a step. A group that spans nodes counts as network entirely."""
     found = {"node": Traffic(), "network": Traffic()}
     for message in messages:
         ranks = topology.size_over(message.axes)
@@ -97,11 +97,11 @@ def traffic_of(
 
 
 def grouped(messages: Iterable[Message], *, micro_batches: int) -> dict[str, int]:
-    """Collectives of a step: those of layers, of what is before and after them with the loss, of buckets, and two
-    scalars: the count of tokens and the norm.
+    """Collectives of a step, counted by place: layers; ends (before and after the layers, and the loss); gradient
+    buckets; two scalars, the token count and the norm.
 
-    What comes after the last layer is entered as a region is, and that one is counted with those of layers: it stands
-    for the first region's, below which nothing is trained, so that no gradient is summed there.
+    The backward message at the entry of the modules after the last layer counts with the layers: it makes up for the
+    first region, which sums no gradient, as nothing below it is trained.
     """
     found = {"layers": 0, "ends": 0, "buckets": 0, "scalars": 0}
     for message in messages:

@@ -1,12 +1,12 @@
-"""Running real code on tensors without memory, and noting what it would cost.
+"""Running real code on fake tensors, and recording its cost.
 
-Owns: `FakeRun`, the mode in which floating-point tensors have no content: their storages and when they are freed, the
-collectives, and the work of each operator. Does not own: what is run, or what follows from the numbers.
+Owns: `FakeRun`, the mode in which floating-point tensors have no data; it records live storages, collectives, and the
+work of each operator. Does not own: the code that is run, the use of the numbers.
 
-Floating-point tensors are on torch's meta device. Those of whole numbers are real wherever they come of whole numbers
-alone, as code asks them: is there a label? how many rows go where? What it asks a tensor without content has one
-answer: 1 for a number, an equal share for each expert where rows are counted. The messages of collectives have no
-content, but for whole numbers: of these every rank has what this one has. Attention is one fused kernel, as on a GPU.
+Floating-point tensors are on torch's meta device. Integer tensors computed from integers alone are real, because code
+branches on them: is there a label? how many rows go where? Reading a fake tensor gives a fixed answer: 1 for a number,
+an equal share per expert for row counts. Collectives carry no data, except integers, which every rank is taken to have
+as this one does. Attention is one fused kernel, as on a GPU.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from meshlora.model.regions import tensors_in
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")
-# A mask of all pairs of tokens is whole numbers too; as a real tensor it would take the memory that this saves.
+# An attention mask of all pairs of tokens is of integers too, and too large to be real.
 _MOST_REAL_ELEMENTS = 2**25
 
 
 class Call(NamedTuple):
-    """A collective: what it moves, over how many ranks, and the bytes that one rank puts in."""
+    """A collective: its phase, kind, number of ranks, and the bytes of one rank's input."""
 
     phase: str
     kind: str
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What an operator costs: floating-point operations, and bytes that it reads and writes."""
+    """The cost of an operator: floating-point operations, and bytes read and written."""
 
     flops: int
     num_bytes: int
@@ -62,10 +62,10 @@ class Work(NamedTuple):
 
 @dataclass
 class Section:
-    """What happened while one part of the code ran. Bytes are those of live storages, relative to its start.
+    """The record of one part of the code. Bytes are those of live storages, relative to its start.
 
     Attributes:
-        peak_bytes: the most at any time. end_bytes: at its end. work: operators, by cost.
+        peak_bytes: the maximum. end_bytes: at its end. work: cost -> number of operators.
     """
 
     start_bytes: int
@@ -75,11 +75,11 @@ class Section:
 
 
 class FakeRun(TorchDispatchMode):
-    """Inside, tensors have no content. A context manager.
+    """A context manager in which floating-point tensors have no data.
 
     Attributes:
-        phase: under which name collectives are noted. calls: call -> how often. live_bytes: of all storages that the
-            mode has seen and that still exist. sections: name -> what happened in it, the last time it ran.
+        phase: set by the caller, recorded with each collective. calls: collective -> count. live_bytes: of all storages
+            that the mode has seen and that still exist. sections: name -> the record of its last run.
     """
 
     def __init__(self) -> None:
@@ -94,10 +94,10 @@ class FakeRun(TorchDispatchMode):
         self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> FakeRun:
-        # On the meta device torch would choose the attention that keeps all pairs of tokens, which no GPU runs. Not a
-        # TorchFunctionMode: that is off while a backward runs forwards once more.
+        # On the meta device torch would choose the attention that materialises all pairs of tokens, which no GPU runs.
+        # Not a TorchFunctionMode: that is off while a backward recomputes forwards.
         self._replaced.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
-        # Memory that is freed while its tensor lives on, and allocated again, is no operator: gathered weights are.
+        # Freeing and reallocating the memory of a live tensor, as for gathered weights, is not an operator.
         resize = self._resized(torch.UntypedStorage.resize_)
         self._replaced.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
         super().__enter__()
@@ -113,19 +113,19 @@ class FakeRun(TorchDispatchMode):
             self._hold(tensor)
 
     def begin(self, name: str) -> None:
-        """What follows belongs to section `name`."""
+        """Start section `name`, ending the current one."""
         self.end()
         self.sections[name] = self._section = Section(self.live_bytes)
 
     def end(self) -> None:
-        """What follows belongs to no section."""
+        """End the current section, if any."""
         if self._section is not None:
             self._section.end_bytes = self.live_bytes - self._section.start_bytes
             self._section = None
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[Section]:
-        """`begin` and `end`."""
+        """`begin` and `end` as a context manager."""
         self.begin(name)
         yield self.sections[name]
         self.end()
@@ -159,7 +159,7 @@ class FakeRun(TorchDispatchMode):
 
     def _hold(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` until it is freed."""
-        if isinstance(tensor, DTensor):  # a rank's part, under the name of the whole
+        if isinstance(tensor, DTensor):  # a rank's part, presented as the whole
             tensor = tensor.to_local()
         self._hold_storage(tensor.untyped_storage())
 
@@ -190,7 +190,7 @@ class FakeRun(TorchDispatchMode):
         del self._references[key]
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note it, and let the real process group have messages of no bytes in its place."""
+        """Record it, and run it on empty tensors in the real process group."""
         plain = schema_of(func).name.partition("::")[2].replace("_", "")
         kind = next((k for k in _KINDS if k in plain), plain)
         held = list(tensors_in(args))
@@ -217,9 +217,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In the place of torch's: one fused kernel, `[B, h, S, d]`.
+    """Replacement of torch's attention by one fused kernel, `[B, h, S, d]`.
 
-    Values that are narrower than keys are padded, as flash attention needs them.
+    Values narrower than keys are padded, as flash attention requires.
     """
     missing = query.shape[-1] - value.shape[-1]
     padded = F.pad(value, [0, missing]) if missing > 0 else value
@@ -230,7 +230,7 @@ def _attention(
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`[N, a] x [E, a, b]` or `[a, N] x [N, b]`, which the meta device takes in bfloat16 only, and a CPU in float32."""
+    """`[N, a] x [E, a, b]` or `[a, N] x [N, b]`: the meta device supports bfloat16 only, a CPU float32."""
     if right.ndim == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(len(ends), left.shape[0], right.shape[1])
@@ -241,14 +241,14 @@ def _without_content(tensor: Tensor) -> Tensor:
 
 
 def _equal_shares(number: int, places: int) -> Tensor:
-    """How many of `number` rows each of `places` experts has, a real tensor."""
+    """An equal split of `number` rows over `places` experts, a real tensor."""
     shares = torch.full((places,), number // places)
     shares[: number % places] += 1
     return shares
 
 
 def _stays_real(given: list[Tensor], args: Any, kwargs: Any) -> bool:
-    """Whether a call of no tensor without content is about whole numbers that are worth having."""
+    """Whether a call without fake arguments is to compute real integers."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if (device is not None and torch.device(device).type == "meta") or (dtype is not None and dtype.is_floating_point):
         return False
@@ -262,7 +262,7 @@ def _stays_real(given: list[Tensor], args: Any, kwargs: Any) -> bool:
 
 
 def _are_whole(args: Any) -> bool:
-    """Whether all numbers among the arguments are whole, and there are some: those of `arange`, not of `empty`."""
+    """Whether there are arguments, all of them integers: true of `arange`, not of `empty`."""
     return bool(args) and all(isinstance(arg, int) for arg in args)
 
 
@@ -273,19 +273,19 @@ def _takes_device(func: Any) -> bool:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether an operator only looks at its input in another way."""
+    """Whether an operator only returns views of its input."""
     returns = schema_of(func).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _flops(name: str, given: list[Tensor], made: list[Tensor]) -> int:
-    """Floating-point operations of a matrix product or an attention; 0 of the rest, which memory bounds."""
+    """Floating-point operations of a matrix product or an attention; 0 for other, memory-bound operators."""
     short = name.partition("::")[2]
     if short in _PRODUCTS:
         left = given[1] if short.startswith(("addmm", "baddbmm")) else given[0]
         return 2 * made[0].numel() * left.shape[-1]
     if "scaled_dot_product" in short:
-        # Of a causal attention half the pairs are computed. Backward: the first product again, and two for each.
+        # Causal: half the pairs. Backward: the first product again, and two for each of the forward's.
         query, key = (given[1], given[2]) if "backward" in short else (given[0], given[1])
         return (5 if "backward" in short else 2) * query.numel() * key.shape[-2]
     return 0

@@ -1,10 +1,10 @@
-"""What machines can do: peak numbers from datasheets, and how much of them is reached.
+"""Hardware: peak numbers from datasheets, and the efficiencies reached.
 
-Owns: the table of GPUs, files with measured numbers, and the time that work and messages take by them. Does not own:
-how much work there is (`planner.trace`) or which messages (`planner.communication`).
+Owns: the table of GPUs, files with measured numbers, the time of work and messages. Does not own: the amount of work
+(`planner.trace`), the messages (`planner.communication`).
 
-A datasheet says what cannot be exceeded. What is reached is the product with a share that stands here by name, so that
-it can be measured and replaced: `--hardware FILE.json` takes any field of `Hardware`.
+Datasheets give upper bounds. The numbers reached are these times an efficiency, a named field that can be measured and
+replaced: `--hardware FILE.json` takes any field of `Hardware`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from meshlora.planner.fake import Work
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU and what joins them. Bandwidths are of one direction, of one GPU, in GB/s = 1e9 bytes a second.
+    """One kind of GPU and its interconnect. Bandwidths are per GPU and direction, in GB/s = 1e9 bytes per second.
 
     Attributes:
-        memory_gb: as the datasheet counts, 1e9 bytes. usable_memory: share of it that tensors may fill; the rest is
-            the context, the kernels' own buffers and what the allocator cannot use.
-        half_tflops: dense, of bf16 and fp16. full_tflops: of fp32 (not tf32).
-        matmul_efficiency: share of it that products of matrices reach. memory_gb_s: bandwidth of the GPU's memory;
+        memory_gb: as in datasheets, 1e9 bytes. usable_memory: share available to tensors; the rest is the context,
+            kernels' buffers and fragmentation.
+        half_tflops: dense bf16 and fp16. full_tflops: fp32 (not tf32).
+        matmul_efficiency: share of these that matrix products reach. memory_gb_s: bandwidth of the GPU's memory.
             memory_efficiency: share of it that is reached.
-        kernel_s: the least time from one kernel's start to the next one's: eager code starts each from Python.
-        gpus_per_node, node_gb_s: the GPUs that are joined by the fast link, and its bandwidth. network_gb_s: between
+        kernel_s: the least time between kernel launches, as eager code launches each from Python.
+        gpus_per_node, node_gb_s: the GPUs joined by the fast link, and its bandwidth. network_gb_s: bandwidth between
             nodes. link_efficiency: share of either that collectives reach.
-        overlap_efficiency: share of the time of kernels for which a gather of weights can run beside them.
-        launch_s: alpha, of any collective. node_hop_s, network_hop_s: besides, for each doubling of its ranks.
-        source: where the numbers come from.
+        overlap_efficiency: share of kernels' time that a gather of weights can overlap with.
+        launch_s: alpha of any collective. node_hop_s, network_hop_s: added per doubling of its ranks.
+        source: of the numbers.
     """
 
     name: str
@@ -60,27 +60,27 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that tensors may fill."""
+        """Memory available to tensors."""
         return int(self.memory_gb * 1e9 * self.usable_memory)
 
     def work_s(self, work: Mapping[Work, float], *, is_half: bool) -> float:
-        """Time of kernels one after another: each takes what its products or its bytes take, whichever is more."""
+        """Time of consecutive kernels, each bound by its flops, its bytes or its launch, whichever is slowest."""
         flops_s = 1e12 * self.matmul_efficiency * (self.half_tflops if is_half else self.full_tflops)
         bytes_s = 1e9 * self.memory_efficiency * self.memory_gb_s
         return sum(n * max(w.flops / flops_s, w.num_bytes / bytes_s, self.kernel_s) for w, n in work.items())
 
     def crosses_nodes(self, span: int) -> bool:
-        """Whether ranks that lie `span` apart, the first one's node counted from its beginning, are on several."""
+        """Whether `span` consecutive ranks, from the first of a node, are on several nodes."""
         return span > self.gpus_per_node
 
     def message_s(self, wire_bytes: float, *, ranks: int, is_network: bool) -> float:
-        """Time of one collective of `ranks` ranks in which each sends `wire_bytes`: alpha and beta."""
+        """Time of one collective in which each of `ranks` ranks sends `wire_bytes`, by the alpha-beta model."""
         hop_s, gb_s = (self.network_hop_s, self.network_gb_s) if is_network else (self.node_hop_s, self.node_gb_s)
         return self.launch_s + hop_s * math.log2(ranks) + wire_bytes / (1e9 * gb_s * self.link_efficiency)
 
 
-# NVLink and PCIe are sold by the sum of both directions: half of it here. Networks: one NIC to a GPU, as in the
-# manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s to two).
+# Datasheets sum both directions of NVLink and PCIe: half of it here. Networks: one NIC per GPU, as in the
+# manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s per two).
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -96,11 +96,11 @@ GPUS = {
 
 
 def hardware_named(name: str, file: str | None = None) -> Hardware:
-    """The GPU `name` of the table, with what `file` says in the place of its numbers.
+    """The GPU `name` of the table, with the fields of `file` replaced.
 
     Raises:
-        UserError: a name that is not in the table, unless the file gives every number; a file that is no JSON object,
-            or has other keys, or values that are no positive numbers.
+        UserError: a name that is not in the table, unless the file gives every number; a file that is not a JSON
+            object, or has unknown keys, or values that are not positive numbers.
     """
     given = _read(file) if file is not None else {}
     gpu = GPUS.get(name.lower())

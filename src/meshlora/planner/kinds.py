@@ -1,9 +1,9 @@
-"""The kinds of decoder layers of a model, and the same model with one layer of each.
+"""The kinds of decoder layers in a model, and the model reduced to one layer of each.
 
-Owns: which layers are alike, and `Shrunk`. Does not own: what is made of it.
+Owns: which layers are equivalent, and `Shrunk`. Does not own: predictions from it.
 
-A prediction looks at one layer of each kind and counts how many there are. The first layer is a kind of its own: below
-it nothing is trained as a rule, so that it keeps less and sends less back.
+Predictions multiply one layer of each kind by the number of such layers. The first layer is a separate kind: usually
+nothing below it is trained, so it saves less and sends less in its backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Shrunk:
     """A model on the meta device with one decoder layer of each kind.
 
     Attributes:
-        layers: name of the list of layers. order: for each layer of the whole model, which of these it is like.
+        layers: name of the list of layers. order: for each layer of the whole model, the index of its kind.
     """
 
     model: Any
@@ -32,24 +32,24 @@ class Shrunk:
 
     @property
     def num_kinds(self) -> int:
-        """Layers that the shrunk model has."""
+        """The number of layers of the shrunk model."""
         return max(self.order) + 1
 
     def kind_of(self, name: str) -> int | None:
-        """Which layer a module or parameter of that name is in; None outside them."""
+        """The layer of the module or parameter `name`; None outside the layers."""
         prefix = f"{self.layers}."
         if not name.startswith(prefix):
             return None
         return int(name.removeprefix(prefix).partition(".")[0])
 
     def times(self, name: str) -> int:
-        """How often there is what has that name."""
+        """How often the whole model has the module or parameter `name`."""
         kind = self.kind_of(name)
         return 1 if kind is None else self.order.count(kind)
 
 
 def shrink(model: Any) -> Shrunk:
-    """`model`, on the meta device, with one layer of each kind; it stays as it is."""
+    """A copy of `model`, which is on the meta device, with one layer of each kind."""
     name, layers = decoder_layers(model)
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
@@ -77,7 +77,7 @@ def shrink(model: Any) -> Shrunk:
 
 
 def _shape(layer: nn.Module) -> Iterable[Any]:
-    """What two layers have in common that compute alike."""
+    """A key that is equal for layers with the same computation."""
     for path, module in layer.named_modules():
         yield path, type(module).__name__
         for leaf, parameter in module.named_parameters(recurse=False):

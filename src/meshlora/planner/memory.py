@@ -1,8 +1,8 @@
-"""What a rank keeps: bytes of weights, adapter, gradients and moments, by arithmetic; and the peak of a step.
+"""Memory of a rank: its states (weights, adapter, gradients, moments), and the peak of a step.
 
 Owns: the states of a rank (`states_of`), the tensors of its frozen base, whole, packed or sharded over dp (`held`), and
-how what the parts of a step take adds up (`peak_of`). Does not own: what one part of a step takes (`planner.trace`);
-which linears are packed (`plan.quantization`) and which parameters are sharded (`plan.rules`).
+the peak over the parts of a step (`peak_of`). Does not own: the memory of one part (`planner.trace`), which linears are
+packed (`plan.quantization`), which parameters are sharded (`plan.rules`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Axes = tuple[frozenset[str], frozenset[str]]
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on rank 0, which holds as much as any.
+    """Bytes on rank 0, which no rank exceeds.
 
     Attributes:
-        weights: the frozen base. shards: of it, what this rank puts into the gather of a layer of each kind; empty
-            without dp_shard. buffers: tables of the model. adapter: trained parameters. gradients, moments: theirs.
-        buckets: (grad axes, mean axes) -> bytes of gradients that are summed over them. largest: of one parameter.
-        parameters: how many there are to train.
+        weights: frozen base. shards: this rank's input to the gather of a layer of each kind; empty without dp_shard.
+            buffers: those of the model. adapter: trained parameters. gradients, moments: theirs.
+        buckets: (grad axes, mean axes) -> bytes of gradients reduced over them. largest: of a trained parameter.
+        parameters: number of trained parameters.
     """
 
     weights: int
@@ -51,12 +51,12 @@ class States:
 
     @property
     def kept(self) -> int:
-        """What is there from step to step."""
+        """Bytes held between steps."""
         return self.weights + self.buffers + self.adapter + self.moments
 
 
 def states_of(shrunk: Shrunk, small: Blueprint) -> States:
-    """The states of the model that `shrunk` is of. small: of the shrunk model and the adapter, on the topology."""
+    """The states of the whole model. small: blueprint of the shrunk model with the adapter, on the topology."""
     model, plan = shrunk.model, small.plan
     weights, shards = _of_base(shrunk, plan, small.trained.targets)
     buffers = sum(shrunk.times(name) * b.nbytes for name, b in model.named_buffers())
@@ -73,13 +73,13 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
             stop = part[segment.dim] if segment.stop is None else segment.stop
             part[segment.dim] = stop - segment.start
             buckets[segment.grad_axes, segment.mean_axes] += times * math.prod(part) * each
-    # AdamW keeps two moments, and the number of the step as one fp32 for each parameter.
+    # AdamW keeps two moments, and the step number as one fp32 per parameter.
     moments = 2 * total * each + 4 * count
     return States(weights, shards, buffers, total * each, total * each, moments, buckets, largest, count)
 
 
 def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
-    """What a rank holds of a trained parameter."""
+    """The local shape of a trained parameter."""
     local = list(trained.shape)
     for cut in trained.rule.cuts:
         local[cut.dim] = cut.layout.local_size(plan.topology.size_over({cut.axis}))
@@ -89,8 +89,8 @@ def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
 def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple[int, tuple[int, ...]]:
     """`weights` and `shards` of `States`.
 
-    torch's `fully_shard` cuts dim 0 into equal parts, the last of which is filled up: every rank holds, and sends, the
-    rows of the largest part.
+    torch's `fully_shard` splits dim 0 into equal parts and pads the last: every rank holds and sends as many rows as
+    the largest part has.
     """
     weights, shards = 0, [0] * shrunk.num_kinds
     for name, parameter in shrunk.model.named_parameters():
@@ -108,10 +108,10 @@ def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple
 def held(
     name: str, shape: Sequence[int], dtype: torch.dtype, plan: ModelPlan, targets: Collection[str]
 ) -> tuple[Tensor, ...]:
-    """What a rank holds of the base's parameter `name`, of whole shape `shape`, before dp shards it, without content;
-    where it is packed, numbers and scales.
+    """The meta tensors that a rank holds of base parameter `name`, of whole shape `shape`, before dp shards it; codes
+    and scales if it is packed.
 
-    targets: names of what carries LoRA: a linear that is not ours keeps the shape in which it is stored.
+    targets: names of the modules with LoRA. A linear that is not replaced keeps its stored shape.
     """
     owner, _, leaf = name.rpartition(".")
     local = _local_shape(name, shape, plan, targets)
@@ -136,7 +136,7 @@ def _local_shape(name: str, shape: Sequence[int], plan: ModelPlan, targets: Coll
             return (out,)
         is_ours = linear.split is not Split.WHOLE or owner in targets or owner in plan.quantized
         return (out, inside) if is_ours else tuple(shape)
-    # Of experts the bias is named after the matrix, as a parameter beside it.
+    # The bias of experts is a parameter beside the matrix, and named after it.
     expert = plan.projections.get(name.removesuffix("_bias"))
     if expert is not None:
         inside, out = expert.local_features(plan.topology.etp)
@@ -149,7 +149,7 @@ def _local_shape(name: str, shape: Sequence[int], plan: ModelPlan, targets: Coll
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a step: the most that it takes, and what it leaves, in bytes beyond what was there at its start."""
+    """One part of a step: its peak and end, in bytes relative to its start."""
 
     peak: float
     end: float
@@ -157,12 +157,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Of one decoder layer.
+    """Memory of one decoder layer.
 
     Attributes:
-        forward: with what it returns, and without what it was given, unless that is kept. saved: of that, what it keeps
-            of its own. output: the residual stream that it returns. kept_input: that it was given, where it keeps it.
-        gradients: of its own factors.
+        forward: with its output, and with its input only if that is saved. saved: the part kept for its backward,
+            without its input. output: its residual stream. kept_input: its input, 0 if not saved.
+        gradients: of its factors.
     """
 
     forward: Phase
@@ -175,9 +175,9 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """All parts of a micro-batch: before the layers, each kind of layer, after them, a chunk of the loss, its backward.
+    """The parts of a micro-batch: before the layers, each kind of layer, after them, a chunk of the loss, its backward.
 
-    chunk_tokens: of the chunk.
+    chunk_tokens: tokens of the chunk.
     """
 
     before: Phase
@@ -188,7 +188,7 @@ class StepMemory:
     chunk_tokens: int
 
     def at(self, other: StepMemory, rows: int, chunk_tokens: int) -> StepMemory:
-        """From this with one row at once and `other` with two: with `rows`; a chunk has its own number of tokens."""
+        """Extrapolate from this with one row and `other` with two to `rows`, and the chunk to `chunk_tokens`."""
         grown = other.chunk_tokens - self.chunk_tokens
         chunks = 1 + (chunk_tokens - self.chunk_tokens) / grown if grown else 1.0
         found: StepMemory = _grown(self, other, rows)
@@ -196,7 +196,7 @@ class StepMemory:
 
 
 def _grown(one: Any, two: Any, times: float) -> Any:
-    """From what one row takes and two do, what `times` rows take, number by number: what is kept for a row adds up."""
+    """Extrapolate every number linearly, from those for one row and two to those for `times` rows."""
     if isinstance(one, tuple):
         return tuple(_grown(a, b, times) for a, b in zip(one, two, strict=True))
     if dataclasses.is_dataclass(one):
@@ -208,9 +208,9 @@ def _grown(one: Any, two: Any, times: float) -> Any:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of a step beyond the states. activations: kept between forward and backward. working: beyond them.
+    """Bytes of a step beyond the states. activations: saved for the backward. working: the peak beyond them.
 
-    largest: of all but the states, gradients included, at the worst moment.
+    largest: the peak of all but the states, gradients included.
     """
 
     activations: int
@@ -221,13 +221,13 @@ class Peak:
 def peak_of(
     memory: StepMemory, order: Sequence[int], states: States, *, recomputed: Sequence[bool], accumulates: bool, dp: int
 ) -> Peak:
-    """Walk through a step and note the most that is there at once.
+    """Walk through a step and track the peak.
 
-    Under dp_shard a layer runs on copies of what was gathered. In the forward the buffer of its gather stays until the
-    next layer's is copied out of; in the backward it goes, and that of the layer before is filled meanwhile.
+    Under dp_shard a layer runs on copies out of the gather's buffer. In the forward that buffer lives until the next
+    layer's has been copied out; in the backward it is freed, while that of the preceding layer is being filled.
 
-    order: the kind of each layer. recomputed: whether each layer computes its activations twice. accumulates: whether
-    gradients of an earlier micro-batch are there already. dp: ranks that a layer is gathered from.
+    order: the kind of each layer. recomputed: whether each layer is recomputed. accumulates: whether gradients of an
+    earlier micro-batch already exist. dp: the number of ranks that a layer is gathered from.
     """
     live = most = float(states.gradients) if accumulates else 0.0
     gathered = [dp * states.shards[kind] if states.shards else 0 for kind in order]
@@ -250,15 +250,15 @@ def peak_of(
     for index in reversed(range(len(order))):
         layer, twice, whole = memory.layers[order[index]], recomputed[index], gathered[index]
         new = 0.0 if accumulates else layer.gradients
-        # What the traced backward leaves has its gradients in it.
+        # The end of the traced backward includes its gradients.
         back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
         if twice:
-            # It begins from its input, which is kept for it, and keeps what it would have kept.
+            # It starts from its saved input, and then saves what the forward would have saved.
             end = back.end + layer.saved + layer.kept_input - layer.output
             back = Phase(max(layer.forward.peak, layer.saved + back.peak), end)
         most = max(most, live + 2 * whole)
         run(back, beside=whole + (gathered[index - 1] if index else 0))
-    # The sum of a bucket is of a flat copy, out of place; the norm squares one parameter after another in fp64.
+    # A bucket is reduced as a flat copy, out of place; the norm squares one parameter at a time in fp64.
     summed = max((2 * size for size in states.buckets.values()), default=0)
     most = max(most, states.gradients + summed, states.gradients + 4 * states.largest)
     return Peak(int(activations), int(most - activations), int(most))

@@ -1,7 +1,7 @@
-"""What is to be run, and on what: the model without weights, the batch, the machines.
+"""The input of the planner: the model without weights, the batch, the machines.
 
-Owns: `Problem`, reading a configuration, what is refused whatever the topology. Does not own: topologies, predictions
-(`planner.choose`).
+Owns: `Problem`, reading a configuration, refusals that do not depend on the topology. Does not own: topologies,
+predictions (`planner.choose`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ _MOST, _MOST_GPUS = 10**8, 10**5
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be run, and on what: all that every topology shares.
+    """The input that all topologies share.
 
     Attributes:
-        blueprint: of the base, on one GPU, without dropout. seq: tokens of a sequence.
-        global_batch: sequences of an optimizer step. micro_batch, recompute: where the user chose; else None.
+        blueprint: of the base, on one GPU, without dropout. seq: tokens per sequence.
+        global_batch: sequences per optimizer step. micro_batch, recompute: the user's choice, or None.
 
     Raises:
-        UserError: a size below 1; sequences that are longer than the model's positions; layers that cannot be computed
-            twice.
+        UserError: a size out of range; sequences longer than the model's positions; layers that cannot be recomputed.
     """
 
     blueprint: Blueprint
@@ -65,7 +64,7 @@ class Problem:
         if limit and self.seq > limit:
             raise UserError(f"--seq {self.seq}", f"the model has {limit} positions", f"use at most {limit}")
         if self.quantization == "int8":
-            levels_of_int8()  # kept from here on: on tensors without content it cannot be computed
+            levels_of_int8()  # cached for later: they cannot be computed on fake tensors
         if self.recompute not in (None, "none"):
             self._check_recompute()
 
@@ -78,7 +77,7 @@ class Problem:
 
     @property
     def model(self) -> Any:
-        """On the meta device, whole."""
+        """The whole model, on the meta device."""
         return self.blueprint.model
 
     @cached_property
@@ -93,12 +92,12 @@ class Problem:
 
     @property
     def quantization(self) -> str | None:
-        """Of the base, one of `plan.quantization.KINDS`; None: it is not."""
+        """Of the base, one of `plan.quantization.KINDS`, or None."""
         return self.blueprint.options.quantization
 
     @property
     def is_half(self) -> bool:
-        """Whether products are of two bytes an element."""
+        """Whether matrix products are in a two-byte dtype."""
         return self.blueprint.dtype.itemsize == 2
 
 
@@ -106,7 +105,7 @@ def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedCon
     """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
 
     Raises:
-        UserError: as of `meshlora.loading.blueprint.read_model_config`.
+        UserError: see `meshlora.loading.blueprint.read_model_config`.
     """
     path = Path(model)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""A choice of topologies in words: tables for the terminal, JSON, and the run file of the best.
+"""Output of the planner: tables for the terminal, JSON, and the run file of the best topology.
 
 Owns: what is printed and written. Does not own: the numbers.
 """
@@ -20,16 +20,14 @@ _GB = 1e9
 
 
 def ranking(problem: Problem, choice: Choice) -> Table:
-    """One row for each topology, the best first: micro-batches of how many sequences, memory of a rank, time and
-    collectives of a step.
-    """
+    """One row per topology, the best first: micro-batches, recomputation, memory, time, throughput, collectives."""
     gpu = problem.gpu
     base = f" in {problem.quantization}" if problem.quantization else ""
     title = (
         f"{problem.model.config.model_type}{base} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences "
         f"of {problem.seq:,} tokens a step"
     )
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # 80 columns have to do
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits in 80 columns
     for name in ("topology", "batches", "re-\ncompute", "GB", "s\na step", "tokens/s\na GPU", "calls"):
         table.add_column(name, justify="left" if name in ("topology", "re-\ncompute") else "right", no_wrap=True)
     for prediction in choice.ranked:
@@ -43,7 +41,7 @@ def ranking(problem: Problem, choice: Choice) -> Table:
 
 
 def breakdown(problem: Problem, prediction: Prediction) -> Table:
-    """Where the memory of a rank, its time and its messages go."""
+    """The memory, time and messages of a rank, in parts."""
     table = Table("", "", title=f"{prediction.topology}: a rank, a step", show_header=False)
     table.columns[1].justify = "right"
     for name, number in memory_parts(prediction).items():
@@ -65,7 +63,7 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
 
 
 def memory_parts(prediction: Prediction) -> dict[str, int]:
-    """Name -> bytes, of a rank at its fullest moment."""
+    """Name -> bytes of a rank at the peak."""
     states, peak = prediction.states, prediction.peak
     return {
         "weights": states.weights,
@@ -80,7 +78,7 @@ def memory_parts(prediction: Prediction) -> dict[str, int]:
 
 
 def why_not(problem: Problem, choice: Choice) -> list[str]:
-    """For each topology but the best: why it loses."""
+    """For each topology but the best, why it is worse."""
     best = choice.ranked[0]
     found = []
     for other in choice.ranked[1:]:
@@ -106,7 +104,7 @@ def _time(time_s: float) -> str:
 
 
 def assumptions(problem: Problem) -> str:
-    """What the times rest on."""
+    """The assumptions behind the times."""
     gpu = problem.gpu
     tflops = gpu.half_tflops if problem.is_half else gpu.full_tflops
     return (
@@ -120,7 +118,7 @@ def assumptions(problem: Problem) -> str:
 
 
 def as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
-    """All of it as plain values. Bytes, seconds."""
+    """The choice as JSON values, in bytes and seconds."""
     return {
         "model_type": problem.model.config.model_type,
         "gpus": problem.gpus,
@@ -155,7 +153,7 @@ def _prediction_json(problem: Problem, prediction: Prediction) -> dict[str, Any]
 
 
 def simulated(simulation: Simulation) -> Table:
-    """Predicted and seen, side by side."""
+    """Predicted and observed numbers, side by side."""
     table = Table("", "predicted", "seen", title=f"a step on {simulation.world:,} simulated ranks")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -175,7 +173,7 @@ def simulated(simulation: Simulation) -> Table:
 
 
 def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str, output: str) -> str:
-    """YAML that `meshlora check` and `meshlora train` take."""
+    """The run of `prediction` as YAML for `meshlora check` and `meshlora train`."""
     lora = problem.lora
     targets = lora.target_modules
     values: dict[str, Any] = {

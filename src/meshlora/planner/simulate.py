@@ -1,8 +1,8 @@
-"""A whole step of the product on one process that stands for all: does the prediction hold?
+"""A simulated step of the real training code in one process, to check the prediction.
 
-Owns: the run and the comparison. Does not own: the prediction. The only file of the planner that imports the trainer's
-code: model, regions, loss, backward, `finish_gradients`, clipping and AdamW are those of a real run, on torch's fake
-backend, which has every group of the topology and sends nothing, and on tensors without content.
+Owns: the run and the comparison. Does not own: the prediction. The only file of the planner that imports the trainer:
+model, regions, loss, backward, `finish_gradients`, clipping and AdamW are those of a real run, on fake tensors and
+torch's fake backend, which has every group of the topology and sends nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MOST_ERROR = 0.05
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step did on rank 0, and what was predicted of it.
+    """A step of rank 0, observed and predicted.
 
     Attributes:
-        world: ranks. calls, predicted_calls: collectives of one micro-batch and of what ends a step.
-        bytes: name -> (predicted, seen). shapes: trained parameters whose shape is not the predicted one.
-        time_s, host_bytes: what the simulation itself took, and the process at most.
+        world: number of ranks. calls, predicted_calls: collectives of one micro-batch and the end of a step.
+        bytes: name -> (predicted, seen). shapes: messages about trained parameters of unpredicted shapes.
+        time_s, host_bytes: time of the simulation, and peak memory of the process.
     """
 
     world: int
@@ -55,7 +55,7 @@ class Simulation:
     host_bytes: int
 
     def differences(self) -> Iterator[str]:
-        """What does not agree: shapes, numbers and bytes of collectives exactly, states too, the peak within 5 %."""
+        """Disagreements. Shapes, collectives and states must be equal, the peak within 5 %."""
         yield from self.shapes
         for call in sorted({*self.calls, *self.predicted_calls}):
             seen, predicted = self.calls[call], self.predicted_calls[call]
@@ -69,7 +69,7 @@ class Simulation:
 
 
 def simulate(problem: Problem, prediction: Prediction) -> Simulation:
-    """Run a step of `prediction` and compare."""
+    """Run a step of `prediction` and record both sides."""
     started = time.perf_counter()
     topology, rows, tokens = prediction.topology, prediction.micro_batch, prediction.tokens
     run = FakeRun()
@@ -81,7 +81,7 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
         with run, meta_parameters_allowed():
             assemble(model, blueprint, mesh, run)
             recompute_layers(model, prediction.recompute)
-            run.calls.clear()  # DoRA's magnitudes are of the whole base, and asked for once
+            run.calls.clear()  # DoRA's magnitudes are computed once, from the whole base
             adapter = sum(f.parameter.nbytes for f in active_factors(model))
             states = run.live_bytes
             largest = _step(run, model, rows, tokens, accumulates=prediction.micro_batches > 1)
@@ -118,7 +118,7 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
 
 
 def _most_resident_bytes() -> int:
-    """The most memory that this process had. Not ru_maxrss where there is better: a child inherits its parent's."""
+    """Peak memory of this process. ru_maxrss only as a fallback: a child inherits its parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -128,9 +128,9 @@ def _most_resident_bytes() -> int:
 
 
 def _step(run: FakeRun, model: Any, rows: int, tokens: int, *, accumulates: bool) -> int:
-    """A micro-batch of sequences that are trained from end to end, up to the clipped gradient; returns the peak.
+    """Run a micro-batch in which every token is trained, up to the clipped gradient; returns the peak.
 
-    accumulates: gradients of earlier micro-batches are there, as one is as the other.
+    accumulates: start with the gradients of an earlier micro-batch.
     """
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
 
@@ -157,7 +157,7 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, *, accumulates: bool
 
 
 def _update(model: Any) -> torch.optim.Optimizer:
-    """AdamW after a step. Not `fused`, which asks for a device that has content; what it keeps is the same."""
+    """AdamW after a step. Not `fused`, which needs a real device; its state is the same."""
     groups = [{"params": g["params"]} for g in parameter_groups(model, TrainConfig(output="-", steps=1))]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, foreach=True)
     optimizer.step()

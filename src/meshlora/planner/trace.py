@@ -1,8 +1,8 @@
-"""One layer of each kind, run for real on tensors without content: what a layer keeps, takes at most, and computes.
+"""A traced micro-batch with one layer of each kind, on fake tensors: its saved memory, peaks and work.
 
-Owns: a shrunk model put on a topology that no process is on (`assemble`), and one micro-batch through it (`trace`).
-Does not own: adding layers up (`planner.memory`), messages (`planner.communication`); nothing here reads how many
-collectives there are, so that the simulation can judge those.
+Owns: building a model on a topology without processes (`assemble`), and tracing a micro-batch through it (`trace`).
+Does not own: totals over layers (`planner.memory`), messages (`planner.communication`). Nothing here reads the number
+of collectives, so that the simulation can check them independently.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from meshlora.planner.memory import LayerMemory, Phase, StepMemory
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one micro-batch through the shrunk model.
+    """The record of one micro-batch through the shrunk model.
 
     Attributes:
-        work: part -> its operators: "before", "layer 0", "layer 0 back", ..., "after", "chunk", "back".
+        work: part ("before", "layer 0", "layer 0 back", ..., "after", "chunk", "back") -> its operators by cost.
     """
 
     memory: StepMemory
@@ -53,26 +53,26 @@ class Trace:
 
 
 def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
-    """Trained tokens, of `tokens`, whose logits exist at once (`layers.head.loss`)."""
+    """Tokens per chunk of the loss, at most `tokens` (`layers.head.loss`)."""
     return min(tokens, max(1, CHUNK_BYTES // (vocab * (8 if dtype == torch.float64 else 4))))
 
 
 def model_vocab(model: Any) -> int:
-    """Rows of the head of a model that is not split."""
+    """Rows of the head of an unsplit model."""
     return int(model.get_output_embeddings().weight.shape[0])
 
 
-def nowhere(topology: Topology, copies: set[int], *, has_experts: bool) -> Mesh:
-    """The mesh of rank 0, all of whose groups are the one that is open: sizes are right, members are not."""
+def fake_mesh(topology: Topology, copies: set[int], *, has_experts: bool) -> Mesh:
+    """The mesh of rank 0 with groups of the right sizes, all of which use the default process group."""
     sizes = {names: topology.size_over(names) for names in axis_sets(copies, has_experts=has_experts)}
     axes = {names: Axis(size, 0, tuple(range(size)), None) for names, size in sizes.items()}
     return Mesh(topology, 0, torch.device("cpu"), axes)
 
 
 def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
-    """`model`, a copy of that of `blueprint`, as `meshlora.load` makes it: of weights and factors without content.
+    """Turn `model`, a copy of the blueprint's, into what `meshlora.load` returns, with fake weights and factors.
 
-    Inside `run`; returns the model, whose states `run` counts. With `plan.units` the groups of `mesh` have to be open.
+    Called inside `run`, which then counts the states. With `plan.units` the groups of `mesh` must be real.
     """
     plan, adapter = blueprint.plan, blueprint.trained
     parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
@@ -100,26 +100,26 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
 
 
 def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
-    """A micro-batch of `rows` sequences of `tokens` tokens. small: of the shrunk model.
+    """Trace a micro-batch of `rows` sequences of `tokens` tokens. small: blueprint of the shrunk model.
 
-    Where dp shards the base, its layers run here on whole weights: what gathering takes is added by arithmetic.
+    Under dp_shard, layers are traced with unsharded weights; the cost of gathers is added analytically.
 
-    A simulated job has to be open, of any size.
+    A simulated job of any size must be open.
 
     Raises:
-        UnsupportedError: a model whose logits are needed whole.
+        UnsupportedError: a model without an ordinary head.
     """
     plan = dataclasses.replace(small.plan, units=())
     run = FakeRun()
     chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, rows * tokens)
     with run:
-        mesh = nowhere(plan.topology, plan.copies, has_experts=bool(plan.experts))
+        mesh = fake_mesh(plan.topology, plan.copies, has_experts=bool(plan.experts))
         model = assemble(copy.deepcopy(small.model), dataclasses.replace(small, plan=plan), mesh, run)
         watch = _Watch(run, model, plan)
         run.begin("before")
         loss = _loss(run, model, plan, mesh, rows, tokens, chunk_tokens)
         run.end()
-        watch.let_go()
+        watch.release_outputs()
         run.begin("back")
         loss.backward()
         run.end()
@@ -138,10 +138,10 @@ def _phase(section: Section) -> Phase:
 
 
 def _layer_memory(sections: Mapping[str, Section], watch: _Watch, number: int, gradients: int) -> LayerMemory:
-    """Of one layer, of a trace in which every layer's output was held on to."""
+    """Memory of one layer, from a trace that keeps every layer's output alive."""
     forward = _phase(sections[f"layer {number}"])
     output = watch.output[number]
-    given = watch.output[number - 1] if number else 0  # what comes before the layers is freed after them
+    given = watch.output[number - 1] if number else 0  # the first layer's input is freed after the layers
     kept = given if number and watch.is_kept[number - 1] else 0
     return LayerMemory(
         Phase(forward.peak, forward.end - given + kept),
@@ -154,7 +154,7 @@ def _layer_memory(sections: Mapping[str, Section], watch: _Watch, number: int, g
 
 
 def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, tokens: int, num_trained: int) -> Tensor:
-    """The loss as in training, of `num_trained` tokens: no more than one chunk, as all chunks are alike."""
+    """The loss as in training, over `num_trained` tokens, at most one chunk, as all chunks are alike."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     head = model.get_submodule(plan.head) if plan.head else None
     if not isinstance(head, ParallelHead):
@@ -179,7 +179,7 @@ def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, toke
 
 
 class _Watch:
-    """Hooks that tell the parts of a run apart, and see where gradients flow."""
+    """Hooks that begin the sections of a run, and record where gradients flow."""
 
     def __init__(self, run: FakeRun, model: Any, plan: ModelPlan) -> None:
         self.run = run
@@ -192,7 +192,7 @@ class _Watch:
         self.is_trained_before = False
         layers = decoder_layers(model)[1]
         for number, layer in enumerate(layers):
-            self._tell_apart(layer, number, is_last=number == len(layers) - 1)
+            self._watch_layer(layer, number, is_last=number == len(layers) - 1)
         for name in (*(region.name for region in plan.regions if region.is_split), *plan.wide_norms):
             model.get_submodule(name).register_forward_pre_hook(self._note(name), with_kwargs=True, prepend=True)
         left = [region.name for region in plan.regions if not region.is_split]
@@ -202,17 +202,17 @@ class _Watch:
             model.get_submodule(name).register_forward_pre_hook(self._experts(name))
 
     def flow(self) -> Flow:
-        """What was seen."""
+        """The recorded flow."""
         return Flow(frozenset(self.reached), self.top_k, self.weight_bytes, self.is_trained_before)
 
-    def let_go(self) -> None:
-        """Free what layers returned, and note what is kept all the same: for the backward of the layer after it."""
+    def release_outputs(self) -> None:
+        """Release the layers' outputs, and record which are still alive, saved by the next layer for its backward."""
         for number in list(self._held):
             before = self.run.live_bytes
             del self._held[number]
             self.is_kept[number] = self.run.live_bytes == before
 
-    def _tell_apart(self, layer: nn.Module, number: int, *, is_last: bool) -> None:
+    def _watch_layer(self, layer: nn.Module, number: int, *, is_last: bool) -> None:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if number == 0:
                 self.is_trained_before = _has_gradient((args, kwargs))
@@ -228,11 +228,11 @@ class _Watch:
                 self.run.begin("after")
 
         layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        # Before the hook that joins the tokens after the last layer.
+        # Before the hook that gathers the tokens after the last layer.
         layer.register_forward_hook(leave, prepend=True)
 
     def _note(self, name: str, *, of_output: bool = False) -> Any:
-        """A hook: note `name` where what goes in, or what comes out, carries a gradient."""
+        """A hook that records `name` if the input, or the output, requires grad."""
 
         def hook(_: nn.Module, *given: Any) -> None:
             if _has_gradient(given[-1] if of_output else given):

@@ -1,12 +1,12 @@
-"""Explicit plans: how families are split that transformers has no plan for, or whose plan gathers inside a block.
+"""Explicit plans: families without a plan in transformers, or with one that gathers inside a block.
 
-Owns: the table, and in it the mixtures of experts whose attention or shared experts transformers leaves out. Names
-are relative to the decoder layer. The sizes come from the model; here stands only what its code implies: which linears
-are column- or row-parallel, how fused ones are made of pieces, which counts of heads the code reads, which arguments
-have a dim of heads. Does not own: what follows from it (`plan.rules`).
+Owns: the table, including mixtures of experts whose attention or shared experts transformers does not split. Names are
+relative to the decoder layer. Sizes come from the model; the table has only what follows from the model's code: which
+linears are column- or row-parallel, the pieces of fused ones, the head counts that the code reads, the arguments with a
+dim of heads. Does not own: the rules that follow (`plan.rules`).
 
-Routed experts and routers need no word here (`plan.experts`), and a block that does not stand here is kept whole:
-attention with an indexer that looks at all heads at once, state-space and linear-attention mixers.
+Routed experts and routers need no entry (`plan.experts`), and blocks without an entry are kept whole: attention with an
+indexer over all heads, state-space and linear-attention mixers.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _WIDE_ATTENTION = FamilyPlan(_ATTENTION, wide_norms=_WIDE)
 _GRANITE_MOE = FamilyPlan({**_ATTENTION, **fused_mlp("shared_mlp", "input_linear", "output_linear")})
 _LATENT_MOE = FamilyPlan({**_LATENT, **_DENSE, **_SHARED})
 _ATTENTION_MOE = FamilyPlan({**_ATTENTION, **_DENSE, **_SHARED})
-# The attention of these is kept whole.
+# Families whose attention is kept whole.
 _DENSE_ALONE = FamilyPlan(_DENSE)
 _MLPS = FamilyPlan({**_DENSE, **_SHARED})
-_WHOLE = FamilyPlan({})  # nothing of a layer can be split exactly: only the vocabulary is
+_WHOLE = FamilyPlan({})  # no part of a layer can be split exactly, only the vocabulary
 
 
 def _gpt_bigcode(config: Any) -> FamilyPlan:
@@ -85,7 +85,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         passes={"self_attention": ("residual",), "mlp": ("residual",)},
     ),
     "codegen": FamilyPlan(
-        # Its code reads q, v and k of four groups of heads, on any width.
+        # Its code reads q, v and k in four groups of heads, whatever the width.
         {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
     ),
     "cohere": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0}),
@@ -100,7 +100,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "deepseek_v3": _LATENT_MOE,
     "deepseek_v32": _MLPS,
     "diffllama": FamilyPlan(
-        # Head i goes with head i + heads/2, so each half is shared out by itself.
+        # Head i is paired with head i + heads/2, so each half is split separately.
         {
             "self_attn.q_proj": fused("q1 q2"),
             "self_attn.k_proj": fused("k1 k2"),
@@ -205,6 +205,6 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
 
 
 def explicit_plan(config: Any) -> FamilyPlan | None:
-    """Our plan of a model's family, None where there is none."""
+    """The explicit plan of a model's family, or None."""
     plan = _EXPLICIT.get(config.model_type)
     return plan(config) if callable(plan) else plan

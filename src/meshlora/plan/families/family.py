@@ -1,7 +1,7 @@
-"""The words of a family's plan: which linears are split how, and what its code reads besides.
+"""The data types of a family's plan: how its linears are split, and what else its code depends on.
 
-Owns: `Leaf`, `FamilyPlan`, and shorthands for what many families have in common. Does not own: the families
-(`plan.families.explicit`, `plan.families.styles`), what follows (`plan.rules`).
+Owns: `Leaf`, `FamilyPlan`, shorthands for common blocks. Does not own: the families (`plan.families.explicit`,
+`plan.families.styles`), the rules that follow (`plan.rules`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from meshlora.plan.layout import Split
 
 @dataclass(frozen=True)
 class Leaf:
-    """One linear that is split.
+    """One split linear.
 
     Attributes:
-        split: of its weight, by columns or rows. pieces: of a fused one, in order: q (as many units as heads), k and v
-            (as many as key/value heads), else equal parts of single rows.
-        groups: how often the pieces repeat: a number, "heads" or "kv_heads". local_groups: on a rank, where it does
-            not shrink.
+        split: column- or row-parallel. pieces: of a fused linear, in order: q (one unit per head), k and v (one per
+            key/value head), others equal parts of single rows.
+        groups: how often the pieces repeat: a number, "heads" or "kv_heads". local_groups: the same on a rank, if it
+            does not shrink with tp.
     """
 
     split: Split
@@ -31,18 +31,18 @@ class Leaf:
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """One family.
+    """The plan of one family.
 
     Attributes:
-        leaves: the linears that are split. A block of which no linear stands here is kept whole on every rank.
-        local: block -> attributes that count heads or measure widths, besides those that are known by name; what is
-            "config.x" the block reads from the configuration.
-        sliced: block -> names of arguments whose heads dim is cut, and that dim; "batch*heads" is one dim of both.
-        parameters: parameters of a block that have a dim of heads, and that dim.
-        wide_norms: RMS norms over a width that is split.
+        leaves: path -> split linear. A block without split linears is kept whole on every rank.
+        local: block -> attributes with head counts or widths, besides those known by name; the block reads "config.x"
+            from its configuration.
+        sliced: block -> argument -> its dim of heads, to be sliced; "batch*heads" is one dim of both.
+        parameters: parameter with a dim of heads -> that dim.
+        wide_norms: RMS norms over a split width.
         whole: parameters of a split block that are whole on every rank.
-        passes: block -> arguments that are added to its output, and need no border.
-        after: modules that run after the last decoder layer and do not look like it.
+        passes: block -> arguments that are added to its output, and need no collective.
+        after: modules that run after the last decoder layer and are not recognised as such.
     """
 
     leaves: Mapping[str, Leaf]
@@ -63,16 +63,16 @@ def fused(pieces: str, *, groups: int | str = 1, local_groups: int = 0) -> Leaf:
 
 
 def separate(block: str, *, out: str = "o_proj", names: str = "q_proj k_proj v_proj") -> dict[str, Leaf]:
-    """Attention with three column-parallel linears and a row-parallel one."""
+    """An attention with column-parallel `names` and row-parallel `out`."""
     return {f"{block}.{name}": COLUMN for name in names.split()} | {f"{block}.{out}": ROW}
 
 
 def gated_mlp(block: str = "mlp", *, names: str = "gate_proj up_proj down_proj") -> dict[str, Leaf]:
-    """Two column-parallel linears and a row-parallel one."""
+    """An MLP with column-parallel linears and a row-parallel one, the last of `names`."""
     *columns, row = (f"{block}.{name}" for name in names.split())
     return dict.fromkeys(columns, COLUMN) | {row: ROW}
 
 
 def fused_mlp(block: str, column: str, row: str) -> dict[str, Leaf]:
-    """Gate and up in one matrix."""
+    """An MLP with gate and up fused in one matrix."""
     return {f"{block}.{column}": fused("gate up"), f"{block}.{row}": ROW}

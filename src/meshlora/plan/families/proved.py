@@ -1,11 +1,11 @@
-"""Families: which `model_type`s are proved to train right when they are split.
+"""Families: the `model_type`s whose split training is proved correct.
 
-Owns: the list of proofs and the refusals that follow from the configuration alone.
-Each in `PROVED` has a float64 proof against one-process transformers + peft behind it, on tp=2 and tp=2,sp, those in
-`PROVED_EXPERTS` on tp=2,sp,ep=2 and tp=2,sp,etp=2 besides, with adapters on experts (`tests/parity` repeats them):
-unproven means refused. On data-parallel ranks the model's own code runs unchanged and any dense family is accepted.
-`meshlora train` proves each run's own combination besides (`verify.preflight`). With libraries of another minor version
-than those proofs were run with, a family counts as proved where it was proved with them (`meshlora verify --family`).
+Owns: the record of proofs, and refusals that follow from the configuration alone. Does not own: running proofs.
+Every family in `PROVED` has a float64 proof against one-process transformers + peft on tp=2 and tp=2,sp; those in
+`PROVED_EXPERTS` also on tp=2,sp,ep=2 and tp=2,sp,etp=2 with adapters on experts (`tests/parity` repeats them). Unproven
+families are refused, except dense ones on data-parallel ranks, which run the model's code unchanged.
+`meshlora train` also proves the combination of each run (`verify.preflight`). If the minor version of a library differs
+from that of the record, a family must have been proved with the installed one (`meshlora verify --family`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECORD: dict[str, dict[str, float]] = _FILE["families"]
 PROVED = frozenset(_RECORD)
 PROVED_EXPERTS = frozenset(name for name, found in _RECORD.items() if any("ep=" in t for t in found))
 
-# What one process would do with these is not what their files say.
+# Families for which a single process deviates from its own files, or cannot be compared.
 _REFUSED = {
     "emu3_text_model": "transformers stores it under a name that it does not load",
     "laguna": "PEFT does not load the adapters that it saves of it: it renames those of its shared experts",
@@ -41,10 +41,10 @@ _REFUSED = {
 
 
 def check_family(model: Any) -> None:
-    """Refuse what cannot be right whatever the proofs say. `model` may be on the meta device.
+    """Refuse families that no proof can make right. `model` may be on the meta device.
 
     Raises:
-        UnsupportedError: an encoder-decoder, a family of `_REFUSED`.
+        UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
@@ -59,10 +59,10 @@ def check_family(model: Any) -> None:
 
 
 def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> None:
-    """Refuse a split that nobody has proved.
+    """Refuse an unproved split.
 
     Raises:
-        UnsupportedError: a family without a proof where tp > 1, or with experts where anything but dp is above 1.
+        UnsupportedError: a family without a proof if tp > 1, or, with experts, if any size but dp is above 1.
     """
     proved = PROVED_EXPERTS if has_experts else PROVED
     if _is_split(topology) and model_type not in proved:
@@ -77,11 +77,11 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
 
 
 def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool, cache_dir: Path = CACHE) -> None:
-    """Refuse a split that nobody has proved with the libraries that are installed.
+    """Refuse a split that is not proved with the installed libraries.
 
     Raises:
-        UnsupportedError: as `check_proved`; or torch, transformers or peft has another minor version than in the
-            proofs, and `cache_dir` does not know that the family was proved with it.
+        UnsupportedError: as `check_proved`; or the minor version of torch, transformers or peft differs from that of
+            the record, and `cache_dir` has no proof of the family with the installed one.
     """
     check_proved(model_type, topology, has_experts=has_experts)
     here, there = versions(), _FILE["versions"]
@@ -96,7 +96,7 @@ def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool,
 
 
 def proof_of_family(model_type: str, topology: Topology) -> dict[str, Any]:
-    """What a record says of a family that was proved on `topology` with the libraries and the code that are here."""
+    """The cache record of a family's proof on `topology` with the installed libraries and the present code."""
     asked = {"family": model_type, "topology": str(_smallest(topology)), "libraries": versions()}
     return {"key": f"family-{digest([json.dumps(asked, sort_keys=True), *own_sources()])}", **asked}
 
@@ -106,7 +106,7 @@ def _is_split(topology: Topology) -> bool:
 
 
 def _smallest(topology: Topology) -> Topology:
-    """`topology` with as few dp ranks as do the same: from two on a proof of less stands for more."""
+    """`topology` with the fewest equivalent dp ranks: a proof on two ranks or more also covers larger dp."""
     experts = topology.ep * topology.etp
     sizes = (dp for dp in range(min(2, topology.dp), topology.dp) if dp * topology.tp % experts == 0)
     least = (dataclasses.replace(topology, dp=dp) for dp in sizes)

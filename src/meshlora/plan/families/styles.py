@@ -1,7 +1,7 @@
-"""transformers' own tensor-parallel plans, in our words.
+"""Conversion of transformers' tensor-parallel plans to `FamilyPlan`.
 
-Owns: what each style of `config.base_model_tp_plan` means here. Does not own: families that need more
-(`plan.families.explicit`), and what follows (`plan.rules`).
+Owns: the meaning of each style in `config.base_model_tp_plan`. Does not own: families that need more
+(`plan.families.explicit`), the rules that follow (`plan.rules`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan
 
 _LEAVES = {"colwise": COLUMN, "rowwise": ROW}
-# What is not split needs no word.
+# Styles of modules that are not split, which need no entry.
 _WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
-# A block with one of these is kept whole on every rank: transformers gathers inside it.
+# Blocks with one of these styles are kept whole on every rank, as transformers gathers inside them.
 _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 
 
 def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Collection[str]) -> FamilyPlan:
-    """Our plan of the family where there is one, else what transformers says.
+    """The explicit plan of the family if there is one, else transformers' plan.
 
-    experts: names of the modules of routed experts, and of the blocks around them, which have rules of their own.
+    experts: names of the routed experts modules and their blocks, which have their own rules.
 
     Raises:
-        UnsupportedError: nobody says anything; a style that is not known; an explicit plan names what is not there.
+        UnsupportedError: there is no plan; an unknown style; an explicit plan that matches no module.
     """
     model_type = model.config.model_type
     if (family := explicit_plan(model.config)) is not None:
@@ -44,7 +44,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
             "neither transformers nor meshlora has a tensor-parallel plan for it",
             "use tp=1, with dp as you like",
         )
-    start = f"{layers_name}.*."  # of what is about decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
+    start = f"{layers_name}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
     full = {f"{model.base_model_prefix}.{key}": style for key, style in plan.items()}
     inside = {_regex(key.removeprefix(start)): style for key, style in full.items() if key.startswith(start)}
     paths = dict.fromkeys(path for layer in layers for path, _ in layer.named_modules())

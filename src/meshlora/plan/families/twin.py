@@ -1,9 +1,9 @@
-"""Twins: the same `model_type` with tiny sizes, made from a configuration alone.
+"""Twins: tiny configurations of the same `model_type`, derived from a configuration alone.
 
-Owns: which fields of a configuration are sizes and what they shrink to, such that tensor parallel ranks share heads and
-features as they share those of what the twin stands for; which layers stay, and what single families need besides. What
-is not a size (activations, biases, norms, kinds of rope, how heads are shared) stays as it is. Random numbers in
-training (dropout, jitter) are off: a twin is there to be compared. Does not own: weights.
+Owns: which fields of a configuration are sizes, and their tiny values, chosen so that tensor-parallel ranks share heads
+and features as in the original; which layers are kept; exceptions of single families. Fields other than sizes
+(activations, biases, norms, kinds of rope, how heads are shared) are kept. Randomness in training (dropout, jitter) is
+off, as twins are for comparison. Does not own: weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshlora.common.errors import UserError, did_you_mean
 
-# What the fields of configurations measure. Families spell the same size differently.
+# Kind of size -> the configuration fields that hold it. Families spell the same size differently.
 _FIELDS = {
     "hidden": "hidden_size d_model embedding_dim emb_dim embed_dim word_embed_proj_dim embedding_size lru_width "
     "input_embedding_size output_embedding_size backbone_hidden_size shape_embed_dim pronunciation_embed_dim "
@@ -49,7 +49,7 @@ _FIELDS = {
     "local_attention local_attention_window_len chunk_size mamba_chunk_size block_size index_topk "
     "indexer_budget index_block_size rel_extent patch_size",
     "image": "image_size",
-    # These may be smaller already, and 1 says something: one expert a token, one group.
+    # These may already be smaller, and 1 has a meaning: one expert per token, one group.
     "at most 8": "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num compress_rates",
     "at most 4": "rotary_dim n_groups mamba_n_groups mamba_ngroups o_groups",
     "at most 2": "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts n_group "
@@ -60,12 +60,12 @@ _KIND_OF = {name: kind for kind, names in _FIELDS.items() for name in names.spli
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _RANDOM = re.compile(r"drop|jitter")
 
-# Tokens of a twin; as many more as the vocabulary has over a multiple of tp.
+# Vocabulary of a twin, to which the original's remainder modulo tp is added.
 _VOCABULARY = 256
-# With which a twin is still quick.
+# The most layers with which a twin is still fast.
 _MOST_LAYERS = 12
 
-# Heads that may be shared: as many as the second field says, one, or something between. That character stays.
+# Shared heads -> the heads that share them. Whether there are as many, one, or a number in between is preserved.
 _SHARED_HEADS = {
     "num_key_value_heads": "num_attention_heads",
     "num_kv_heads": "num_attention_heads",
@@ -74,8 +74,8 @@ _SHARED_HEADS = {
     "linear_num_key_heads": "linear_num_value_heads",
 }
 
-# How fields say of what kind a layer is: one entry a layer; a list of layers; the number of first or of last layers
-# that are of the kind; or a period and, as the value here, which layer of the period it is.
+# How fields specify the kind of a layer: an entry per layer; a list of layers; the number of first or last layers of
+# the kind; or a period and, as the value here, the position in it.
 _PER_LAYER = re.compile(r"^(?!mtp_).*(layer|type|pattern|intermediate_size)")
 _INDEX_LISTS = {"mlp_only_layers", "moe_layers", "full_attn_idxs", "hybrid_layer_ids", "attn_layer_indices"}
 _INDEX_LISTS |= {"local_layer_ids", "cross_attention_layers"}
@@ -89,8 +89,8 @@ _PERIODS: dict[str, str | int] = {
     "n_layers_per_attn_res_block": 0,
 }
 
-# Defaults of a family that are replaced before shrinking: kinds of layers that only its released models have, and
-# fields without which its default configuration cannot be built.
+# Replacements of a family's defaults before shrinking: kinds of layers that only its released models have, and fields
+# without which its default configuration cannot be built.
 _THREE_LAYERS = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _QWEN4 = dict(zip(("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim"), (4, 1, 256), strict=True))
@@ -124,7 +124,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
 
 
 def causal_lm_types() -> list[str]:
-    """The `model_type`s that the installed transformers has a causal language model for, sorted."""
+    """The sorted `model_type`s with a causal language model in the installed transformers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -158,26 +158,26 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
 def shrink_config(
     config: PretrainedConfig, *, tp: int = 1, block: int = 1, layers: Mapping[int, Hashable] | None = None
 ) -> PretrainedConfig:
-    """A tiny copy of `config` whose heads and vocabulary lie on `tp` ranks as those of `config` do, whose widths divide
-    by `tp`, and a rank's widths by `block`. The argument is not changed.
+    """A tiny copy of `config` with heads and vocabulary shared by `tp` ranks as in `config`, widths divisible by `tp`,
+    and local widths divisible by `block`. The argument is not changed.
 
-    layers: what else tells its layers apart, by number.
+    layers: layer number -> any further property that distinguishes it.
     """
     return type(config)(**_shrunk(config, _sizes_like(config, tp, block), num_layers=None, differ=layers or {}))
 
 
 def layers_of_twin(config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None) -> list[int]:
-    """Which layers of `config` those of its twin stand for."""
+    """The layers of `config` that the layers of its twin represent."""
     text = config.get_text_config()
     return _kept_layers({_common_name(k, text): v for k, v in text.to_dict().items()}, None, layers or {})
 
 
 def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]:
-    """Kind of field -> tiny size that tp ranks share as they share the configuration's own."""
+    """Kind of size -> tiny value that tp ranks share as they share the original."""
     text = config.get_text_config()
     whole = {_common_name(k, text): v for k, v in text.to_dict().items()}
     pairs = [(whole.get(by), whole.get(shared)) for shared, by in _SHARED_HEADS.items()]
-    pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no word of sharing: each its own
+    pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no shared heads: one each
     for heads, kv_heads in pairs:
         if isinstance(heads, int) and isinstance(kv_heads, int):
             return _sizes_as(tp, block, heads=heads, kv_heads=kv_heads, vocabulary=whole.get("vocab_size") or 0)
@@ -187,7 +187,7 @@ def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]
 def _shrunk(
     config: PretrainedConfig, sizes: dict[str, int], *, num_layers: int | None, differ: Mapping[int, Hashable] | None
 ) -> dict[str, Any]:
-    """The fields of the tiny copy, under the names of its class. `num_layers`, `differ`: as in `_kept_layers`."""
+    """The fields of the tiny copy, by their names in its class. `num_layers`, `differ`: as in `_kept_layers`."""
     data: dict[str, Any] = config.to_dict()
     data.pop("quantization_config", None)  # the twin's weights are random, not quantized
     whole = {_common_name(k, config): v for k, v in data.items()}  # as it was
@@ -208,7 +208,7 @@ def _shrunk(
             next_token -= 1
             data[field] = next_token
         elif name == "num_hidden_layers":
-            # A stack that runs several times counts as often.
+            # A stack that runs several times counts each time.
             data[field] = value // whole["num_layers_per_stack"] * 2 if "num_layers_per_stack" in whole else len(layers)
         elif name == "rope_parameters":
             data[field] = _rope(value, whole, sizes)
@@ -216,20 +216,22 @@ def _shrunk(
             data[field] = _original_positions(value, whole, sizes)
         elif name == "per_layer_config":
             own = {int(k): v for k, v in value.items()}
-            data[field] = {str(new): _own(own[old], whole, sizes) for new, old in enumerate(layers) if old in own}
+            data[field] = {
+                str(new): _tiny_layer(own[old], whole, sizes) for new, old in enumerate(layers) if old in own
+            }
         else:
             data[field] = _tiny(name, _of_layers(name, value, whole, layers), whole, sizes)
     return data
 
 
 def _common_name(field: str, config: PretrainedConfig) -> str:
-    """`n_embd` -> `hidden_size`. Some maps go the other way round (`vocab_size` -> `n_words`): what we know wins."""
+    """`n_embd` -> `hidden_size`. Some maps are reversed (`vocab_size` -> `n_words`): names in `_KIND_OF` win."""
     name = {real: name for name, real in config.attribute_map.items()}.get(field, field)
     return field if field in _KIND_OF and name not in _KIND_OF else name
 
 
 def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """One field shrunk; `whole` has all fields as they were. 0, None, flags and words (`auto`) mean something: kept."""
+    """The tiny value of one field; `whole` has the original fields. 0, None, flags and strings (`auto`) are kept."""
     if isinstance(value, list) and name in _KIND_OF:
         return [_tiny(name, v, whole, sizes) for v in value]
     if isinstance(value, dict) and name in _KIND_OF:
@@ -248,15 +250,15 @@ def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -
     if name == "attention_hidden_size":
         return value // whole["hidden_size"] * sizes["hidden"]
     kind = _KIND_OF.get(name, "")
-    if name == "head_dim" and value > (whole.get("qk_rope_head_dim") or value):  # it counts both parts of the head
+    if name == "head_dim" and value > (whole.get("qk_rope_head_dim") or value):  # the sum of both parts of the head
         kind = "two_head_dims"
     if kind.startswith("at most"):
         return min(value, int(kind.rsplit(" ", 1)[-1]))
     return sizes.get(kind, value)
 
 
-def _own(own: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-    """What one layer has for itself. A larger head (gemma4) stays larger, or the layer would be like the others."""
+def _tiny_layer(own: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """The tiny per-layer fields. A larger head (gemma4) stays larger, or the layer would be like the others."""
     tiny = {k: _tiny(k, v, whole | own, sizes) for k, v in own.items()}
     if own.get("head_dim", 0) > (whole.get("head_dim") or math.inf):
         tiny["head_dim"] *= 2
@@ -264,10 +266,10 @@ def _own(own: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> d
 
 
 def _kept_layers(whole: dict[str, Any], num_layers: int | None, differ: Mapping[int, Hashable] | None) -> list[int]:
-    """The first layer of each kind, at least two; or `num_layers`, of all kinds in turn.
+    """The first layer of each kind, at least two; or `num_layers`, cycling through the kinds.
 
-    differ: what else tells layers apart. Where it is given, each kind is kept beside each of its neighbours; both as
-    long as that does not take too many.
+    differ: further properties that distinguish layers. If given, each kind is kept next to each of its neighbours. Both
+    hold only as long as they keep at most `_MOST_LAYERS`.
     """
     total = whole.get("num_hidden_layers") or 0
     kinds: list[Any] = [_kind(layer, whole, total) for layer in range(total)]
@@ -277,12 +279,12 @@ def _kept_layers(whole: dict[str, Any], num_layers: int | None, differ: Mapping[
         beside = (_beside_neighbours(kinds) for kinds in (marked, kinds))
         layers = next((kept for kept in beside if len(kept) <= _MOST_LAYERS), layers)
     if any(_is_period(field, value, whole) for field, value in whole.items()):
-        layers = list(range(max(layers) + 1))  # a period counts layers: without gaps it keeps its sense
+        layers = list(range(max(layers) + 1))  # a period counts layers, so it only makes sense without gaps
     return sorted(layers[i % len(layers)] for i in range(num_layers or max(2, len(layers)))) if layers else []
 
 
 def _beside_neighbours(kinds: list[Any]) -> list[int]:
-    """Layers such that every two kinds which follow each other somewhere do so among them."""
+    """Layers among which every pair of consecutive kinds occurs."""
     layers = [0][: len(kinds)]
     for layer in range(1, len(kinds)):
         pairs = list(itertools.pairwise(kinds[kept] for kept in layers))
@@ -292,7 +294,7 @@ def _beside_neighbours(kinds: list[Any]) -> list[int]:
 
 
 def _kind(layer: int, whole: dict[str, Any], total: int) -> list[Any]:
-    """All that the configuration says about one layer."""
+    """Everything the configuration specifies about one layer."""
     kind: list[Any] = []
     for name, value in whole.items():
         if value is None:
@@ -302,7 +304,7 @@ def _kind(layer: int, whole: dict[str, Any], total: int) -> list[Any]:
         elif _is_per_layer(name, value, total):
             kind.append(value[layer])
             if value[layer] == "hybrid" and whole["model_type"].startswith("zamba"):
-                # Later ones share the weights of the first.
+                # Later ones share the weights of the first ones.
                 kind.append(min(value[:layer].count("hybrid"), whole.get("num_mem_blocks", 1)))
         elif name == "block_types":
             kind.append(value[layer % len(value)])
@@ -323,13 +325,13 @@ def _is_per_layer(name: str, value: Any, total: int) -> bool:
 
 
 def _is_period(name: str, value: Any, whole: dict[str, Any]) -> bool:
-    if name == "attn_layer_period" and "layer_types" in whole:  # zamba lists its layers besides
+    if name == "attn_layer_period" and "layer_types" in whole:  # zamba also lists its layers
         return False
     return name == "block_types" or (name in _PERIODS and (value or 0) > 1)
 
 
 def _of_layers(name: str, value: Any, whole: dict[str, Any], layers: list[int]) -> Any:
-    """A field that speaks of layers, about the kept ones."""
+    """The value of a field about layers, for the kept layers."""
     total = whole.get("num_hidden_layers") or 0
     if name in _INDEX_LISTS:
         return [new for new, old in enumerate(layers) if old in value]
@@ -343,12 +345,12 @@ def _of_layers(name: str, value: Any, whole: dict[str, Any], layers: list[int]) 
 
 
 def _original_positions(value: int, whole: dict[str, Any], sizes: dict[str, int]) -> int:
-    """The same share of `max_position_embeddings`, but not below the sequences that twins are run on."""
+    """The same fraction of `max_position_embeddings`, but at least the length of sequences that twins run on."""
     return max(32, sizes["positions"] * value // (whole.get("max_position_embeddings") or value))
 
 
 def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-    """Rope parameters for the tiny head; some families nest them by kind of layer."""
+    """Rope parameters for the tiny head, possibly nested by kind of layer."""
     tiny = {k: _rope(v, whole, sizes) if isinstance(v, dict) else v for k, v in rope.items()}
     head_dim = _tiny("head_dim", whole.get("head_dim") or 1, whole, sizes)
     rotated = sizes["head_dim"]
@@ -372,39 +374,38 @@ def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) ->
 
 
 def _sizes_of(tp: int, block: int) -> dict[str, int]:
-    """Kind of field -> tiny size: 8 heads and 4 key/value heads where tp divides them, else 2 tp and tp. Heads are of 8
-    features, or as much wider as `block` asks for.
+    """Kind of size -> tiny value: 8 heads and 4 key/value heads if tp divides them, else 2 tp and tp. Heads have 8
+    features, or more if `block` requires it.
     """
     kv_heads = 4 if 4 % tp == 0 else tp
     return _sizes(2 * kv_heads, kv_heads, _VOCABULARY, tp, block)
 
 
 def _sizes_as(tp: int, block: int, *, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
-    """The same for a model with so many. What stays: which of them tp divides, whether there are fewer key/value heads
-    than ranks (these are as many as they were), groups of one head, numbers that are no power of two or odd, and what
-    the vocabulary is modulo tp.
+    """The same for given original counts. Preserved: which of them tp divides, the number of key/value heads if below
+    tp, groups of one head, counts that are odd or not a power of two, and the vocabulary modulo tp.
     """
     if kv_heads == heads:
-        few = many = _like(heads, tp, least=min(heads, 8), multiple=1)
+        few = many = _least_like(heads, tp, least=min(heads, 8), multiple=1)
     else:
-        few = kv_heads if kv_heads < tp else _like(kv_heads, tp, least=min(kv_heads, 4), multiple=1)
-        many = _like(heads, tp, least=max(2 * few, min(heads, 8)), multiple=few if heads % kv_heads == 0 else 1)
+        few = kv_heads if kv_heads < tp else _least_like(kv_heads, tp, least=min(kv_heads, 4), multiple=1)
+        many = _least_like(heads, tp, least=max(2 * few, min(heads, 8)), multiple=few if heads % kv_heads == 0 else 1)
     return _sizes(many, few, _VOCABULARY + (vocabulary - _VOCABULARY) % tp, tp, block)
 
 
 def _tiny_heads(value: int, heads: int | None, sizes: dict[str, int]) -> int:
-    """How many heads stand for `value`, which share the work of `heads`."""
+    """The tiny count for `value` heads that are shared by `heads`."""
     if value == 1:
         return 1
     if value == heads:
         return sizes["heads"]
-    if value % sizes["tp"] == 0 and sizes["kv_heads"] % sizes["tp"]:  # of a mixer beside an attention with fewer
+    if value % sizes["tp"] == 0 and sizes["kv_heads"] % sizes["tp"]:  # a mixer beside an attention with fewer heads
         return next(n for n in range(2, sizes["heads"] + 1) if sizes["heads"] % n == 0 == n % sizes["tp"])
     return sizes["kv_heads"]
 
 
-def _like(value: int, tp: int, *, least: int, multiple: int) -> int:
-    """The least number that tp divides, that is even and that is a power of two as `value` is."""
+def _least_like(value: int, tp: int, *, least: int, multiple: int) -> int:
+    """The least number like `value` in divisibility by tp, parity and being a power of two."""
 
     def character(number: int) -> tuple[bool, bool, bool]:
         return number % tp == 0, number % 2 == 0, number & (number - 1) == 0
@@ -431,6 +432,6 @@ def _sizes(heads: int, kv_heads: int, vocabulary: int, tp: int, block: int) -> d
         "layers": 2,
         "vocabulary": vocabulary,
         "positions": 128,
-        "window": 8,  # half of 16 tokens: a window over all tokens would hide a wrong mask
+        "window": 8,  # half of 16 tokens: a window over all would hide a wrong mask
         "image": 16,
     }
