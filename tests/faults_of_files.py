@@ -73,8 +73,8 @@ OF_MERGING: dict[str, Fault] = {
     "bias_of_lora_not_scaled": Fault(
         "the bias of B is scaled as the product is",
         _MERGE,
-        "add_(changes.read(key).to(wide_dtype(value)), alpha=scaling)",
-        "add_(changes.read(key).to(wide_dtype(value)))",
+        "add_(changes.read(key).to(wide), alpha=scaling)",
+        "add_(changes.read(key).to(wide))",
         f"{_LOGITS}[lora_bias]",
     ),
     "tied_head_merged_with_the_embedding": Fault(
@@ -100,15 +100,15 @@ OF_MERGING: dict[str, Fault] = {
     ),
     "rounded_before_the_product": Fault(
         "a merged weight is rounded once",
-        _CHANGES,
-        "return torch.float64 if tensor.dtype == torch.float64 else torch.float32",
-        "return tensor.dtype",
+        "common/float64.py",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return dtype",
         _ROUNDED,
     ),
     "float64_merged_in_float32": Fault(
         "beside a float64 base products are computed in float64",
-        _CHANGES,
-        "return torch.float64 if tensor.dtype == torch.float64 else torch.float32",
+        "common/float64.py",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return torch.float32",
         "tests/unit/test_merge.py::test_float64_is_merged_in_float64",
     ),

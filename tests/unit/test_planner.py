@@ -171,8 +171,8 @@ def test_storages_are_counted_until_they_are_freed() -> None:
         assert run.live_bytes == 0
         numbers = torch.arange(6).view(2, 3)
         assert numbers.sum(1).tolist() == [3, 12]  # whole numbers are real
-        with run.section("s"):
-            _ = torch.empty(4, 8) @ torch.empty(8, 2)
+        run.begin("s")
+        _ = torch.empty(4, 8) @ torch.empty(8, 2)
     assert run.sections["s"].work[Work(2 * 4 * 8 * 2, 4 * (32 + 16 + 8))] == 1
 
 

@@ -135,13 +135,13 @@ def test_memory_that_is_given_back_under_a_living_tensor_is_noticed() -> None:
     run = FakeRun()
     with run:
         a = torch.empty(1000)
-        with run.section("s") as section:
-            a.untyped_storage().resize_(0)
-            assert run.live_bytes == 0
-            b = torch.empty(500)
-            a.untyped_storage().resize_(4000)
+        run.begin("s")
+        a.untyped_storage().resize_(0)
+        assert run.live_bytes == 0
+        b = torch.empty(500)
+        a.untyped_storage().resize_(4000)
         assert run.live_bytes == 6000
-        assert section.peak_bytes == 2000
+        assert run.sections["s"].peak_bytes == 2000
         del a, b
         assert run.live_bytes == 0
     assert "resize_" not in vars(torch.UntypedStorage)

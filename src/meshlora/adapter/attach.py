@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.float64 import wide_dtype
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
@@ -127,7 +127,7 @@ def attach(
         that of the base with the adapter.
     trained: whole values of the base's parameters that the adapter trains; None: those of the base.
     """
-    state, mesh, dtype = runtime(model), runtime(model).mesh, factor_dtype(model)
+    state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
     config = planned.config
     _check_name(state, name, config)
     for target in planned.targets.values():
@@ -296,8 +296,3 @@ def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
         axis = mesh.over({cut.axis})
         local = cut.layout.cut(local, cut.dim, rank=axis.rank, size=axis.size)
     return local.clone() if local is full else local
-
-
-def factor_dtype(model: Any) -> torch.dtype:
-    """Factors train in fp32, whatever the base is stored in; in float64 beside a float64 base."""
-    return torch.float64 if model.dtype == torch.float64 else torch.float32

@@ -16,6 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of factors, losses and exact products beside tensors of `dtype`: float32, or float64 beside float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class _Lift(TorchFunctionMode):
     depth = 0  # how many blocks we are in
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshlora.common.float64 import wide_dtype
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
@@ -172,7 +173,7 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
             yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
     else:
         yield "", Message("backward", "allreduce", FEATURES, tokens * each)
-    exact = 8 if sizes.dtype == torch.float64 else 4
+    exact = wide_dtype(sizes.dtype).itemsize
     whole, last = divmod(tokens, sizes.chunk_tokens)
     yield "", Message("loss", "allgather", FEATURES, 4 * sizes.chunk_tokens * exact, whole)
     if last:

@@ -24,7 +24,7 @@ from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.topology import Topology, divisors, set_of
 
 
 def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
@@ -226,7 +226,7 @@ class _Planner:
             if not layout.can_split(tp):
                 most = max(piece.num_units for limit in self.limits.values() for piece in limit.pieces)
                 working = [n for n in divisors(most) if all(limit.can_split(n) for limit in self.limits.values())]
-                raise UserError(f"tp={tp}", f"tp must divide {what}", f"use tp in {{{', '.join(map(str, working))}}}")
+                raise UserError(f"tp={tp}", f"tp must divide {what}", f"use tp in {set_of(working)}")
 
     def _split_vocabulary(self) -> None:
         """Split the embedding and the head, tied or not."""

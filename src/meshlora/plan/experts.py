@@ -19,7 +19,7 @@ from torch import nn
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertRule, ExpertsRule
-from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.topology import Topology, divisors, set_of
 
 # Class names of routed experts. A module that matches and is not recognised below is refused.
 _EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
@@ -82,7 +82,10 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
     known = {first_name, "down_proj"} | ({f"{first_name}_bias", "down_proj_bias"} if flags["has_bias"] else set())
     if unknown := sorted({n for n, _ in module.named_parameters()} - known):
         raise UnsupportedError(f"{name}.{unknown[0]}", "it is no part of experts that is known")
-    pieces = _pieces(inner, is_interleaved=not flags["is_concatenated"]) if flags["has_gate"] else Layout.plain(inner)
+    pieces = Layout.plain(inner)
+    if flags["has_gate"]:
+        groups = 1 if flags["is_concatenated"] else inner
+        pieces = Layout((Piece("gate", inner, 1), Piece("up", inner, 1)), groups)
     # PEFT reads the module's attribute, and assumes [E, out, in] without one.
     is_swapped = is_transposed and not getattr(module, "is_transposed", False)
     common: dict[str, Any] = {
@@ -118,11 +121,6 @@ def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) 
     return tuple(found)
 
 
-def _pieces(inner: int, *, is_interleaved: bool) -> Layout:
-    return Layout((Piece("gate", inner, 1), Piece("up", inner, 1)), groups=inner if is_interleaved else 1)
-
-
 def _check_divides(axis: str, size: int, number: int, what: str) -> None:
     if number % size:
-        allowed = ", ".join(map(str, divisors(number)))
-        raise UserError(f"{axis}={size}", f"{axis} must divide {what}", f"use {axis} in {{{allowed}}}")
+        raise UserError(f"{axis}={size}", f"{axis} must divide {what}", f"use {axis} in {set_of(divisors(number))}")

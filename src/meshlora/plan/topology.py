@@ -132,7 +132,7 @@ class Topology:
             raise UserError(
                 f"ep*etp={self.ep * self.etp} with {whole}={self.world}",
                 f"ep*etp must divide {whole}",
-                f"use ep*etp in {_set_of_divisors(self.world)}",
+                f"use ep*etp in {set_of(divisors(self.world))}",
             )
 
     @property
@@ -269,8 +269,9 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _set_of_divisors(number: int) -> str:
-    return "{" + ", ".join(map(str, divisors(number))) + "}"
+def set_of(numbers: Iterable[int]) -> str:
+    """`{1, 2, 4}`, for messages."""
+    return "{" + ", ".join(map(str, numbers)) + "}"
 
 
 def _parse_flag(text: str, name: str, equals: str, value: str) -> bool:
@@ -290,6 +291,6 @@ def _missing(world: int | None, given: dict[str, Any]) -> int:
         raise UserError(
             f"{what}={others} on {world} processes",
             f"{what} must divide the number of processes",
-            f"use {what} in {_set_of_divisors(world)}",
+            f"use {what} in {set_of(divisors(world))}",
         )
     return world // others

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UserError
+from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Message, Sizes
 from meshlora.plan.derive import decoder_layers
@@ -263,7 +263,6 @@ def _prediction(
         Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters,
     }
     traffic = traffic_of(messages, topology, gpu, micro_batches=micro_batches)
-    exact = 8 if dtype == torch.float64 else 4
     columns = -(-vocab // topology.tp)
     return Prediction(
         topology,
@@ -273,7 +272,7 @@ def _prediction(
         recompute,
         states,
         peak,
-        chunk_tokens * columns * (exact + dtype.itemsize),
+        chunk_tokens * columns * (wide_dtype(dtype).itemsize + dtype.itemsize),
         tuple(messages),
         traffic,
         {

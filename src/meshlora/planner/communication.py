@@ -46,8 +46,7 @@ def messages_of(
         if plan.topology.size_over(message.axes) == 1:
             continue
         kind = shrunk.kind_of(module)
-        times = 1 if kind is None else order.count(kind)
-        once.append(replace(message, layer=kind, calls=message.calls * times))
+        once.append(replace(message, layer=kind, calls=message.calls * shrunk.times(module)))
         if twice[kind] and message.phase == "forward" and not message.is_ahead:
             again = message.calls * twice[kind]
             repeated.append(replace(message, phase="backward", layer=kind, calls=again))

@@ -16,7 +16,6 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,13 +121,6 @@ class FakeRun(TorchDispatchMode):
         if self._section is not None:
             self._section.end_bytes = self.live_bytes - self._section.start_bytes
             self._section = None
-
-    @contextlib.contextmanager
-    def section(self, name: str) -> Iterator[Section]:
-        """`begin` and `end` as a context manager."""
-        self.begin(name)
-        yield self.sections[name]
-        self.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -258,12 +250,8 @@ def _stays_real(given: list[Tensor], args: Any, kwargs: Any) -> bool:
         with contextlib.suppress(RuntimeError):
             return math.prod(torch.broadcast_shapes(*(t.shape for t in given))) <= _MOST_REAL_ELEMENTS
         return True
-    return dtype is not None or _are_whole(args)
-
-
-def _are_whole(args: Any) -> bool:
-    """Whether there are arguments, all of them integers: true of `arange`, not of `empty`."""
-    return bool(args) and all(isinstance(arg, int) for arg in args)
+    are_integers = bool(args) and all(isinstance(arg, int) for arg in args)  # true of `arange`, not of `empty`
+    return dtype is not None or are_integers
 
 
 @functools.cache

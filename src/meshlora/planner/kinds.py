@@ -30,11 +30,6 @@ class Shrunk:
     layers: str
     order: tuple[int, ...]
 
-    @property
-    def num_kinds(self) -> int:
-        """The number of layers of the shrunk model."""
-        return max(self.order) + 1
-
     def kind_of(self, name: str) -> int | None:
         """The layer of the module or parameter `name`; None outside the layers."""
         prefix = f"{self.layers}."

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.plan import Trained
+from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.layout import Split
 from meshlora.plan.quantization import BLOCK, KINDS
@@ -60,7 +61,7 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
     model, plan = shrunk.model, small.plan
     weights, shards = _of_base(shrunk, plan, small.trained.targets)
     buffers = sum(shrunk.times(name) * b.nbytes for name, b in model.named_buffers())
-    each = 8 if model.dtype == torch.float64 else 4
+    each = wide_dtype(model.dtype).itemsize
     buckets: Counter[Axes] = Counter()
     total, largest, count = 0, 0, 0
     for name, trained in small.trained.parameters.items():
@@ -92,7 +93,7 @@ def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple
     torch's `fully_shard` splits dim 0 into equal parts and pads the last: every rank holds and sends as many rows as
     the largest part has.
     """
-    weights, shards = 0, [0] * shrunk.num_kinds
+    weights, shards = 0, [0] * (max(shrunk.order) + 1)
     for name, parameter in shrunk.model.named_parameters():
         for tensor in held(name, parameter.shape, parameter.dtype, plan, targets):
             num_bytes = tensor.nbytes

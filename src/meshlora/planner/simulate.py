@@ -141,19 +141,20 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, *, accumulates: bool
         model.register_forward_pre_hook(enter("forward"), prepend=True),
         model.register_forward_hook(enter("loss")),
     ]
-    with run.section("step") as section:
-        if accumulates:
-            for factor in active_factors(model):
-                factor.parameter.grad = torch.empty_like(factor.parameter)
-        loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
-        run.phase = "backward"
-        loss.backward()
-        run.phase = "step"
-        finish_gradients(model, num_tokens=rows * tokens)
-        clip_gradients(model, 1.0)
+    run.begin("step")
+    if accumulates:
+        for factor in active_factors(model):
+            factor.parameter.grad = torch.empty_like(factor.parameter)
+    loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
+    run.phase = "backward"
+    loss.backward()
+    run.phase = "step"
+    finish_gradients(model, num_tokens=rows * tokens)
+    clip_gradients(model, 1.0)
+    run.end()
     for hook in hooks:
         hook.remove()
-    return section.peak_bytes
+    return run.sections["step"].peak_bytes
 
 
 def _update(model: Any) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UnsupportedError
+from meshlora.common.float64 import wide_dtype
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.module import ParallelExperts
 from meshlora.layers.head.loss import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
@@ -54,7 +55,7 @@ class Trace:
 
 def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
     """Tokens per chunk of the loss, at most `tokens` (`layers.head.loss`)."""
-    return min(tokens, max(1, CHUNK_BYTES // (vocab * (8 if dtype == torch.float64 else 4))))
+    return min(tokens, max(1, CHUNK_BYTES // (vocab * wide_dtype(dtype).itemsize)))
 
 
 def model_vocab(model: Any) -> int:

@@ -30,6 +30,7 @@ from meshlora.adapter.targets.resolve import DESCRIPTIVE, SUPPORTED
 from meshlora.common.compat import is_stored_in_out, targets_as_configured
 from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import open_safetensors
+from meshlora.common.float64 import wide_dtype
 
 # Set in a file, these change neither which base PEFT runs nor what it adds in evaluation; the rest is refused.
 _FOLLOWED = SUPPORTED | DESCRIPTIVE | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying"}
@@ -250,7 +251,7 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
         weight: [out, in], or [in, out] where `lora.is_transposed`; a stack of these, `[E, ...]`, of experts.
         a: [r, in]. b: [out, r]. magnitude: [out]. Of experts a: [r*E, in], b: [out, r*E], as in `Lora`.
     """
-    weight = weight.to(wide_dtype(weight))
+    weight = weight.to(wide_dtype(weight.dtype))
     if lora.num_experts:
         for expert, matrix in enumerate(weight):
             matrix.add_(_product_of_expert(expert, lora, a, b, matrix.dtype))
@@ -270,11 +271,6 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
     return weight
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """In which products are computed."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _product_of_expert(expert: int, lora: Lora, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """`s B A` of one expert, as its matrix is stored."""
     own_a = a.view(lora.num_experts, lora.r, -1)[expert]
@@ -285,7 +281,7 @@ def _product_of_expert(expert: int, lora: Lora, a: Tensor, b: Tensor, dtype: tor
 
 def merged_expert(matrix: Tensor, place: tuple[slice | int, ...], lora: Lora, a: Tensor, b: Tensor) -> Tensor:
     """One matrix of one expert, which lies at `place` in the parameter that the adapter changes."""
-    matrix = matrix.to(wide_dtype(matrix))
+    matrix = matrix.to(wide_dtype(matrix.dtype))
     expert, *inside = place
     assert isinstance(expert, int), place
     return matrix.add_(_product_of_expert(expert, lora, a, b, matrix.dtype)[tuple(inside)])

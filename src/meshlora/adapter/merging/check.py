@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import MeshloraError, reason
+from meshlora.common.float64 import wide_dtype
 
 _NUM_TOKENS = 12
 # Of the logits' norm. Below float32, every merged weight has been rounded once more than PEFT's.
@@ -37,7 +38,7 @@ def compare_logits(
     Raises:
         MeshloraError: they differ by more than rounding to `stored` explains, or one of them does not run.
     """
-    dtype = torch.float64 if stored == torch.float64 else torch.float32
+    dtype = wide_dtype(stored)
     try:
         with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
             warnings.simplefilter("ignore")  # of peft: tied weights, fan_in_fan_out

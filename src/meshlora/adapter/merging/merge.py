@@ -22,17 +22,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from meshlora.adapter.merging.changes import (
-    Change,
-    Changes,
-    merged_expert,
-    merged_weight,
-    read_changes,
-    wide_dtype,
-)
+from meshlora.adapter.merging.changes import Change, Changes, merged_expert, merged_weight, read_changes
 from meshlora.adapter.merging.check import compare_logits
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.common.float64 import wide_dtype
 from meshlora.model.building import build_on_meta
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
 from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide
@@ -345,7 +339,8 @@ def _merged_parameter(name: str, change: Change, planned: _Planned) -> Tensor:
         value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
     if change.bias is not None:
         key, scaling = change.bias
-        value = value.to(wide_dtype(value)).add_(changes.read(key).to(wide_dtype(value)), alpha=scaling)
+        wide = wide_dtype(value.dtype)
+        value = value.to(wide).add_(changes.read(key).to(wide), alpha=scaling)
     return value
 
 

@@ -23,7 +23,7 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis
 from meshlora.common.compat import assert_on_device
 from meshlora.common.errors import UserError
-from meshlora.common.float64 import is_lifted, lift
+from meshlora.common.float64 import is_lifted, lift, wide_dtype
 from meshlora.common.transfer import to_device
 
 IGNORED = -100  # the label of a token that is not trained
@@ -69,7 +69,7 @@ def summed_cross_entropy_from_hidden(
     """
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     assert sizes is None or (sum(sizes) == len(labels) and not parameters), (sizes, tuple(labels.shape))
-    loss = _ChunkLoss(axis, vocab, label_smoothing, _exact_dtype(hidden))
+    loss = _ChunkLoss(axis, vocab, label_smoothing, wide_dtype(hidden.dtype))
     chunks = _Chunks.of(hidden, head, labels, trained, loss)
     groups = None if sizes is None else to_device(torch.tensor(sizes), hidden.device)
     # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
@@ -91,14 +91,10 @@ def log_probabilities_from_hidden(
     Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`, but what a token weighs is known in
     the backward only: there the logits are computed once more, a chunk at a time.
     """
-    loss = _ChunkLoss(axis, vocab, 0.0, _exact_dtype(hidden))
+    loss = _ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
     chunks = _Chunks.of(hidden, head, labels, trained, loss)
     found = _LogProbabilities.apply(hidden, chunks, *parameters)
     return found.new_zeros(labels.shape).index_copy(0, chunks.rows, found)
-
-
-def _exact_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
