@@ -116,8 +116,7 @@ def test_gathers_hide_behind_the_layer_before_and_no_further() -> None:
             (0, 0),
             (again, again),
             gpu,
-            ranks=2,
-            is_network=False,
+            topology=Topology.parse("dp=2"),
             forward_s={0: forward_s},
             backward_s={0: backward_s},
         )

@@ -155,7 +155,9 @@ class _Planner:
                 self._split_parameter(f"{prefix}.{path}", dim, heads)
         for path in family.wide_norms:
             if path.startswith(f"{block}."):
-                self._split_wide_norm(f"{prefix}.{path}", heads)
+                self._split_parameter(f"{prefix}.{path}.weight", 0, heads)
+                if rule := self.parameters.get(f"{prefix}.{path}.weight"):
+                    self.wide_norms[f"{prefix}.{path}"] = rule.layout
         self._check_every_parameter_is_claimed(name, child, {f"{prefix}.{path}" for path in family.whole}, heads)
         local: dict[str, dict[str, int]] = {}
         for path, module in child.named_modules(prefix=name):
@@ -186,11 +188,6 @@ class _Planner:
             layout = parameter_layout(name.removeprefix(f"{self.layers_name}."), parameter.shape[dim], heads)
             self.parameters[name] = ParameterRule(dim, layout)
             self._limit(layout, heads, name)
-
-    def _split_wide_norm(self, name: str, heads: Heads | None) -> None:
-        self._split_parameter(f"{name}.weight", 0, heads)
-        if f"{name}.weight" in self.parameters:
-            self.wide_norms[name] = self.parameters[f"{name}.weight"].layout
 
     def _limit(self, layout: Layout, heads: Heads | None, width: str) -> None:
         """Record what tp must divide, under the name users know."""

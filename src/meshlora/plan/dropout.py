@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from meshlora.plan.rules import kind_of
 
+_GPT2 = {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)}
 # model_type -> configuration field with the rate -> suffixes of the names of the modules that use it.
 EXACT_DROPOUTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "codegen": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
-    "gpt2": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
-    "gpt_bigcode": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
+    **dict.fromkeys(("codegen", "gpt2", "gpt_bigcode", "gptj"), _GPT2),
     "gpt_neo": {"resid_dropout": ("attention.resid_dropout", "mlp.dropout"), "embed_dropout": ("transformer.drop",)},
     "gpt_neox": {"hidden_dropout": ("emb_dropout", "post_attention_dropout", "post_mlp_dropout")},
-    "gptj": {"resid_pdrop": ("attn.resid_dropout", "mlp.dropout"), "embd_pdrop": ("transformer.drop",)},
     "persimmon": {"hidden_dropout": ("layers.*.dropout",)},
     "phi": {"embd_pdrop": ("embed_dropout",)},
     "stablelm": {"hidden_dropout": ("layers.*.dropout",)},

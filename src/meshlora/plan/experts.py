@@ -23,6 +23,7 @@ from meshlora.plan.topology import Topology, divisors, set_of
 
 # Class names of routed experts. A module that matches and is not recognised below is refused.
 _EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
+_UNKNOWN = "these experts do not have the form that most families share"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -42,9 +43,7 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
         inside = any(name.startswith(f"{other}.") for other in known)
         around = any(other.startswith(f"{name}.") for other in known)
         if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
-            raise UnsupportedError(
-                f"{name}: {type(module).__name__}", "these experts do not have the form that most families share"
-            )
+            raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
     if not found and topology.ep * topology.etp > 1:
         raise UserError(
             f"topology {topology}", f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp"
@@ -71,9 +70,7 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
         flags = {"has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True}
         weights_first = True
     if None in flags.values() or getattr(module, "has_post_expert_norm", False):
-        raise UnsupportedError(
-            f"{name}: {type(module).__name__}", "these experts do not have the form that most families share"
-        )
+        raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
     first_name = "gate_up_proj" if flags["has_gate"] else "up_proj"
     first, second = getattr(module, first_name), module.down_proj
     is_transposed = bool(flags["is_transposed"])

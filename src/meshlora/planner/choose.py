@@ -12,14 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers.modeling_layers import GradientCheckpointingLayer
-
 from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UserError
 from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Message, Sizes
-from meshlora.plan.derive import decoder_layers
 from meshlora.plan.families.proved import check_proved
 from meshlora.plan.topology import DATA, TP, Topology, dense_sizes, divisors
 from meshlora.planner.communication import Traffic, messages_of, span_of, traffic_of
@@ -193,9 +190,8 @@ def _micro_batches(problem: Problem, share: int) -> list[int]:
 def _recomputations(problem: Problem) -> list[Recompute]:
     if problem.recompute is not None:
         return [problem.recompute]
-    layers = decoder_layers(problem.model)[1]
-    can = all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
-    return [r for r in RECOMPUTE if r == "none" or (can and (isinstance(r, str) or r < len(layers)))]
+    most = len(problem.shrunk.order)
+    return [r for r in RECOMPUTE if r == "none" or (problem.can_recompute and (isinstance(r, str) or r < most))]
 
 
 def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
@@ -253,8 +249,7 @@ def _prediction(
         shrunk.order,
         recomputed,
         gpu,
-        ranks=shards,
-        is_network=gpu.crosses_nodes(span_of(topology, DATA)),
+        topology=topology,
         forward_s=forward_s,
         backward_s=backward_s,
     )
@@ -293,8 +288,7 @@ def gathers_s(
     recomputed: Sequence[bool],
     gpu: Hardware,
     *,
-    ranks: int,
-    is_network: bool,
+    topology: Topology,
     forward_s: Mapping[int, float],
     backward_s: Mapping[int, float],
 ) -> float:
@@ -308,6 +302,7 @@ def gathers_s(
     order: the kind of each layer. forward_s, backward_s: kind -> time of its kernels; the backward of a recomputed
     layer includes both.
     """
+    ranks, is_network = topology.size_over(DATA), gpu.crosses_nodes(span_of(topology, DATA))
     gathered = [m for m in messages if m.is_ahead]
     if not gathered:
         return 0.0

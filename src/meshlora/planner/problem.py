@@ -72,7 +72,7 @@ class Problem:
         given, layers = f"--recompute {self.recompute}", decoder_layers(self.model)[1]
         if self.recompute != "full" and not (isinstance(self.recompute, int) and 1 <= self.recompute <= len(layers)):
             raise UserError(given, f"it must be none, full or a number n from 1 to {len(layers)}")
-        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        if not self.can_recompute:
             raise UserError(given, "the layers of this family cannot be computed twice", "use none")
 
     @property
@@ -84,6 +84,11 @@ class Problem:
     def shrunk(self) -> Shrunk:
         """The model with one layer of each kind."""
         return shrink(self.model)
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether transformers can recompute every layer."""
+        return all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder_layers(self.model)[1])
 
     @property
     def small(self) -> Blueprint:

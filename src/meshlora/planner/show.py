@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from meshlora.planner.choose import Choice, Prediction
 from meshlora.planner.communication import grouped
@@ -42,8 +42,7 @@ def ranking(problem: Problem, choice: Choice) -> Table:
 
 def breakdown(problem: Problem, prediction: Prediction) -> Table:
     """The memory, time and messages of a rank, in parts."""
-    table = Table("", "", title=f"{prediction.topology}: a rank, a step", show_header=False)
-    table.columns[1].justify = "right"
+    table = Table("", Column(justify="right"), title=f"{prediction.topology}: a rank, a step", show_header=False)
     for name, number in memory_parts(prediction).items():
         table.add_row(name, f"{number / _GB:,.2f} GB")
     table.add_row("together, at most", f"{prediction.memory_bytes / _GB:,.2f} GB")
@@ -154,20 +153,15 @@ def _prediction_json(problem: Problem, prediction: Prediction) -> dict[str, Any]
 
 def simulated(simulation: Simulation) -> Table:
     """Predicted and observed numbers, side by side."""
-    table = Table("", "predicted", "seen", title=f"a step on {simulation.world:,} simulated ranks")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, (predicted, seen) in simulation.bytes.items():
-        table.add_row(f"{name}, GB", f"{predicted / _GB:,.3f}", f"{seen / _GB:,.3f}")
+    predicted, seen = (Column(name, justify="right") for name in ("predicted", "seen"))
+    table = Table("", predicted, seen, title=f"a step on {simulation.world:,} simulated ranks")
+    for name, pair in simulation.bytes.items():
+        table.add_row(f"{name}, GB", *(f"{number / _GB:,.3f}" for number in pair))
+    both_calls = (simulation.predicted_calls, simulation.calls)
     for phase in ("forward", "loss", "backward", "step"):
-        numbers = [
-            sum(n for call, n in calls.items() if call.phase == phase)
-            for calls in (simulation.predicted_calls, simulation.calls)
-        ]
+        numbers = [sum(n for call, n in calls.items() if call.phase == phase) for calls in both_calls]
         table.add_row(f"collectives, {phase}", *(f"{number:,}" for number in numbers))
-    totals = [
-        sum(call.num_bytes * n for call, n in calls.items()) for calls in (simulation.predicted_calls, simulation.calls)
-    ]
+    totals = [sum(call.num_bytes * n for call, n in calls.items()) for calls in both_calls]
     table.add_row("bytes put into them", *(f"{number:,}" for number in totals))
     return table
 

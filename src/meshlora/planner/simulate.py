@@ -76,7 +76,7 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
     with simulated_job(topology.world):
         blueprint = problem.blueprint.on(topology).with_adapter(problem.lora)
         model, plan, trained = copy.deepcopy(blueprint.model), blueprint.plan, blueprint.trained.parameters
-        predicted_shapes = [local_shape(parameter, plan) for parameter in trained.values()]
+        expected = Counter(local_shape(parameter, plan) for parameter in trained.values())
         mesh = open_mesh(topology, copies=plan.copies, has_experts=bool(plan.experts))
         with run, meta_parameters_allowed():
             assemble(model, blueprint, mesh, run)
@@ -91,7 +91,6 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
             moments = run.live_bytes - before
             del optimizer
     shapes = Counter(tuple(f.parameter.shape) for f in active_factors(model))
-    expected = Counter(predicted_shapes)
     wrong = [
         f"shape {list(s)}: {expected[s]} predicted, {shapes[s]} seen"
         for s in shapes.keys() | expected.keys()

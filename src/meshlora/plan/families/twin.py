@@ -168,20 +168,29 @@ def shrink_config(
 
 def layers_of_twin(config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None) -> list[int]:
     """The layers of `config` that the layers of its twin represent."""
-    text = config.get_text_config()
-    return _kept_layers({_common_name(k, text): v for k, v in text.to_dict().items()}, None, layers or {})
+    return _kept_layers(_common_fields(config.get_text_config()), None, layers or {})
 
 
 def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]:
-    """Kind of size -> tiny value that tp ranks share as they share the original."""
-    text = config.get_text_config()
-    whole = {_common_name(k, text): v for k, v in text.to_dict().items()}
+    """Kind of size -> tiny value that tp ranks share as they share the original.
+
+    Preserved: which head counts tp divides, the number of key/value heads if below tp, groups of one head, counts that
+    are odd or not a power of two, and the vocabulary modulo tp.
+    """
+    whole = _common_fields(config.get_text_config())
     pairs = [(whole.get(by), whole.get(shared)) for shared, by in _SHARED_HEADS.items()]
     pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no shared heads: one each
-    for heads, kv_heads in pairs:
-        if isinstance(heads, int) and isinstance(kv_heads, int):
-            return _sizes_as(tp, block, heads=heads, kv_heads=kv_heads, vocabulary=whole.get("vocab_size") or 0)
-    return _sizes_of(tp, block)
+    found = [(heads, kv_heads) for heads, kv_heads in pairs if isinstance(heads, int) and isinstance(kv_heads, int)]
+    if not found:
+        return _sizes_of(tp, block)
+    heads, kv_heads = found[0]
+    if kv_heads == heads:
+        few = many = _least_like(heads, tp, least=min(heads, 8), multiple=1)
+    else:
+        few = kv_heads if kv_heads < tp else _least_like(kv_heads, tp, least=min(kv_heads, 4), multiple=1)
+        many = _least_like(heads, tp, least=max(2 * few, min(heads, 8)), multiple=few if heads % kv_heads == 0 else 1)
+    vocabulary = _VOCABULARY + ((whole.get("vocab_size") or 0) - _VOCABULARY) % tp
+    return _sizes(many, few, vocabulary, tp, block)
 
 
 def _shrunk(
@@ -190,7 +199,7 @@ def _shrunk(
     """The fields of the tiny copy, by their names in its class. `num_layers`, `differ`: as in `_kept_layers`."""
     data: dict[str, Any] = config.to_dict()
     data.pop("quantization_config", None)  # the twin's weights are random, not quantized
-    whole = {_common_name(k, config): v for k, v in data.items()}  # as it was
+    whole = _common_fields(config)  # as it was
     layers = _kept_layers(whole, num_layers, differ)
     next_token = sizes["vocabulary"]
     for field, value in data.items():
@@ -222,6 +231,10 @@ def _shrunk(
         else:
             data[field] = _tiny(name, _of_layers(name, value, whole, layers), whole, sizes)
     return data
+
+
+def _common_fields(config: PretrainedConfig) -> dict[str, Any]:
+    return {_common_name(field, config): value for field, value in config.to_dict().items()}
 
 
 def _common_name(field: str, config: PretrainedConfig) -> str:
@@ -379,18 +392,6 @@ def _sizes_of(tp: int, block: int) -> dict[str, int]:
     """
     kv_heads = 4 if 4 % tp == 0 else tp
     return _sizes(2 * kv_heads, kv_heads, _VOCABULARY, tp, block)
-
-
-def _sizes_as(tp: int, block: int, *, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
-    """The same for given original counts. Preserved: which of them tp divides, the number of key/value heads if below
-    tp, groups of one head, counts that are odd or not a power of two, and the vocabulary modulo tp.
-    """
-    if kv_heads == heads:
-        few = many = _least_like(heads, tp, least=min(heads, 8), multiple=1)
-    else:
-        few = kv_heads if kv_heads < tp else _least_like(kv_heads, tp, least=min(kv_heads, 4), multiple=1)
-        many = _least_like(heads, tp, least=max(2 * few, min(heads, 8)), multiple=few if heads % kv_heads == 0 else 1)
-    return _sizes(many, few, _VOCABULARY + (vocabulary - _VOCABULARY) % tp, tp, block)
 
 
 def _tiny_heads(value: int, heads: int | None, sizes: dict[str, int]) -> int:
