@@ -25,8 +25,8 @@ def _agree(*looks: Look) -> list[str | UserError]:
     def rank(number: int) -> str | UserError:
         try:
             if number == 0:
-                return str(agreement._decided(looks[0], _words, store, len(looks)))
-            return str(agreement._followed(looks[number], _words, store, number))
+                return str(agreement._agreed_on_rank_0(looks[0], _words, store, len(looks)))
+            return str(agreement._agreed_elsewhere(looks[number], _words, store, number))
         except UserError as error:
             return error
 

@@ -1,7 +1,7 @@
-"""The blueprint: everything that is known about a model, its split and its adapter before any weight is read.
+"""The blueprint: everything known about a model, its split and its adapter before any weight is read.
 
-Owns: `Blueprint` and `make_blueprint`, which builds the model on the meta device, once; reading a model's
-configuration. What cannot be is refused while it is made. Does not own: weights and processes (`loading.load`), data
+Owns: `Blueprint` and `make_blueprint`, which builds the model on the meta device, once, and refuses what is not
+supported; reading a model's configuration. Does not own: weights and processes (`loading.load`), data
 (`train.prepare`).
 """
 
@@ -41,18 +41,18 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# transformers copies all of it a dozen times.
+# Limit: transformers copies all of it a dozen times.
 _CONFIG_BYTES = 2**19
 
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A model on a topology, with or without an adapter, as it will be.
+    """A model on a topology, with or without an adapter.
 
     Attributes:
-        source: folder of the checkpoint; None: a configuration alone, whose weights are random.
-        config: as it was read. model: on the meta device, before any split; nobody changes it.
-        dtype: of the base. plan: what is split how. adapter: what is trained.
+        source: folder of the checkpoint; None: only a configuration, with random weights.
+        config: as read. model: on the meta device, not split; never modified.
+        dtype: of the base. plan: the split. adapter: what is trained.
     """
 
     source: Path | None
@@ -65,20 +65,20 @@ class Blueprint:
 
     @property
     def topology(self) -> Topology:
-        """What the plan is for."""
+        """The topology of the plan."""
         return self.plan.topology
 
     @property
     def trained(self) -> AdapterPlan:
-        """The adapter, of a blueprint that has one."""
+        """The adapter; asserts that there is one."""
         assert self.adapter is not None
         return self.adapter
 
     def on(self, topology: Topology) -> Blueprint:
-        """The same on another topology.
+        """This blueprint on another topology.
 
         Raises:
-            UserError: it cannot be split so. UnsupportedError: what is not proved to be split right.
+            UserError: the model cannot be split so. UnsupportedError: the split is not proved.
         """
         plan, adapter = _split(self.model, topology, self.options.quantization), self.adapter
         if adapter is not None:
@@ -87,28 +87,28 @@ class Blueprint:
         return dataclasses.replace(self, plan=plan, adapter=adapter)
 
     def with_adapter(self, config: LoraConfig) -> Blueprint:
-        """The same base with a fresh adapter.
+        """This base with a fresh adapter.
 
         Raises:
-            UserError: the configuration does not fit the model. UnsupportedError: what is not proved, by name.
+            UserError: the configuration does not fit the model. UnsupportedError: an option that is not proved.
         """
         return dataclasses.replace(self, adapter=plan_adapter(self.model, self.plan, config))
 
     def with_folder(self, folder: Path, *, ignore_dropout: bool = False) -> Blueprint:
-        """The same base with the PEFT adapter in `folder`, whose every tensor is checked.
+        """This base with the PEFT adapter in `folder`. Every tensor is checked.
 
         Raises:
-            UserError: files are missing or damaged, or of another model. UnsupportedError: what is not proved.
+            UserError: files are missing or damaged, or of another model. UnsupportedError: an option not proved.
         """
         adapter = plan_folder(self.model, self.plan, folder, ignore_dropout=ignore_dropout)
         read_factors(adapter, self.plan)
         return dataclasses.replace(self, adapter=adapter)
 
     def check_weights(self) -> None:
-        """Every weight of the model is in its checkpoint, and has its shape.
+        """Check that the checkpoint holds every weight of the model, in its shape.
 
         Raises:
-            UserError: one is missing, of another shape, or has no place in the model.
+            UserError: one is missing, of another shape, or unused.
         """
         assert self.source is not None
         source = CheckpointSource(self.source, self.model)
@@ -119,7 +119,7 @@ def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, opt
     """The blueprint of a base: `make_blueprint("folder", Topology(tp=2), BaseOptions(dtype="bfloat16"))`.
 
     Raises:
-        UserError: a wrong folder, option or topology. UnsupportedError: what is not proved to be exact.
+        UserError: a wrong folder, option or topology. UnsupportedError: anything not proved to be exact.
     """
     config = read_model_config(model, trust_remote_code=options.trust_remote_code)
     dtype = resolve_dtype(options.dtype, config)
@@ -136,12 +136,12 @@ def _split(model: Any, topology: Topology, quantization: str | None) -> ModelPla
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, options: BaseOptions) -> Any:
-    """The model of `config`, which becomes its own, on the meta device."""
+    """The model of `config` on the meta device. Takes ownership of `config`."""
     handle_dropout(config, disable=options.disable_dropout)
     attention, trust = options.attn_implementation, options.trust_remote_code
     model = build_on_meta(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if dtype == torch.float64:
-        for parameter in model.parameters():  # the routers of some families are float32 whatever is asked for
+        for parameter in model.parameters():  # routers of some families ignore `dtype` and are float32
             parameter.data = parameter.data.to(dtype)
     wide = kept_wide(model, dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -152,11 +152,11 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, options: BaseOptions) -
 
 
 def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a local checkpoint; never asks a hub.
+    """The configuration of a local checkpoint; never contacts a hub.
 
     Raises:
-        UserError: no such folder, no config.json, an adapter beside it, numbers that no model has, or a model type that
-            transformers does not know.
+        UserError: no such folder, no config.json, an adapter beside it, absurd sizes, or a model type unknown to
+            transformers.
     """
     if isinstance(model, PretrainedConfig):
         return model
@@ -189,7 +189,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     check_numbers(stored, f"{file}", num_tensors=lambda: num_stored(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each family checks its own fields, with exceptions of every kind
+    except Exception as error:  # each family checks its own fields, with errors of all kinds
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"model {folder}", "quantised checkpoints are not supported yet")
@@ -197,10 +197,10 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
 
 
 def resolve_dtype(dtype: Any, config: PretrainedConfig) -> torch.dtype:
-    """The dtype of the base: a `torch.dtype` or its name, for None or "auto" that of `config`.
+    """The dtype of the base: a `torch.dtype` or its name; None or "auto": that of `config`.
 
     Raises:
-        UserError: one that is not in `DTYPES`, here or in `config`.
+        UserError: it is not in `DTYPES`.
     """
     way_out = ""
     if dtype is None or dtype == "auto":

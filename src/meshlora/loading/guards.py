@@ -1,8 +1,8 @@
-"""Guards: what would depend on the topology, or work on one rank's part, is refused on the model itself.
+"""Guards on the model: refuse what would depend on the topology, or see only one rank's part.
 
-Owns: which of the model's own dropouts are refused, rotary embeddings that look at the length of a batch, outputs that
-only a whole model has, and the methods of transformers that know nothing of a mesh. Does not own: refusals that follow
-from the plan, wrappers of others (`model.wrappers`).
+Owns: refusing the model's own dropouts, length-dependent rotary embeddings, outputs that only a whole model has, and
+methods of transformers that ignore the mesh. Does not own: refusals that follow from the plan, third-party wrappers
+(`model.wrappers`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LENGTH_DEPENDENT = ("longrope", "dynamic")
 
 
 def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> None:
-    """Set the model's own dropouts and the noise of its routers to 0 in `config` and inside it, or refuse those that
+    """Set the model's own dropouts and router noise to 0 in `config` and its sub-configurations, or refuse those that
     would depend on the topology.
 
-    disable: True: all of them are set to 0. "unsupported": those that would be refused.
+    disable: True: set all to 0. "unsupported": only those that would be refused.
 
     Raises:
-        UnsupportedError: there are some that are not exact, and `disable` is off; or one that drops everything.
+        UnsupportedError: some are not exact, and `disable` is off; or one drops everything.
     """
     for part, name, value in _dropouts(config):
         is_exact = is_exact_dropout(part.model_type, name)
@@ -52,12 +52,12 @@ def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> No
 
 
 def dropout_fields(config: Any) -> dict[str, float]:
-    """Field -> rate of the dropouts that are left in `config`, of what `handle_dropout` has gone through."""
+    """Field -> rate of the dropouts left in `config` by `handle_dropout`."""
     return {name: float(value) for _, name, value in _dropouts(config)}
 
 
 def check_dropouts(model: Any) -> None:
-    """No dropout but exact ones is left in a built model, wherever its rate came from.
+    """Check that a built model has only exact dropouts, wherever their rates came from.
 
     Raises:
         UnsupportedError: names the module.
@@ -69,7 +69,7 @@ def check_dropouts(model: Any) -> None:
 
 
 def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
-    """(configuration, field, rate) of all that is above 0 in `config` and inside it."""
+    """(configuration, field, rate) of all dropouts above 0 in `config` and its sub-configurations."""
     found = []
     for part in _configs(config):
         for name, value in vars(part).items():
@@ -82,10 +82,10 @@ def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
 
 
 def longest_fixed_length(config: Any) -> tuple[int, str] | None:
-    """The length up to which nothing depends on how long the batch is, and what does beyond it; None: nothing ever.
+    """(length up to which nothing depends on the batch length, what does beyond it); None: nothing does.
 
-    longrope and dynamic scaling look at the padded length of the whole batch, which differs between topologies. Doge
-    keeps the best tokens by topk, which chooses between equal ones, as repeated tokens are, by how many there are.
+    longrope and dynamic scaling use the padded length of the whole batch, which differs between topologies. Doge keeps
+    the best tokens by topk, which breaks ties, as between repeated tokens, depending on the length.
     """
     limits: list[int] = []
     if config.model_type == "doge":
@@ -101,7 +101,7 @@ def longest_fixed_length(config: Any) -> tuple[int, str] | None:
 
 
 def guard_model(model: Any, topology: Topology) -> None:
-    """Put the guards on a parallel model."""
+    """Install the guards on a parallel model."""
     _guard_methods(model)
     refuse_wrappers(model, topology)
     fixed = longest_fixed_length(model.config)
@@ -120,7 +120,7 @@ def guard_model(model: Any, topology: Topology) -> None:
 
 
 def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> None:
-    """Hidden states and attentions of a layer exist in parts only."""
+    """Refuse hidden states and attentions of which a rank has a part only."""
     for name, in_parts in (("output_hidden_states", topology.sp), ("output_attentions", topology.tp > 1)):
         wanted = kwargs.get(name)
         if in_parts and (wanted if wanted is not None else getattr(config, name, False)):
@@ -128,9 +128,9 @@ def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> N
 
 
 def _guard_methods(model: Any) -> None:
-    """PEFT's and transformers' methods of the same purpose, on this model: ours, or a refusal.
+    """Replace methods of PEFT and transformers on this model by ours, or by a refusal.
 
-    transformers' own would inject layers that know nothing of the mesh, or save one rank's shard as the model.
+    transformers' own would inject layers that ignore the mesh, or save one rank's shard as the model.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -151,7 +151,7 @@ def _guard_methods(model: Any) -> None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and all inside it."""
+    """A configuration and its sub-configurations."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):

@@ -1,6 +1,6 @@
 """Loading a model onto a mesh: leaves, weights, adapter.
 
-Owns: `load`. Does not own: what can be known before any weight is read (`blueprint`).
+Owns: `load`. Does not own: everything known before any weight is read (`blueprint`).
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ def load(
 ) -> Any:
     """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
 
-    Call it on every rank of the job; outside a launcher it makes a model for one process.
+    Call it on every rank of the job; without a launcher it loads the model in one process.
 
     Args:
         model: folder of a checkpoint in safetensors, or a configuration (weights are then random, from `seed`).
-        lora: a fresh adapter, named "default". `adapter`: folder of a PEFT adapter to go on from instead.
-        topology: as in `"dp=2,tp=2,sp"`; a missing dp is what the number of processes leaves.
-        dtype: of the base; default: what the checkpoint says. Adapters are fp32 (fp64 beside fp64).
+        lora: a fresh adapter, named "default". `adapter`: folder of a PEFT adapter to continue from instead.
+        topology: as in `"dp=2,tp=2,sp"`; a missing dp is inferred from the number of processes.
+        dtype: of the base; default: that of the checkpoint. Adapters are fp32 (fp64 for an fp64 base).
         device: "auto", "cpu" or "cuda". seed: of the adapter, and of random weights.
         attn_implementation, trust_remote_code: as in transformers.
-        disable_dropout: set the model's own dropouts to 0; "unsupported": those of them that are not exact on every
-            topology. Without it a model that has such is refused.
-        ignore_lora_dropout: take `adapter` as one without lora_dropout.
-        allow_unused_weights: accept a checkpoint that holds weights the model has no place for.
-        quantization: "nf4" or "int8": hold the matrices of all linears but the head in so few bits.
+        disable_dropout: set the model's own dropouts to 0; "unsupported": only those that are not exact on every
+            topology, for which a model is refused otherwise.
+        ignore_lora_dropout: treat `adapter` as having no lora_dropout.
+        allow_unused_weights: accept a checkpoint with weights that the model does not use.
+        quantization: "nf4" or "int8": quantise the matrices of all linears but the head.
 
     Raises:
-        UserError: a wrong argument, checkpoint or adapter. UnsupportedError: what is not proved to be exact.
+        UserError: a wrong argument, checkpoint or adapter. UnsupportedError: anything not proved to be exact.
     """
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
@@ -85,8 +85,8 @@ def load(
 
 
 def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0) -> Any:
-    """The model of `blueprint` on the mesh of this job, its adapter active. Every rank calls this; that the family is
-    proved is the caller's part.
+    """The model of `blueprint` on the mesh of this job, its adapter active. Every rank calls this. The caller checks
+    that the family is proved.
     """
     plan, model = blueprint.plan, copy.deepcopy(blueprint.model)
     if blueprint.source is not None:
@@ -113,7 +113,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
 
 
 def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """The state of a freshly initialised model: the same on every rank and topology."""
+    """State dict of a freshly initialised model: the same on every rank and topology."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return dict(AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict())

@@ -1,7 +1,7 @@
-"""Prompts to continuations, by transformers' `generate` on a loaded model.
+"""Continuations of prompts, by transformers' `generate` on a loaded model.
 
-Owns: encoding prompts as training does, left padding, the options in transformers' words; `generate`, from folders to
-texts on one process. Does not own: evaluation (`train.evaluate`), scores (`text.scores`).
+Owns: encoding prompts as in training, left padding, translation of options to transformers; `generate`, from folders
+to texts on one process. Does not own: evaluation (`train.evaluate`), scores (`text.scores`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def encode_prompts(
 def continuations(
     network: Any, tokenizer: PreTrainedTokenizerBase, encoded: Sequence[Sequence[int]], options: GenerateConfig
 ) -> Iterator[str]:
-    """What `network`, in evaluation mode, says after each of the encoded prompts; special tokens are left out.
+    """The continuation of each encoded prompt by `network`, in evaluation mode, without special tokens.
 
     On a mesh every rank calls this with the same prompts, and gets the same texts: tp ranks hold whole logits.
     """
@@ -71,7 +71,7 @@ def continuations(
     for start in range(0, len(encoded), options.batch_size):
         part = encoded[start : start + options.batch_size]
         length = max(map(len, part))
-        # On the left: a new token comes right after the last one of each prompt.
+        # Pad on the left: new tokens directly follow each prompt.
         ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in part])
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in part])
         output = network.generate(
@@ -97,7 +97,7 @@ def generate(
 ) -> Iterator[str]:
     """The continuation of each prompt, without the prompt.
 
-    options: greedy, one prompt at a time, where they are None. names: of the prompts, for messages.
+    options: default: greedy, one prompt at a time. names: of the prompts, for messages.
 
     Raises:
         UserError: a wrong folder or option.

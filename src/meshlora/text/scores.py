@@ -1,7 +1,6 @@
-"""Scores of generated text against references, by the libraries that papers cite: BLEU by sacrebleu, ROUGE-L by
-rouge-score.
+"""Scores of generated text against references: BLEU by sacrebleu, ROUGE-L by rouge-score.
 
-Owns: handing texts to them, and what is said where one is missing. Does not own: which texts (`data.prompts_of`).
+Owns: calling these libraries, and the error if one is missing. Does not own: the texts (`data.prompts_of`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LIBRARIES = ("sacrebleu", "rouge_score")
 
 
 def check_scorers() -> None:
-    """Raises: UserError naming a library that is not installed, and the command that installs it."""
+    """Raises: UserError with a missing library and the command that installs it."""
     for name in _LIBRARIES:
         if importlib.util.find_spec(name) is None:
             raise UserError("scores of generated text", f"they need {name}", "pip install 'meshlora[metrics]'")
@@ -26,13 +25,13 @@ def check_scorers() -> None:
 def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Any]:
     """`bleu` and `rouge_l`, both in percent, and `bleu_signature`: how sacrebleu computed it.
 
-    references: those of each hypothesis, one or more. BLEU is of the whole corpus; ROUGE-L is the mean over hypotheses
-    of the best F-measure among the references.
+    references: one or more per hypothesis. BLEU is of the whole corpus; ROUGE-L is the mean over hypotheses of the best
+    F-measure among the references.
     """
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
 
-    # sacrebleu wants streams: the first reference of every hypothesis, the second, ...; None where there is none.
+    # sacrebleu takes streams: the first reference of every hypothesis, the second, ...; None if missing.
     streams = [list(stream) for stream in zip_longest(*references)]
     metric = sacrebleu.BLEU()
     bleu = metric.corpus_score(list(hypotheses), streams)

@@ -1,6 +1,6 @@
 """The tokenizer of a model's folder.
 
-Owns: loading it, and what padding is made of. Does not own: what is tokenised (`data`).
+Owns: loading it, and the padding token. Does not own: tokenising data (`data`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from meshlora.common.errors import UserError, reason
 from meshlora.data.files import is_folder
 
-# `tokenizers` walks every number up to a vocabulary's largest: a second for each hundred million.
+# `tokenizers` loops up to the largest token id of a vocabulary: a second per hundred million.
 _MOST_TOKENS = 10**8
 _MAY_BE_FAR = re.compile(rb":\s*\d{9}")
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the model.
+    """The tokenizer in a model's folder.
 
     Raises:
         UserError: there is none, or it cannot be read.
     """
     if Path(path).is_dir():
-        is_folder(Path(path))  # a named pipe among the files would be waited for
+        is_folder(Path(path))  # reading a named pipe would block
         for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
             _check_numbers(Path(path, name))
     try:
@@ -42,18 +42,18 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def _check_numbers(file: Path) -> None:
-    """Refuse tokens whose numbers no model has embeddings for, before the library walks up to them."""
+    """Refuse absurdly large token ids, before the library loops up to them."""
     content = file.read_bytes() if file.is_file() else b""
     if not _MAY_BE_FAR.search(content):
         return
-    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is the library's to name
+    with contextlib.suppress(ValueError, RecursionError):  # the library reports invalid JSON
         for token, number in _numbers(json.loads(content)):
             if isinstance(number, int) and number >= _MOST_TOKENS:
                 raise UserError(f"{file}: token {token!r}", f"its number {number} is beyond {_MOST_TOKENS:,}")
 
 
 def _numbers(vocabulary: Any) -> list[tuple[Any, Any]]:
-    """Tokens with their numbers, of a vocabulary's or a tokenizer's file; none where it is neither."""
+    """(token, id) of a vocabulary or tokenizer file; empty if it is neither."""
     if not isinstance(vocabulary, dict):
         return []
     added = vocabulary.get("added_tokens")
@@ -64,7 +64,7 @@ def _numbers(vocabulary: Any) -> list[tuple[Any, Any]]:
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What padding is made of; masked out, so any id will do."""
+    """The id of the padding token; padding is masked, so any id will do."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)

@@ -1,10 +1,10 @@
-"""That all ranks of a job begin the same run at the same step, though each reads with its own eyes.
+"""Agreement of all ranks of a job on the run and its first step, each having read the files itself.
 
-Owns: comparing what every rank sees with what rank 0 sees, through the job's store, before any group is open. Does not
-own: what there is to see (`train.prepare`, `train.evaluate`).
+Owns: comparing every rank's view of the files with rank 0's, through the job's store, before any group is open. Does
+not own: reading the files (`train.prepare`, `train.evaluate`).
 
-Rank 0 decides: the others take its checkpoint, or all end. What a shared file system shows to one node it may show to
-another some seconds later, so a rank that sees something else looks again for a while.
+Rank 0 decides: the others find the same, or all end. A shared file system may show changes to another node some seconds
+later, so a rank with a different view retries for a while.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from meshlora.comm.groups import launcher_place, meet
 from meshlora.common.errors import MeshloraError, UserError
 
-# How long a file system may lag, and how long ranks wait for each other's reading, which may take in all of the data.
+# How long a file system may lag, and how long ranks wait for each other to read, possibly all of the data.
 _LAG_S = 15.0
 _PATIENCE_S = 1800.0
 _LOOK_S = 0.02
@@ -30,26 +30,26 @@ _Found = TypeVar("_Found")
 
 
 def agreed(look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]]) -> _Found:
-    """What `look()` finds, once every rank of the job has found the same. Every rank calls it, before any group opens.
+    """The result of `look()`, once every rank has found the same. Every rank calls this, before any group opens.
 
-    words_of: what of it must be the same on all ranks, as parts of a sentence: `{"in runs/mine": "step 8"}`.
+    words_of: the facts of it that all ranks must share, as parts of a sentence: `{"in runs/mine": "step 8"}`.
 
     Raises:
-        UserError: what rank 0 did not like, on all ranks; or the first difference, on all ranks with the same words.
+        UserError: rank 0's own error, or the first difference; the same on all ranks.
     """
     place = launcher_place()
     store = meet() if place is not None and place.world > 1 else None
     if place is None or store is None:
         return look()
     if place.rank == 0:
-        return _decided(look, words_of, store, place.world)
-    return _followed(look, words_of, store, place.rank)
+        return _agreed_on_rank_0(look, words_of, store, place.world)
+    return _agreed_elsewhere(look, words_of, store, place.rank)
 
 
-def _decided(
+def _agreed_on_rank_0(
     look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], store: Any, world: int
 ) -> Any:
-    """On rank 0: what it finds, after all others have found it."""
+    """On rank 0: its result, after all others have compared theirs."""
     try:
         found = look()
     except UserError as error:
@@ -67,10 +67,10 @@ def _decided(
     return found
 
 
-def _followed(
+def _agreed_elsewhere(
     look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], store: Any, rank: int
 ) -> Any:
-    """On any other rank: what it finds, when that is what rank 0 found."""
+    """On any other rank: its result, once it matches that of rank 0."""
     found, error = _tried(look)
     store.wait([_DECISION], timedelta(seconds=_PATIENCE_S))
     decision = json.loads(store.get(_DECISION))
@@ -102,7 +102,7 @@ def _difference(
     decided: Mapping[str, str],
     rank: int,
 ) -> UserError | None:
-    """What this rank sees otherwise than rank 0, as the mistake to be said; None where nothing."""
+    """The first difference to what rank 0 sees, as an error to raise; None if there is none."""
     where = f"rank {rank} ({socket.gethostname()})"
     if error is not None:
         return UserError(f"{where}: {error.given}", error.rule, error.way_out or "rank 0 sees it otherwise")

@@ -1,12 +1,12 @@
 """The load-balancing loss of routers (Switch Transformer, equations 4 to 6), over all tokens of an optimizer step.
 
-Owns: what it counts, the sums over ranks, and the term that each micro-batch adds. Does not own: the routers, whose
-logits are found where transformers itself looks for them, or how much the loss weighs.
+Owns: the counts, their sums over ranks, and the term of each micro-batch. Does not own: the routers, whose logits are
+found where transformers itself looks for them, or the weight of the loss.
 
-aux = E sum_e f_e P_e, f_e how often a token chooses expert e and P_e its mean probability, both means over the real
-tokens of all layers. A product of means is not a sum of products: f comes from all micro-batches of all ranks, or the
-loss would depend on the topology. f has no gradient, so it is counted first: with one micro-batch a step in its own
-forward, with several in a forward of their own.
+aux = E sum_e f_e P_e, with f_e the fraction of tokens that choose expert e and P_e its mean probability, both over the
+real tokens of all layers. A product of means is not a sum of products: f must come from all micro-batches of all ranks,
+or the loss would depend on the topology. f has no gradient, so it is counted first: in the normal forward if a step has
+one micro-batch, in an extra forward if it has several.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from meshlora.train.batches import MicroBatch
 
 
 class LoadBalancing:
-    """Watches the routers of a parallel model. coef: how much the loss weighs."""
+    """Watches the routers of a parallel model. coef: weight of the loss."""
 
     def __init__(self, model: Any, *, coef: float) -> None:
         state = runtime(model)
         self.coef, self.plan, self.mesh = coef, state.plan, state.mesh
-        # The ranks whose routers each see tokens of their own.
+        # The ranks whose routers see different tokens.
         self.axis = state.mesh.over(DATA | state.plan.topology.token_cut)
         self.num_experts = max(rule.num_experts for rule in state.plan.experts.values())
         self.top_k = int(getattr(model, "num_experts_per_tok", 0) or model.config.num_experts_per_tok)
@@ -43,7 +43,7 @@ class LoadBalancing:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block the logits of every router are kept; those of before are forgotten."""
+        """Collect the logits of every router inside the block; earlier ones are dropped."""
         self._logits.clear()
         handles = [
             module.register_forward_hook(lambda _, __, out, i=index: self._logits.append(_at(out, i)))
@@ -56,9 +56,9 @@ class LoadBalancing:
                 handle.remove()
 
     def count(self, batches: Sequence[MicroBatch], forward: Callable[[int, MicroBatch], object]) -> None:
-        """Count over all tokens of a step, before the first of its several micro-batches. Collective.
+        """Count over all tokens of a step, before the first of several micro-batches. Collective.
 
-        forward: runs the model on one of them, by its number.
+        forward: called with (number, micro-batch) to run the model on it.
         """
         counts = []
         for number, micro in enumerate(batches):
@@ -68,11 +68,11 @@ class LoadBalancing:
         self._add_up(torch.stack(counts).sum(0))
 
     def count_here(self, batch: Batch) -> None:
-        """The same from the only micro-batch, which was just run inside `watching`. Collective."""
+        """Count over the only micro-batch of a step, just run inside `watching`. Collective."""
         self._add_up(self._counted(batch))
 
     def term(self, batch: Batch) -> Tensor:
-        """What the micro-batch that was just run, inside `watching`, adds to a loss that is summed over tokens."""
+        """Contribution of the micro-batch just run inside `watching` to a loss summed over tokens."""
         assert self._logits, "no router has run"
         mask = self._own_tokens(batch)
         sums = torch.stack([torch.softmax(logits, -1).float()[mask].sum(0) for logits in self._logits]).sum(0)
@@ -89,14 +89,14 @@ class LoadBalancing:
     def _add_up(self, counts: Tensor) -> None:
         total = all_reduce_sum(counts, self.axis)
         self._rows, self._tokens = float(total[-2]), float(total[-1])
-        # Rounded where transformers rounds it, inside the lift too: there it divides what was never float64. On the
-        # CPU: a GPU multiplies with the inverse of a number, which is rounded once more.
+        # Rounded as in transformers, which computes it in float32 even inside the lift. On the CPU: a GPU multiplies by
+        # the reciprocal, which is rounded once more.
         shares = (torch.tensor(total[:-2].tolist(), dtype=torch.float32) / self._rows).to(total.device)
         self._shares = shares.double()
         self._probabilities.zero_()
 
     def _counted(self, batch: Batch) -> Tensor:
-        """`[E + 2]`: how often each expert is chosen, by how many rows; the trained tokens."""
+        """`[E + 2]`: choices of each expert; number of rows that chose; number of trained tokens."""
         mask = self._own_tokens(batch)
         found = torch.zeros(self.num_experts + 2, dtype=torch.float64, device=self._probabilities.device)
         for logits in self._logits:
@@ -107,7 +107,7 @@ class LoadBalancing:
         return found
 
     def _own_tokens(self, batch: Batch) -> Tensor:
-        """Which of the tokens that this rank's routers see are real: bool `[T]`."""
+        """Mask of the real tokens among those that this rank's routers see: bool `[T]`."""
         mask = batch.attention_mask.bool() & (not batch.is_dummy)
         return self.mesh.own_tokens(mask).to(self._probabilities.device)
 
@@ -122,7 +122,7 @@ def check_load_balancing(model: Any) -> None:
 
 
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """(router, where its logits are in what it returns), as transformers records them."""
+    """(router, index of the logits in its output), as transformers records them."""
     coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     recorder = model.base_model.can_record_outputs.get("router_logits")
     if coef is None or recorder is None or isinstance(recorder, list):

@@ -1,7 +1,7 @@
 """From examples to the padded micro-batches of one dp rank.
 
-Owns: which options of a run padding depends on; which rows of a micro-batch are whose, where a step is of several
-adapters. Does not own: which examples, in which order (`data.sampler`), padding itself (`data.collate`).
+Owns: which run options affect padding; the assignment of rows to adapters. Does not own: the order of examples
+(`data.sampler`), padding itself (`data.collate`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshlora.comm.groups import Mesh
 from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
 from meshlora.data.tokenization import Sequence as TokenSequence
 
-Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the examples of its optimizer step
-Row = tuple[int, list[int]]  # the adapter, by its place among the steps; the places of its sequences in that step
+Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
+Row = tuple[int, list[int]]  # index of the adapter's step; positions of the row's sequences in that step
 
 
 @dataclass(frozen=True)
 class Own:
-    """The rows of adapter `number` of the step in a micro-batch, by themselves."""
+    """The rows of adapter `number` of a micro-batch, as a batch of their own."""
 
     number: int
     batch: Batch
@@ -30,7 +30,7 @@ class Own:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank runs at once. owners: whose rows they are, in order; of one adapter a single one, of them all."""
+    """The rows that a rank runs at once. owners: the rows of each adapter, in order."""
 
     batch: Batch
     owners: tuple[Own, ...]
@@ -40,8 +40,8 @@ class MicroBatch:
 class Batching:
     """How the examples of an optimizer step become the micro-batches of one dp rank.
 
-    row_length: sequences are packed into rows of at most so many tokens; None: each has a row of its own.
-    only: of the rows of an example the one that is taken; None: all.
+    row_length: sequences are packed into rows of at most so many tokens; None: one sequence per row.
+    only: index of the row to take of each example; None: all.
     """
 
     mesh: Mesh
@@ -51,10 +51,10 @@ class Batching:
     only: int | None = None
 
     def rows(self, steps: Sequence[Step], *, dp_rank: int | None = None) -> list[list[Row]]:
-        """The rows of each micro-batch of this rank, or of `dp_rank`; neighbours are of one adapter.
+        """The rows of each micro-batch of this rank, or of `dp_rank`; rows of one adapter are adjacent.
 
-        Every rank gets the same number of micro-batches. Without packing the examples of all adapters are dealt to the
-        ranks in turn: ranks differ by one at most, whatever the batch sizes are.
+        Every rank gets the same number of micro-batches. Without packing, examples are dealt to the ranks round-robin
+        across adapters, so ranks differ by at most one example, whatever the batch sizes are.
         """
         rank = self.mesh.dp.rank if dp_rank is None else dp_rank
         if self.row_length is not None:
@@ -74,7 +74,7 @@ class Batching:
         return [[(n, [place * each[n] + row]) for n, place in part for row in taken[n]] for part in examples]
 
     def _packed(self, steps: Sequence[Step], row_length: int, dp_rank: int) -> list[Row]:
-        """All rows of `dp_rank`: in each the sequences of one adapter."""
+        """All packed rows of `dp_rank`. A row holds sequences of one adapter."""
         options = {"dp_rank": dp_rank, "dp_size": self.mesh.dp.size, "micro_batch_size": self.micro_batch_size}
         found = []
         for number, (data, indices) in enumerate(steps):
@@ -84,10 +84,7 @@ class Batching:
         return found
 
     def micro_batches(self, steps: Sequence[Step]) -> Iterator[MicroBatch]:
-        """This rank's share of `steps`, padded.
-
-        Each sequence keeps the number of its place in its own global batch, whoever computes it.
-        """
+        """This rank's share of `steps`, padded. Each sequence keeps its position in its adapter's global batch."""
         first, _ = steps[0]
         for rows in self.rows(steps):
             of_rows = [[_sequence(steps[number], place) for place in places] for number, places in rows]
@@ -101,7 +98,7 @@ class Batching:
             if self.row_length is not None:
                 lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows]
                 batch = with_positions(batch, lengths, [places for _, places in rows])
-            # A rank without a row runs the others' collectives; the row of padding that it runs on is of the first.
+            # A rank without rows still joins all collectives: it runs a row of padding as the first adapter's.
             groups = itertools.groupby([number for number, _ in rows] or [0])
             sizes = [(number, len(list(group))) for number, group in groups]
             whole = batch.to(self.mesh.device)

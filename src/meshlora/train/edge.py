@@ -1,8 +1,8 @@
-"""The edge of a rank's process: what reaches it from outside, and how what became of it is said.
+"""The edge of a rank's process: incoming signals, and how its end is reported.
 
-Owns: signals while a run trains: the first SIGINT or SIGTERM is a request to stop, the second one ends this process;
-the last line of a rank, its word to its launcher (ours, or torchrun's), its log, and its end. Does not own: the
-launcher (`train.launch`), what a rank does, about a request too (`train.trainer`).
+Owns: signals in training: the first SIGINT or SIGTERM is a request to stop, the second ends this process; the last line
+of a rank, its reports to its launcher (ours or torchrun), its log, and its exit. Does not own: the launcher
+(`train.launch`), the response to a request (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from meshlora.comm.groups import launcher_place
 from meshlora.common.errors import MeshloraError, UserError, report
 
-# Messages of sockets, gloo and NCCL when a peer is gone: the consequence of a failure elsewhere, never its cause.
+# Messages of sockets, gloo and NCCL when a peer is gone: always the effect of a failure elsewhere.
 LOST_CONTACT = "lost contact with another rank, whose own message names the cause"
 LOST_PEER = (
     "Connection closed by peer",
@@ -36,26 +36,26 @@ LOST_PEER = (
     "failed to connect",
     "Timed out waiting",
 )
-# Variables that our own launcher sets: its process number; the command of the user; a socket for words.
+# Variables set by our own launcher: its pid; the user's command; the file descriptor of a socket for reports.
 LAUNCHER, COMMAND, WORDS = "MESHLORA_LAUNCHER", "MESHLORA_COMMAND", "MESHLORA_WORDS"
 _RANK_0_FIRST_S = 5.0
 _ASKING = (signal.SIGINT, signal.SIGTERM)
-# A signal to all processes of a job comes to a rank twice, directly and from its launcher: that is one request.
+# A signal to all processes of a job reaches a rank twice, directly and from its launcher: this is one request.
 _ONE_REQUEST_S = 0.3
 
 
 def launched_by_us() -> bool:
-    """Whether our own launcher is the parent: it has made all checks, and will say the first cause itself."""
+    """Whether our own launcher is the parent: it has done all checks, and reports the first cause itself."""
     return LAUNCHER in os.environ
 
 
 def say_in_training() -> None:
-    """Tell our launcher that this rank handles signals from here on."""
+    """Tell our launcher that this rank handles signals from now on."""
     _tell(trains=True)
 
 
 def leave_result(result: Any) -> None:
-    """Hand plain values to our launcher, which returns those of rank 0."""
+    """Send JSON values to our launcher, which returns those of rank 0."""
     _tell(result=result)
 
 
@@ -68,15 +68,15 @@ def _tell(**words: Any) -> None:
 
 
 def _another_rank_failed() -> bool:
-    """Whether a rank of this machine has left word of a failure with torchrun, which then ends the others."""
+    """Whether a rank of this machine has reported a failure to torchrun, which then ends the others."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}"))
 
 
 def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
-    """Send what this process says to `OUTPUT/logs/rank-N.log`. goes_on: after what is there already.
+    """Redirect output of this process to `OUTPUT/logs/rank-N.log`. goes_on: append to the file.
 
-    Where the file cannot be made, as on a full disk, it stays on the terminal.
+    If the file cannot be made, as on a full disk, output stays on the terminal.
     """
     with contextlib.suppress(OSError):
         (output / "logs").mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
 
 
 def how_to_go_on(words: str) -> str:
-    """The command by which the run that `words` started goes on from its last checkpoint."""
+    """The command that resumes the run that `words` started."""
     given, kept = shlex.split(os.environ.get(COMMAND) or words), []
     while given:
         word = given.pop(0)
@@ -101,10 +101,10 @@ def how_to_go_on(words: str) -> str:
 
 @contextlib.contextmanager
 def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], None]) -> Iterator[Mapping[int, Any]]:
-    """Inside the block `handler` gets the signals `numbers`; yields what handled each before.
+    """Inside the block `handler` gets the signals `numbers`; yields the previous handlers.
 
-    What is ignored stays so, as SIGHUP under nohup, and SIGINT in a script's background job. Nothing is handled, nor
-    yielded, outside of the main thread, which alone can.
+    Ignored signals stay ignored, as SIGHUP under nohup, and SIGINT in a script's background job. Outside of the main
+    thread, which alone can handle signals, nothing is handled or yielded.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     known = {number: signal.getsignal(number) for number in numbers if in_main_thread}
@@ -120,11 +120,11 @@ def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], Non
 
 @contextlib.contextmanager
 def noticing_signals() -> Iterator[threading.Event]:
-    """Yields what is set once this process is asked to stop, inside the block. Where a rank has failed elsewhere, and
-    the launcher ends what is left, the first signal ends this process already.
+    """Yields an event that is set once this process is asked to stop. If another rank has failed, and the launcher
+    ends the rest, already the first signal ends this process.
 
-    A thread reads them from a pipe: Python's own handlers wait until a collective has returned, and one that waits for
-    a rank that hangs does not return.
+    A thread reads signals from a socket: Python's own handlers run only when a collective has returned, and one that
+    waits for a hanging rank never does.
     """
     asked = threading.Event()
     with handling_signals(_ASKING, lambda *_: None) as handled:
@@ -158,7 +158,7 @@ def noticing_signals() -> Iterator[threading.Event]:
 
 
 def _end_by(number: int) -> None:
-    """End this process by a signal. What a save has begun stays under a temporary name, for the next run."""
+    """End this process after a signal. An unfinished save stays under a temporary name, for the next run to remove."""
     place = launcher_place()
     if number == signal.SIGINT and not launched_by_us() and (place is None or place.rank == 0):
         print("interrupted", file=sys.stderr)
@@ -167,10 +167,10 @@ def _end_by(number: int) -> None:
 
 @contextlib.contextmanager
 def rank_edge() -> Iterator[None]:
-    """The edge of a rank's process: an error is said once, left for the launcher, and ends this process at once.
+    """The edge of a rank's process: an error is printed once, reported to the launcher, and ends this process.
 
-    At once, without closing process groups: closing them can wait for ranks that wait for us. It is said on the
-    terminal, and in the log of a rank that has one.
+    Process groups are not closed first: closing can wait for ranks that wait for us. The error goes to the terminal,
+    and to the rank's log if it has one.
     """
     terminal = os.dup(2)
     try:
@@ -190,8 +190,8 @@ def rank_edge() -> Iterator[None]:
             print(line, file=sys.stderr, flush=True)
         if not launched_by_us():
             if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
-                # Every rank finds the same mistake, or misses the one that ended, and the launcher ends the others when
-                # the first one ends: rank 0 is given the time to say it. Who is still alive then is alone with it.
+                # All ranks find the same mistake, or lose the same peer, and the launcher kills the rest when the first
+                # ends: give rank 0 the time to print it. A rank still alive after that is the only one with the error.
                 time.sleep(_RANK_0_FIRST_S)
             if is_logged:
                 os.write(terminal, f"{line}\n".encode())
@@ -203,7 +203,7 @@ def rank_edge() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """What to say of an error: its message where we raised it on purpose, else with the traceback."""
+    """The text for an error: the message of one of ours, else the traceback."""
     if isinstance(error, MeshloraError):
         return str(error)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
@@ -212,7 +212,7 @@ def describe(error: BaseException) -> str:
 
 
 def leave_word(text: str) -> None:
-    """Leave the cause of this rank's end with its launcher: ours, or torchrun, which shows the earliest."""
+    """Report the cause of this rank's end to its launcher: ours, or torchrun, which shows the earliest."""
     _tell(failed=text)
     if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
@@ -223,6 +223,6 @@ def leave_word(text: str) -> None:
 
 def _end(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader may be gone
             stream.flush()
     os._exit(code)

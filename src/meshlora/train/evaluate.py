@@ -1,6 +1,6 @@
 """Evaluation: the mean loss over a whole set, each example exactly once on any topology.
 
-Owns: the loop over the set, the sum over ranks, perplexity, and what `meshlora evaluate` checks before a rank starts.
+Owns: the loop over the set, the sum over ranks, perplexity, and the checks of `meshlora evaluate` before ranks start.
 Does not own: the loss itself (`train.objectives`), when a run evaluates (`train.trainer`), generated text
 (`text.decoding`) or its scores (`text.scores`).
 """
@@ -45,7 +45,7 @@ def mean_loss(
     *,
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
-    """(mean loss over what the objective counts of `data`, and how many these are), over all ranks.
+    """(mean loss over `data`, number of items averaged: tokens, pairs or records), over all ranks.
 
     advance: called after each micro-batch. Collective. Sums are float64.
     """
@@ -68,13 +68,13 @@ def mean_loss(
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss per token in nats; infinite where no float holds it."""
+    """exp of a mean loss per token in nats; infinite if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that passed every check; of the base alone, where its blueprint has no adapter."""
+    """An evaluation that passed every check; of the base alone if its blueprint has no adapter."""
 
     config: RunConfig
     blueprint: Blueprint
@@ -83,7 +83,7 @@ class Evaluation:
 
 
 def adapter_of_run(config: RunConfig) -> Path | None:
-    """The adapter that a run file stands for: the finished one of its run, else the one it begins from, if any."""
+    """The adapter to evaluate for a run file: the finished one of its run, else its initial one, if any."""
     finished = Path(config.train.output) / "adapter"
     if (finished / CONFIG_FILE).is_file():
         return finished
@@ -105,7 +105,7 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
             "give --adapter FOLDER",
         )
     topology = Topology.parse(config.topology, world=world)
-    # None is active outside of training.
+    # No dropout is active outside of training.
     options = dataclasses.replace(config.model, disable_dropout=True)
     blueprint = make_blueprint(config.model.path, topology, options)
     check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
@@ -125,7 +125,7 @@ def load_for_evaluation(run: Evaluation) -> Any:
 
 
 def evaluate(run: Evaluation) -> dict[str, Any]:
-    """Loss, and of supervised fine-tuning perplexity, over all of the data. Every rank calls this and gets the same."""
+    """Loss over all of the data, with perplexity for text. Every rank calls this and gets the same result."""
     join(run.config.device)
     model = load_for_evaluation(run)
     objective = run.config.train.objective
@@ -144,5 +144,5 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     found[COUNTED[objective.per]] = number
     if objective.is_of_text:
         value = perplexity(loss)
-        found["perplexity"] = value if math.isfinite(value) else None  # JSON has no word for infinity
+        found["perplexity"] = value if math.isfinite(value) else None  # JSON has no infinity
     return found

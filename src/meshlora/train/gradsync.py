@@ -1,12 +1,11 @@
 """Finishing gradients: from partial sums on every rank to the gradient one process would have.
 
 Owns: the sum over each factor's gradient axes (and mean axes), one flat bucket per distinct set of axes; division by
-the global number of trained tokens; the one true global norm; of one adapter as of several, whose gradients travel
-together. Does not own: which axes those are (`plan.grads`).
+the global number of trained tokens; the global norm; for one adapter or several, in shared buckets. Does not own: the
+choice of axes (`plan.grads`).
 
-Each comes twice: with a number for loops of a user's own, which train one adapter, and `_on_device` for K of them,
-where nothing waits for the device: the host goes on to give it work, and reads all numbers of a step at once
-(`train.trainer`).
+Each function comes twice: returning a number, for custom loops with one adapter, and `_on_device` for K adapters, where
+the host never waits for the device: `train.step_sums` reads all numbers of a step at once.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from meshlora.common.compat import copy_each, multiply_each, norm_of_each
 from meshlora.common.errors import MeshloraError
 from meshlora.plan.grads import Segment, segment_of
 
-Adapters = Sequence[Sequence[Factor]]  # the factors of each on this rank
+Adapters = Sequence[Sequence[Factor]]  # the local factors of each
 
-# Marks a gradient tensor that is summed and divided: a second time would be silently wrong.
+# Marks a finished gradient: summing and dividing it again would be silently wrong.
 _FINISHED = "_meshlora_finished"
 
 
@@ -37,14 +36,14 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     Call it once per optimizer step, after the last backward of the accumulation loop and before clipping.
 
     Args:
-        num_tokens: trained tokens that this rank's losses were summed over. tp ranks see the same tokens and must
-            give the same number.
+        num_tokens: number of trained tokens in this rank's losses. tp ranks see the same tokens, and must pass the
+            same number.
 
     Returns:
         The global number of trained tokens, counted once.
 
     Raises:
-        MeshloraError: a trainable factor has no gradient, or nobody trained any token.
+        MeshloraError: a trainable factor has no gradient, or no rank has a trained token.
     """
     total = int(finish_gradients_on_device(runtime(model).mesh, [active_factors(model)], [num_tokens]).item())
     check_total(total)
@@ -53,7 +52,7 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
 
 def check_total(total: int, name: str = "") -> None:
     """Raises:
-    MeshloraError: no token was trained, of adapter `name` where there are several.
+    MeshloraError: no token was trained. name: of the adapter, if there are several.
     """
     if total == 0:
         which = f"adapter {name}: " if name else ""
@@ -62,9 +61,9 @@ def check_total(total: int, name: str = "") -> None:
 
 @torch.no_grad()
 def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
-    """`finish_gradients` of each of K adapters, by its own number of tokens `[K]`: one sum for each set of axes.
+    """`finish_gradients` of K adapters with `num_tokens` `[K]`: one all-reduce for each set of axes.
 
-    Returns their global numbers `[K]`, int64, which are not looked at (`check_total`).
+    Returns the global numbers `[K]`, int64, unchecked (see `check_total`).
     """
     for factor in itertools.chain(*adapters):
         if factor.parameter.grad is None:
@@ -85,7 +84,7 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
                 of_each[number].append(segment_of(_grad(factor), segment))
     # In the same order on every rank.
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: [*map(sorted, item[0])]):
-        # Of no token at all gradients stay numbers: whoever looks at the total says so.
+        # Keep gradients finite if there is no token: `check_total` raises later.
         scales = 1 / (totals.clamp(min=1).double() * mesh.over(mean_axes).size)
         _sum_bucket(grads, axes | mean_axes, mesh, scales=scales)
     for factor in itertools.chain(*adapters):
@@ -96,7 +95,7 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
 def clip_gradients(model: Any, max_norm: float | None) -> float:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; None or 0 only measures. Collective.
 
-    Every logical element counts once, whoever and how many hold it.
+    Every logical element counts once, however many ranks hold it.
 
     Returns:
         The norm before clipping.
@@ -106,11 +105,11 @@ def clip_gradients(model: Any, max_norm: float | None) -> float:
 
 @torch.no_grad()
 def clip_gradients_on_device(mesh: Mesh, adapters: Adapters, max_norms: Sequence[float | None]) -> Tensor:
-    """`clip_gradients` of each of K adapters, to its own of `max_norms` `[K]`. Returns their norms, `[K]`, float64.
+    """`clip_gradients` of K adapters with `max_norms` `[K]`. Returns the norms before clipping, `[K]`, float64.
 
-    They are not looked at: one that is not finite leaves that adapter no gradient to use.
+    They are not checked: after one that is not finite, that adapter's gradient is unusable.
     """
-    # Over all ranks, each with its share of what several hold: one sum gives every rank the same bits.
+    # One sum over all ranks, replicas counted in shares, gives every rank the same bits.
     squares = torch.cat([_sum_of_squares(factors, mesh) for factors in adapters])
     norms = all_reduce_sum(squares, mesh.world).sqrt()
     for factors, norm, max_norm in zip(adapters, norms, max_norms, strict=True):
@@ -121,7 +120,7 @@ def clip_gradients_on_device(mesh: Mesh, adapters: Adapters, max_norms: Sequence
 
 
 def fill_missing(factors: Sequence[Factor]) -> None:
-    """Zeros for the factors of an adapter of which no token came to this rank in a step."""
+    """Zero gradients for an adapter none of whose tokens came to this rank."""
     for factor in factors:
         if factor.parameter.grad is None:
             factor.parameter.grad = torch.zeros_like(factor.parameter)
@@ -138,7 +137,7 @@ def _sum_bucket(grads: list[list[Tensor]], axes: frozenset[str], mesh: Mesh, *, 
         for own, scale in zip(grads, scales, strict=True):
             _multiply(own, scale)
         return
-    # The bucket is fresh memory that nobody else holds: no copy of it is made for the sum.
+    # The bucket is fresh memory, so it is reduced in place.
     every = [grad for own in grads for grad in own]
     flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in every]), mesh.over(axes))
     sizes = [sum(grad.numel() for grad in own) for own in grads]
@@ -148,13 +147,13 @@ def _sum_bucket(grads: list[list[Tensor]], axes: frozenset[str], mesh: Mesh, *, 
 
 
 def _multiply(tensors: list[Tensor], scale: Tensor) -> None:
-    """In place, with a number `[]` that is on the device; all are float32, or all float64."""
+    """In place, by a scale `[]` on the device. All tensors are float32, or all float64."""
     if tensors:
         multiply_each(tensors, scale.to(tensors[0].dtype))
 
 
 def _sum_of_squares(factors: Sequence[Factor], mesh: Mesh) -> Tensor:
-    """`[1]`, float64: the squares of all elements on this rank, each over the number of ranks that hold it."""
+    """`[1]`, float64: sum of squares of this rank's elements, each divided by the number of its holders."""
     by_holders: dict[int, list[Tensor]] = {}
     for factor in factors:
         for segment in _segments(factor, mesh):

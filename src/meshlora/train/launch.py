@@ -1,12 +1,11 @@
-"""Starting the ranks of one machine, and saying which failed first.
+"""Starting the ranks of one machine, and reporting the one that failed first.
 
-Owns: the child processes of `--nproc N` from start to end, their folder, and how a signal to this process ends what it
-has started. Does not own: what ranks do, and how a rank says what became of it (`train.edge`).
+Owns: the child processes of `--nproc N` from start to end, their folder, and clean-up on a signal. Does not own: what
+ranks do, and how a rank reports its end (`train.edge`).
 
-Nobody but this user reaches anything of a run: ranks meet in a file of a folder with mode 0700, and leave word through
-a socket that they inherit. Nothing outlives a run, whichever of its processes is killed. A rank ends with this process
-(`meshlora.common.lifetime`), this process ends the others where one ends, and the folder goes with this process too: a
-shell waits for its end to remove it.
+Only this user can reach a run: ranks rendezvous in a file of a folder with mode 0700, and report through an inherited
+socket. Nothing outlives a run, whichever of its processes is killed: ranks die with this process
+(`meshlora.common.lifetime`), it ends the others when one ends, and a shell that waits for its end removes the folder.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from meshlora.common.errors import MeshloraError, RankFailedError, UserError
 from meshlora.common.lifetime import Janitor
 from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS, handling_signals
 
-# After one rank failed, how long the others may take to say why: the cause may be theirs.
+# How long after a rank's failure the others may still report: the cause may be theirs.
 _GRACE_S = 1.0
 _LOOK_S = 0.05
 _LONGEST_WORD = 2**18
-# Ranks have sockets in it, whose path may have 107 bytes.
+# Ranks create sockets in it, whose paths are limited to 107 bytes.
 _LONGEST_FOLDER = 60
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class _Rank:
-    """A rank that was started.
+    """A started rank.
 
     Attributes:
-        said: its last word, by key: `failed` with the cause, `result`. trains: whether it handles signals itself.
-        ended_at: when it was seen to have ended, or said that it failed.
+        said: its reports, by key: `failed` with the cause, `result`. trains: whether it handles signals itself.
+        ended_at: when it was seen to have ended, or reported a failure.
     """
 
     number: int
@@ -60,26 +59,26 @@ class _Rank:
 
 
 def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s: float = 600.0) -> Any:
-    """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have ended well, with the result that
-    rank 0 left (`edge.leave_result`), if any.
+    """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have succeeded, with the result of rank 0
+    (`edge.leave_result`), if any.
 
-    When one rank fails the others are ended. While all of them train a first SIGINT or SIGTERM is handed on to them,
-    and they save and end well. command: by which the user started this, for ranks to say how to go on. timeout_s: how
-    long the others may take to end after rank 0, which has the last word.
+    When one rank fails the others are killed. While all ranks train, a first SIGINT or SIGTERM is forwarded to them,
+    and they save and exit. command: the user's command, for messages on how to resume. timeout_s: how long the others
+    may take to end after rank 0.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
-        KeyboardInterrupt, MeshloraError: SIGINT or another signal came; the ranks have been ended first.
+        KeyboardInterrupt, MeshloraError: on SIGINT or another signal, after the ranks were killed.
     """
     ranks: list[_Rank] = []
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # words of ranks arrive whole
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # datagrams: reports arrive whole
     with ours, theirs, signals_end_what_was_started(), _folder_of_run() as (folder, janitor):
         try:
             with _first_signal_handed_on(ranks, nproc):
                 for number in range(nproc):
                     environment = os.environ | place_in_environment(number, nproc, store=str(folder / "store"))
                     environment |= {LAUNCHER: str(os.getpid()), COMMAND: command, WORDS: str(theirs.fileno())}
-                    # What a rank writes for a moment goes with the run.
+                    # Temporary files of a rank are removed with the run.
                     environment |= {"TMPDIR": str(folder)}
                     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
                     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -103,18 +102,18 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str], words: sock
         env=environment,
         stdin=subprocess.DEVNULL,
         pass_fds=[words.fileno()],
-        start_new_session=True,  # what a terminal sends to all its processes reaches ranks through this one
+        start_new_session=True,  # signals from the terminal reach ranks through this process
     )
 
 
 @contextlib.contextmanager
 def _folder_of_run() -> Iterator[tuple[Path, Janitor]]:
-    """(a folder that only this user can enter, the process that removes it where this one cannot)."""
+    """(a folder that only this user can enter, the process that removes it if this one is killed)."""
     parent, name = Path(tempfile.gettempdir()), f"meshlora-{secrets.token_hex(6)}"
     if len(os.fsencode(parent / name)) > _LONGEST_FOLDER:
         parent = Path("/tmp")
     folder = parent / name
-    janitor = Janitor([folder])  # before there is a folder: there is no moment in which it could be left behind
+    janitor = Janitor([folder])  # before the folder exists: it can never be left behind
     try:
         folder.mkdir(mode=0o700)
         yield folder, janitor
@@ -124,10 +123,10 @@ def _folder_of_run() -> Iterator[tuple[Path, Janitor]]:
 
 
 def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: Janitor, timeout_s: float) -> None:
-    """Until all ranks have ended: by themselves, or killed some seconds after the first that failed.
+    """Wait until all ranks have ended: by themselves, or killed `_GRACE_S` after the first failure.
 
     Raises:
-        RankFailedError: some still run `timeout_s` after rank 0 has ended well.
+        RankFailedError: some still run `timeout_s` after rank 0 has succeeded.
     """
     while any(rank.process.poll() is None for rank in ranks):
         select.select([words], [], [], _LOOK_S)
@@ -164,7 +163,7 @@ def _read(ranks: Sequence[_Rank], words: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _first_signal_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None]:
-    """Inside the block the first SIGINT or SIGTERM goes to the ranks, where all train; any other ends the launch."""
+    """Inside the block the first SIGINT or SIGTERM is forwarded to the ranks, if all train; others end the launch."""
     handed_on: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -182,12 +181,12 @@ def _first_signal_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None
 
 @contextlib.contextmanager
 def signals_end_what_was_started() -> Iterator[None]:
-    """Inside the block the first SIGINT, SIGTERM or SIGHUP raises; later ones wait until the block has cleaned up.
+    """Inside the block the first SIGINT, SIGTERM or SIGHUP raises; later ones are ignored while the block cleans up.
 
-    Without it SIGTERM ends this process on the spot, and its ranks and temporary folders are left to themselves.
+    Otherwise SIGTERM would end this process at once, and orphan its ranks and temporary folders.
 
     Raises:
-        KeyboardInterrupt, MeshloraError: SIGINT or another signal came.
+        KeyboardInterrupt, MeshloraError: on SIGINT or another signal.
     """
     came: list[int] = []
 
@@ -206,25 +205,25 @@ def signals_end_what_was_started() -> Iterator[None]:
 
 
 def _first_cause(failed: Sequence[_Rank]) -> RankFailedError:
-    """The failure to show: a rank's own word, then a killed rank, then one that lost its peers; of equals the first."""
+    """The failure to show: a rank's report, else a killed rank, else one that lost its peers; the first of equals."""
 
     def order(rank: _Rank) -> tuple[int, float, int]:
         code = rank.process.returncode
         is_lost = rank.said.get("failed") == LOST_CONTACT
-        # One in training ends with 128 and the number of a signal.
+        # A rank in training exits with 128 + the number of the signal.
         is_ended = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         kind = 3 if is_ended else 2 if is_lost else int(code < 0)
         return kind, rank.ended_at or 0.0, rank.number
 
     rank = min(failed, key=order)
     code, words = rank.process.returncode, rank.said.get("failed")
-    # What all say at once is said by the first of them.
+    # An error that all report is shown for the first of them.
     rank = next((each for each in failed if words is not None and each.said.get("failed") == words), rank)
     if code == UserError.exit_code and words is not None:
         cause = RankFailedError(words)
         cause.exit_code = code
         return cause
     if code < 0:
-        name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")  # none of real-time signals
+        name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")  # real-time signals have none
         return RankFailedError(f"rank {rank.number} was ended by signal {-code}{name}")
     return RankFailedError(f"rank {rank.number}: {words or f'it ended with exit code {code}, and said nothing'}")

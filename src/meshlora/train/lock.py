@@ -1,12 +1,12 @@
-"""One run at a time in an output folder, on one machine and on a file system that several share.
+"""One run at a time in an output folder, on one machine and on a shared file system.
 
-Owns: the lock of a folder, who holds it, and when a lock that was left behind counts for nothing. Does not own: when a
-run takes it (`train.together`), and what it does inside.
+Owns: the lock of a folder, its holder, and when an abandoned lock is stale. Does not own: when a run takes it
+(`train.together`).
 
-The lock is `flock` on a file of its own: the kernel gives it back when the last process with the open file ends,
-however it ends, so that on one machine a lock is never stale. Other machines may not see it (NFS without locks, Lustre
-with localflock): for them the holder changes the file's time every few seconds. A lock of another machine counts for
-nothing once its file was watched for a minute and did not change; clocks are not compared, as those of machines differ.
+The lock is `flock` on a separate file: the kernel releases it when the last process with the open file ends, however it
+ends, so on one machine no lock is stale. Other machines may not see it (NFS without locks, Lustre with localflock): for
+them the holder touches the file every few seconds. Another machine's lock is stale once its file was watched for a
+minute and did not change; clocks are not compared, as those of machines differ.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshlora.common.errors import UserError
 
 FILE = ".lock"
 _BEAT_S = 5.0
-# Of another machine's lock: without a beat for so long, nobody holds it.
+# Another machine's lock is stale after so long without a beat.
 _STALE_S = 60.0
-# Two that find the same lock stale both write their names; the later one has it, and the other sees that by then.
+# Two that find the same lock stale both write their names; the later one wins, and the other sees it by then.
 _SETTLE_S = 2.0
-# Whoever only looks holds the lock for a moment.
+# `holder_of` holds the lock for a moment.
 _TRIES, _BETWEEN_TRIES_S = 3, 0.1
 _LARGEST, _LONGEST_NAME = 1024, 255
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -43,7 +43,7 @@ _OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, or has held it. since: in seconds of its own clock. boot: of its kernel."""
+    """The present or past holder of a lock. since: seconds, by its own clock. boot: id of its kernel's boot."""
 
     pid: int
     host: str
@@ -51,7 +51,7 @@ class Holder:
     boot: str
 
     def __str__(self) -> str:
-        """Of a person: `process 123 on host h since 2025-01-31 12:00:00`."""
+        """For messages: `process 123 on host h since 2025-01-31 12:00:00`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on host {self.host} since {since}"
 
@@ -60,8 +60,8 @@ class Holder:
 def hold(output: Path, *, say: Callable[[str], None] = print) -> Iterator[int]:
     """Hold the lock of `output` inside the block; yields its open file.
 
-    A child process that is given the file (`pass_fds`) holds it too, should this one be killed. The folder is made
-    where there is none, and removed again where nothing came into it. say: called with a line before a wait.
+    A child process that inherits the file (`pass_fds`) holds it too, should this one be killed. The folder is created
+    if missing, and removed again if it stays empty. say: called with a message before a wait.
 
     Raises:
         UserError: another run trains there; or the folder cannot be written.
@@ -100,9 +100,9 @@ def hold(output: Path, *, say: Callable[[str], None] = print) -> Iterator[int]:
 
 
 def holder_of(output: Path) -> Holder | None:
-    """Who holds the lock of `output`, as far as can be told without waiting; None where nobody does.
+    """The holder of the lock of `output`, as far as can be told without waiting; None if it is free.
 
-    Of another machine it is not known whether it is still there.
+    A holder on another machine may be gone already.
     """
     try:
         with _opened(output / FILE) as descriptor:
@@ -114,7 +114,7 @@ def holder_of(output: Path) -> Holder | None:
 
 
 def _take(file: Path, say: Callable[[str], None]) -> int:
-    """The open file of the lock, held.
+    """Take the lock; returns its open file.
 
     Raises:
         UserError: another run holds it. OSError: the file system refuses.
@@ -128,7 +128,7 @@ def _take(file: Path, say: Callable[[str], None]) -> int:
             try:
                 descriptor = os.open(file, os.O_RDWR | _OPENED)
             except FileNotFoundError:
-                continue  # given back in between
+                continue  # released in between
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise UserError(f"train.output={file.parent}", f"{FILE} in it is no file of ours", "remove it")
@@ -136,14 +136,14 @@ def _take(file: Path, say: Callable[[str], None]) -> int:
                 raise _refusal(file, _read(descriptor))
             if not _is_same(file, descriptor):
                 os.close(descriptor)
-                continue  # given back, and its name too
+                continue  # released, and the file removed
             before = _read(descriptor)
             is_of_others = not is_new and (before is None or before.boot != _boot())
             if is_of_others:
                 _watch(file, before, say)
                 if not _is_same(file, descriptor):
                     os.close(descriptor)
-                    continue  # given back meanwhile
+                    continue  # released meanwhile
             own = _write(descriptor)
             if is_of_others:
                 time.sleep(_SETTLE_S)
@@ -151,17 +151,17 @@ def _take(file: Path, say: Callable[[str], None]) -> int:
                     raise _refusal(file, now and now[-1])
             return descriptor
         except BaseException:
-            if is_new and _is_same(file, descriptor):  # as where its content found no room
+            if is_new and _is_same(file, descriptor):  # as on a full disk
                 file.unlink()
             os.close(descriptor)
             raise
 
 
 def _watch(file: Path, before: Holder | None, say: Callable[[str], None]) -> None:
-    """Wait until a lock that this machine cannot judge counts for nothing.
+    """Wait until another machine's lock is stale.
 
     Raises:
-        UserError: it changes: its holder lives.
+        UserError: the file changes: its holder is alive.
     """
     say(
         f"train.output={file.parent}: {_words(before)} trained there; watching for {_STALE_S:g} s whether it still does"
@@ -176,7 +176,7 @@ def _watch(file: Path, before: Holder | None, say: Callable[[str], None]) -> Non
 
 
 def _state(file: Path) -> tuple[int, int, Holder | None] | None:
-    """(Which file it is, its time, who says that it holds it); None where it is gone."""
+    """(inode, modification time, holder by its content) of the file; None if it is gone."""
     try:
         with _opened(file) as descriptor:
             found = os.fstat(descriptor)
@@ -187,7 +187,7 @@ def _state(file: Path) -> tuple[int, int, Holder | None] | None:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[int]:
-    """Anew each time: that is when a network file system asks its server."""
+    """Reopen the file each time: only then does a network file system ask its server."""
     descriptor = os.open(file, os.O_RDONLY | _OPENED)
     try:
         yield descriptor
@@ -196,7 +196,7 @@ def _opened(file: Path) -> Iterator[int]:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether the lock is had; also where the file system has none."""
+    """Whether the lock was taken; True also if the file system has no locks."""
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_BETWEEN_TRIES_S)
@@ -221,7 +221,7 @@ def _is_same(file: Path, descriptor: int) -> bool:
 
 def _beat(descriptor: int, stop: threading.Event) -> None:
     while not stop.wait(_BEAT_S):
-        with contextlib.suppress(OSError):  # a server that is away for a while
+        with contextlib.suppress(OSError):  # the server may be away for a while
             os.utime(descriptor)
 
 
@@ -242,7 +242,7 @@ def _write(descriptor: int) -> Holder:
 
 
 def _read(descriptor: int) -> Holder | None:
-    """Who says that it holds the lock; None where nobody does, or not in our words."""
+    """The holder by the file's content; None if there is none or it is malformed."""
     try:
         content = json.loads(os.pread(descriptor, _LARGEST, 0))
         holder = Holder(**content)

@@ -1,8 +1,8 @@
-"""Losses as sums over trained tokens. Dividing by the global number of tokens is `gradsync.finish_gradients`' part.
+"""Losses as sums over trained tokens; `gradsync.finish_gradients` divides by the global number of tokens.
 
-Owns: the loss and the log-probabilities of a language model whose logits never exist whole, and those of logits that
-do, for loops of one's own. Does not own: the arithmetic over a split vocabulary (`layers.head.loss`), what an
-objective makes of log-probabilities (`train.objectives`).
+Owns: the loss and log-probabilities of a language model without materialising its logits, and the loss of given
+logits, for custom loops. Does not own: the arithmetic over a split vocabulary (`layers.head.loss`), the objectives
+(`train.objectives`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from meshlora.layers.head.loss import (
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.linear import ParallelHead
 
-# What the head gets `[T, H]`, the head, and what a loss over its vocabulary is given.
+# Input of the head `[T, H]`, the head, options of a loss over its vocabulary.
 _Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]
 _Found = Tensor | _Lazy  # or logits `[B, S, V]`
-Rows = Sequence[tuple[str, Batch]]  # whose rows a batch has: adapter, its rows; neighbours, in order
+Rows = Sequence[tuple[str, Batch]]  # (adapter, its rows), in the order of the batch
 
 
 def language_model_loss(
@@ -43,27 +43,25 @@ def language_model_loss(
 ) -> Tensor:
     """Sum over the trained tokens of (1-e) -log p(label) + e times the mean of -log p over the vocabulary.
 
-    input_ids, attention_mask, labels: `[B, S]`; labels are shifted already (labels[b, t] is the token after t), and
-    -100 where untrained. The logits `[B, S, V]` never exist: the head runs on some tokens at a time.
-    position_ids: `[B, S]` of packed rows, which begin again with each sequence.
-    trained: `[N]`, where `labels.flatten()` is not -100, in order, if that is known: a GPU need not be asked for it.
+    input_ids, attention_mask, labels: `[B, S]`; labels are already shifted (labels[b, t] is the token after t), -100
+    where untrained. The logits `[B, S, V]` are never materialised: the head runs on a chunk of tokens at a time.
+    position_ids: `[B, S]` of packed rows, restarting at each sequence.
+    trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then
+    need not wait for the device.
 
     Raises:
-        UserError: labels that are not shifted, as Hugging Face's models take them. Whoever says what is `trained` knows
-            what labels are, and is not checked: a GPU would have to be asked.
+        UserError: unshifted labels, as Hugging Face's models take them. Not checked if `trained` is given, which would
+            make the host wait.
     """
     found = _forward(model, input_ids, attention_mask, labels, position_ids, trained)
     return _summed(found, labels, trained, label_smoothing)
 
 
 def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothing: float) -> Sequence[Tensor]:
-    """`language_model_loss` of the rows of each of K adapters, from one forward.
-
-    Unless it is trained the head, too, runs once for all.
-    """
+    """`language_model_loss` of the rows of each of K adapters, from one forward; the head runs once unless trained."""
     found = _forward_batch(model, batch)
     if len(own) == 1 or isinstance(found, Tensor) or found[2]["parameters"]:
-        each = zip(_of_each(model, found, own), own, strict=True)
+        each = zip(_per_adapter(model, found, own), own, strict=True)
         return [_summed(one, rows.labels, rows.trained, label_smoothing) for one, (_, rows) in each]
     hidden, head, options = found
     summed = summed_cross_entropy_from_hidden(
@@ -79,20 +77,20 @@ def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothin
 
 
 def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
-    """log p(label) of each token, `[B, S]`, 0 where untrained. own: the rows of each, where several adapters are run.
+    """log p(label) of each token, `[B, S]`, 0 where untrained. own: the rows of each of several adapters.
 
     Raises:
-        UserError: as of `language_model_loss`.
+        UserError: as in `language_model_loss`.
     """
     found = _forward_batch(model, batch)
     if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
         return _log_probabilities(found, batch.labels, batch.trained)
-    each = zip(_of_each(model, found, own), own, strict=True)
+    each = zip(_per_adapter(model, found, own), own, strict=True)
     return torch.cat([_log_probabilities(one, rows.labels, rows.trained) for one, (_, rows) in each])
 
 
-def _of_each(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
-    """What the head gets of the rows of each adapter, with that adapter on the head; or their logits."""
+def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
+    """The head's input for the rows of each adapter, with that adapter active on the head; or their logits."""
     if isinstance(found, Tensor):
         return found.split([len(rows.labels) for _, rows in own])
     hidden, head, options = found
@@ -142,9 +140,9 @@ def _log_probabilities(found: _Found, labels: Tensor, trained: Tensor | None) ->
 def check_shifted(
     input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> None:
-    """Refuse labels `[B, S]` that say of each token itself, and not the one after it. The host waits for the answer.
+    """Refuse labels `[B, S]` that are the tokens themselves, not their successors. The host waits for the device.
 
-    Shifted labels cannot be taken for such: where the next token is of the same sequence, they are that token.
+    No false positives: shifted labels equal the next token wherever that is of the same sequence.
     """
     if labels.shape != input_ids.shape:
         raise UserError(
@@ -154,7 +152,7 @@ def check_shifted(
         )
     is_trained = labels != IGNORED
     is_itself = (labels == input_ids) | ~is_trained
-    goes_on = is_trained[:, :-1]  # the sequence, in its row
+    goes_on = is_trained[:, :-1]  # the next token is of the same sequence
     if attention_mask is not None and attention_mask.ndim == 2:
         goes_on = goes_on & (attention_mask[:, 1:] == attention_mask[:, :-1])
     if position_ids is not None:
@@ -169,7 +167,7 @@ def check_shifted(
 
 
 def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
-    """Arguments of a model's forward. Without a mask transformers reads from position ids where a sequence begins."""
+    """Arguments of a model's forward. Without a mask transformers finds sequence starts by the position ids."""
     if position_ids is not None:
         return {"input_ids": input_ids, "attention_mask": None, "position_ids": position_ids, "use_cache": False}
     return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
@@ -202,7 +200,7 @@ def _forward(
     except UnsupportedError:
         if not state.plan.topology.is_whole:
             raise
-        # What this model does to its logits needs all of them: on one process they can be had.
+        # This model's post-processing needs whole logits, which one process can afford.
         head.is_lazy = False
         logits = model(**inputs).logits
         assert isinstance(logits, Tensor)
@@ -220,7 +218,7 @@ def _forward(
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """The same from whole logits `[B, S, V]`, in fp32 (fp64 inside the lift)."""
+    """`language_model_loss` from whole logits `[B, S, V]`, in fp32 (fp64 inside the lift)."""
     return F.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),

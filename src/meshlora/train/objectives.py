@@ -1,7 +1,7 @@
-"""Objectives: what is made of the log-probabilities of a batch, as a sum over what a step is divided by.
+"""Objectives: losses from the log-probabilities of a batch, summed over tokens, pairs or records.
 
-Owns: the formula of each objective. Does not own: their parameters (`config.objective`), where the log-probabilities
-come from (`train.losses`), the records (`data.rollouts`, `data.preferences`), the sum over ranks and the division
+Owns: the formula of each objective. Does not own: their parameters (`config.objective`), the log-probabilities
+(`train.losses`), the records (`data.rollouts`, `data.preferences`), the sum over ranks and the division
 (`train.gradsync`).
 
 Legend: pi the model with its adapter, ref the frozen base without; t trained tokens, y a whole completion.
@@ -26,16 +26,16 @@ from meshlora.data import Batch, TokenizedDataset
 from meshlora.train.batches import Batching
 from meshlora.train.losses import Rows, batch_log_probabilities, language_model_losses
 
-Sums = Mapping[str, Tensor]  # name -> a sum whose mean over the step is reported
+Sums = Mapping[str, Tensor]  # name -> a sum, reported as a mean over the step
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a formula is given of a batch; of one without sequences no rows.
+    """The arguments of a formula; a dummy batch has no rows.
 
-    log_p, log_ref: log-probabilities `[B, S]` of pi and, where the objective needs them, of ref; 0 where untrained.
-    is_trained: bool `[B, S]`. columns: name -> `[B, S]`, of the records. is_training: no evaluation.
-    point: `[]`, the reference point of the step, where the objective has one.
+    log_p, log_ref: log-probabilities `[B, S]` of pi and, if the objective needs them, of ref; 0 where untrained.
+    is_trained: bool `[B, S]`. columns: name -> `[B, S]`, from the records. is_training: False in evaluation.
+    point: `[]`, the reference point of the step, if the objective has one.
     """
 
     log_p: Tensor
@@ -46,11 +46,11 @@ class Seen:
     point: Tensor | None = None
 
 
-Formula = Callable[[Any, Seen], tuple[Tensor, Sums]]  # (objective, what is seen) -> (losses, values to report): to sum
+Formula = Callable[[Any, Seen], tuple[Tensor, Sums]]  # -> (losses, values to report), both to be summed
 
 
 def count(objective: Objective, batch: Batch) -> int:
-    """What the sum over this batch is divided by its share of: trained tokens, pairs or records."""
+    """Number of items of this batch in the mean: trained tokens, pairs or records."""
     if objective.per == "token":
         return batch.num_trained_tokens
     return 0 if batch.is_dummy else len(batch.input_ids) // (2 if objective.per == "pair" else 1)
@@ -59,12 +59,12 @@ def count(objective: Objective, batch: Batch) -> int:
 def loss_sums(
     objective: Objective, model: Any, batch: Batch, own: Rows, base: Tensor | None, points: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Sums]]:
-    """(the summed loss on the model's device, sums to report) of the rows of each of K adapters in a batch.
+    """(summed loss on the model's device, sums to report) of the rows of each of K adapters in a batch.
 
-    base: log-probabilities `[B, S]` of the frozen base, where the objective needs them. points: `reference_point` of
-    the step of each.
+    base: log-probabilities `[B, S]` of the frozen base, if the objective needs them. points: `reference_point` of the
+    step of each adapter.
     """
-    if isinstance(objective, Sft):  # its logits never exist, nor the log-probabilities of single tokens
+    if isinstance(objective, Sft):  # neither logits nor log-probabilities of single tokens are materialised
         smoothing = objective.label_smoothing if model.training else 0.0
         return [(loss, {}) for loss in language_model_losses(model, batch, own, label_smoothing=smoothing)]
     sizes = [len(rows.labels) for _, rows in own]
@@ -90,7 +90,7 @@ def policy(objective: Policy, seen: Seen) -> tuple[Tensor, Sums]:
     """
     log_p = seen.log_p
     advantage, old, weight = (seen.columns[name] for name in ("advantage", "old_log_prob", "weight"))
-    # Without a recorded one (NaN) the policy that is trained wrote the record: the ratio is 1, its gradient is not.
+    # NaN: the record was written by the policy being trained. The ratio is 1, its gradient is not 0.
     log_ratio = log_p - torch.where(old.isnan(), log_p.detach(), old)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
@@ -101,11 +101,11 @@ def policy(objective: Policy, seen: Seen) -> tuple[Tensor, Sums]:
         kl = difference.exp() - difference - 1
         loss = loss + objective.kl_coef * kl
         values["kl"] = kl
-    # Not an index by the mask: a GPU would have to say how many there are before the host goes on.
-    return _of_trained(weight * loss, seen), {name: _of_trained(value, seen) for name, value in values.items()}
+    # Not indexing by the mask: the host would wait for the count from the GPU.
+    return _zero_untrained(weight * loss, seen), {name: _zero_untrained(value, seen) for name, value in values.items()}
 
 
-def _of_trained(values: Tensor, seen: Seen) -> Tensor:
+def _zero_untrained(values: Tensor, seen: Seen) -> Tensor:
     return torch.where(seen.is_trained, values, 0.0)
 
 
@@ -142,7 +142,7 @@ def mean_log_p(seen: Seen) -> Tensor:
 
 
 def log_odds(log_p: Tensor) -> Tensor:
-    """log (p / (1 - p)), also where p is next to 1."""
+    """log (p / (1 - p)), accurate also for p close to 1."""
     return log_p - torch.log(-torch.expm1(log_p))
 
 
@@ -168,10 +168,10 @@ FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo, Kto: k
 def reference_point(
     objective: Objective, model: Any, batching: Batching, data: TokenizedDataset, indices: np.ndarray
 ) -> Tensor | None:
-    """`[]`: the mean of log pi(y) - log ref(y) over the rows of the examples `indices` that are not trained on, of all
-    dp ranks, at least 0; None where the objective has no such point. Without dropout and gradient. Collective.
+    """`[]`: the mean of log pi(y) - log ref(y) over the untrained rows of the examples `indices` on all dp ranks, at
+    least 0; None if the objective has no such point. Without dropout and gradient. Collective.
 
-    It is of the whole step: a mean over a micro-batch, or over those of a rank, would change with the topology.
+    The mean is over the whole step: one over a micro-batch or a rank would depend on the topology.
     """
     if objective.trained_row is None:
         return None
@@ -187,13 +187,13 @@ def reference_point(
 
 
 def gained(model: Any, batch: Batch) -> Tensor:
-    """`[]`: log pi over log ref of all trained tokens of a batch together."""
+    """`[]`: log pi - log ref, summed over the trained tokens of a batch."""
     return (batch_log_probabilities(model, batch) - base_log_probabilities(model, batch)).sum()
 
 
 @torch.no_grad()
 def base_log_probabilities(model: Any, batch: Batch) -> Tensor:
-    """What the frozen base, without the adapter and without dropout, says of the labels: `[B, S]`, 0 where untrained.
+    """`batch_log_probabilities` of the frozen base, without adapter and dropout.
 
     There is no second model: the adapter is switched off for the call.
     """

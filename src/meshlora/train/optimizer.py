@@ -1,7 +1,7 @@
-"""The rates of an optimizer: which parameters it treats alike, and the learning rate of every step.
+"""Parameter groups of the optimizer, and learning-rate schedules.
 
 Owns: groups of parameters and their learning rates relative to the schedule's; schedules, pure functions of the
-optimizer step. Does not own: the step, nor which settings go together (`config`).
+optimizer step. Does not own: the step, the compatibility of settings (`config`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from meshlora.config.run import TrainConfig
 
 
 def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer; `times_lr` is their learning rate over that of the schedule.
+    """Groups for a torch optimizer; `times_lr` is the ratio of their learning rate to the schedule's.
 
-    One group without LoRA+. With it (Hayou et al., 2024; the groups are those of PEFT's `create_loraplus_optimizer`):
-    A and matrices that are trained in full at the rate of the schedule; B, magnitudes, norms and biases at
-    `lora_plus_ratio` times that, biases and layer norms (not RMS norms) without weight decay; factors of the embedding
-    at a rate of their own. Without `decay_biases_and_norms` every bias and the weights of norms of every kind are
-    without weight decay, with LoRA+ and without.
+    One group without LoRA+. With it (Hayou et al., 2024; groups as in PEFT's `create_loraplus_optimizer`): A and fully
+    trained matrices at the schedule's rate; B, magnitudes, norms and biases at `lora_plus_ratio` times that, biases and
+    layer norms (not RMS norms) without weight decay; factors of the embedding at a separate rate. Without
+    `decay_biases_and_norms`, biases and norms of every kind have no weight decay, with or without LoRA+.
     """
     swapped = {name for name, rule in runtime(model).plan.projections.items() if rule.is_swapped}
     ratio = options.lora_plus_ratio
@@ -46,7 +45,7 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _kind(name: str, num_dims: int, swapped: set[str]) -> str:
-    """Which of PEFT's groups for LoRA+ a factor is in: A, B, embedding, or vector: one of the base."""
+    """The LoRA+ group of a factor as in PEFT: A, B, embedding, or vector, for vectors of the base."""
     if ".lora_embedding_" in name:
         return "embedding"
     if ".lora_A" in name or ".lora_B" in name:
@@ -57,13 +56,13 @@ def _kind(name: str, num_dims: int, swapped: set[str]) -> str:
 
 
 def _letter(name: str, swapped: set[str]) -> str:
-    """What PEFT calls a factor; of experts whose input it takes for their output that is the other letter."""
+    """PEFT's letter for a factor: the other one for experts whose input and output it swaps."""
     module, _, part = name.rpartition(".lora_")
     return ("B" if part[0] == "A" else "A") if module in swapped else part[0]
 
 
 def _is_undecayed(model: Any, name: str) -> bool:
-    """Whether PEFT leaves a vector of the base without weight decay."""
+    """Whether PEFT exempts a vector of the base from weight decay."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return "bias" in name or isinstance(owner, tuple(ALL_LAYERNORM_LAYERS))
 
@@ -79,9 +78,8 @@ def _is_bias_or_norm(model: Any, name: str) -> bool:
 def learning_rate(step: int, *, options: TrainConfig, steps: int) -> float:
     """Rate of optimizer step `step` of `steps`, from 0, by `options.schedule`.
 
-    Every schedule but `cycle` first rises linearly for `warmup_steps`; t is then the number of steps since, of T that
-    remain. Neither end wastes a step: step 0 of a warm-up has 1/warmup_steps of the peak, and the last step of a decay
-    is still above its end.
+    Every schedule but `cycle` first rises linearly for `warmup_steps`. Neither end wastes a step: step 0 of a warm-up
+    has 1/warmup_steps of the peak rate, and the last step of a decay is still above the final rate.
     """
     if options.schedule == "cycle":
         return piecewise_linear(step, options.cycle)
@@ -89,7 +87,7 @@ def learning_rate(step: int, *, options: TrainConfig, steps: int) -> float:
         return options.lr * (step + 1) / options.warmup_steps
     t, remaining = step - options.warmup_steps, max(1, steps - options.warmup_steps)
     if options.schedule == "inverse_sqrt":
-        # Vaswani et al. (2017): the peak is where the warm-up ends; a run without one counts from its first step.
+        # Vaswani et al. (2017): the peak is at the end of the warm-up; without one, at the first step.
         start = max(1, options.warmup_steps)
         return options.lr * math.sqrt(start / (start + t))
     if options.schedule == "warmup_stable_decay":
@@ -98,7 +96,7 @@ def learning_rate(step: int, *, options: TrainConfig, steps: int) -> float:
     return options.min_lr + span * _LEFT[options.schedule](min(1.0, t / max(1, remaining)))
 
 
-# Share of the way from the peak to the end that is still to go, when `x` of the time has passed.
+# Remaining fraction of the way from peak to final rate, after fraction `x` of the decay.
 _LEFT: Mapping[str, Callable[[float], float]] = {
     "constant": lambda x: 1.0,
     "linear": lambda x: 1.0 - x,
@@ -108,7 +106,7 @@ _LEFT: Mapping[str, Callable[[float], float]] = {
 
 
 def piecewise_linear(step: int, points: Mapping[int, float]) -> float:
-    """The rate at `step` on the straight lines between `points`, step -> rate; outside of them that of the end."""
+    """Linear interpolation at `step` between `points`, step -> rate; constant beyond the first and last."""
     known = sorted(points.items())
     for (start, low), (end, high) in itertools.pairwise(known):
         if start <= step < end:

@@ -1,10 +1,10 @@
-"""Whether a model keeps packed sequences apart: not by a list of families, but shown on a tiny twin of the model.
+"""Whether a model keeps packed sequences apart: tested on a tiny twin of the model, not listed by family.
 
 Owns: the comparison, and the refusal. Does not own: rows (`data.packing`), twins (`plan.families.twin`).
 
-Attention of transformers reads borders from position ids that begin again, where it is given no mask. A convolution or
-a state that runs along the row, an alibi bias or a mask made elsewhere does not: such a model gives packed tokens other
-logits than the same sequences one by one.
+Without a mask, attention in transformers finds sequence borders by restarting position ids. A convolution or recurrent
+state along the row, an alibi bias or a mask made elsewhere does not: the logits of packed tokens then differ from those
+of the same sequences one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.float64 import lift
 from meshlora.plan.families.twin import shrink_config
 
-# Longer and shorter than the windows of a twin (8), odd, and the second row ends in padding.
+# Longer and shorter than a twin's windows (8), odd; the second row ends in padding.
 _ROWS = ((13, 5, 3), (3, 11))
 _LIMIT = 1e-9
 _ATTENTIONS = (None, "eager", "sdpa")
 
 
 def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, trust_remote_code: bool) -> None:
-    """Refuse packing for a model whose twin shows that sequences of a row see each other. No process, a tiny model.
+    """Refuse packing for a model in whose twin sequences of a row affect each other. Runs here, on a tiny model.
 
     Raises:
-        UnsupportedError: they do; the twin cannot show it; an attention that was not looked at.
+        UnsupportedError: they do; the twin cannot show it; an attention implementation that is not proved.
     """
     what = f"data.packing with model_type {config.model_type!r}"
     way_out = "set data.packing: false"
@@ -44,7 +44,7 @@ def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, 
     try:
         model = _twin(config, attn_implementation, trust_remote_code)
         packed, mixed = _differences(model)
-    except Exception as error:  # families raise all kinds of things at arguments that they do not know
+    except Exception as error:  # families raise all kinds of errors for unknown arguments
         raise UnsupportedError(what, f"its twin does not run on packed rows ({reason(error)})", way_out) from error
     if not packed <= _LIMIT:
         raise UnsupportedError(what, f"its layers mix sequences of one row (logits differ by {packed:.1e})", way_out)
@@ -56,7 +56,7 @@ def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remot
     """A float64 model of tiny sizes with random weights."""
     small = shrink_config(config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # families warn of their own defaults
+        warnings.simplefilter("ignore")  # families warn about their own defaults
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             small,
@@ -66,15 +66,15 @@ def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remot
             trust_remote_code=trust_remote_code,
         )
         for parameter in model.parameters():
-            parameter.data = parameter.data.double()  # the routers of some families are float32 whatever is asked for
+            parameter.data = parameter.data.double()  # routers of some families ignore `dtype` and are float32
             if parameter.ndim > 1:
-                parameter.data.normal_(std=0.2)  # of the usual 0.02 a tiny model shows little
+                parameter.data.normal_(std=0.2)  # the usual 0.02 shows little in a tiny model
     return model.eval()
 
 
 @torch.no_grad()
 def _differences(model: Any) -> tuple[float, float]:
-    """How far logits of packed rows are from those of the sequences alone; and where rows are one long sequence."""
+    """Logit differences to the sequences run alone: of packed rows, and of rows run as one long sequence."""
     vocab = model.config.get_text_config().vocab_size
     longest = max(map(sum, _ROWS))
     ids = torch.randint(3, vocab, (len(_ROWS), longest), generator=torch.Generator().manual_seed(0))
@@ -98,6 +98,6 @@ def _differences(model: Any) -> tuple[float, float]:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest number; infinite where one is not finite."""
+    """The largest difference, relative to the largest value; infinite if one is not finite."""
     found = float((one - other).abs().max() / other.abs().max())
     return found if math.isfinite(found) else math.inf

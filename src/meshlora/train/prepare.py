@@ -1,7 +1,7 @@
 """Preparing a run: everything that can be known, and refused, before any process starts or any weight is read.
 
-Owns: whether model, adapter, data and topology of a run fit together. `meshlora check` is this and nothing else;
-`meshlora train` does it first. Nothing here uses a process group or allocates a weight of the model.
+Owns: whether the model, adapter, data and topology of a run fit together. `meshlora check` does only this;
+`meshlora train` does it first. Does not own: process groups and weights, neither of which is touched here.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ class Prepared:
 
     Attributes:
         blueprint: the model, its split and the adapter.
-        identity: what its steps depend on, by name; without the content of the `files` that it reads, where that did
-            not have to be known yet.
-        resumes: it was asked to go on. resume: the checkpoint that it goes on from, if there is any.
-        is_finished: it has all its steps already. samples: what is continued at intervals.
-        notes: what the user should know.
+        identity: what its steps depend on, by name. The content of `files` is included only once it had to be read.
+        resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
+        is_finished: all its steps are done already. samples: prompts that are continued at intervals.
+        notes: messages for the user.
     """
 
     config: RunConfig
@@ -70,28 +69,28 @@ class Prepared:
 
     @property
     def plan(self) -> ModelPlan:
-        """What of the model is split how."""
+        """How the model is split."""
         return self.blueprint.plan
 
     @property
     def topology(self) -> Topology:
-        """The mesh that the plan is for."""
+        """The topology of the plan."""
         return self.blueprint.topology
 
     @property
     def start(self) -> Blueprint:
-        """The blueprint with the values that training begins with: where it resumes, those of the checkpoint."""
+        """The blueprint with the initial adapter: the checkpoint's, if the run resumes."""
         return self.blueprint if self.resume is None else self.blueprint.with_folder(self.resume.folder)
 
     @property
     def batches(self) -> GlobalBatches:
-        """The global order of sequences."""
+        """The global order of the training examples."""
         return GlobalBatches(self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed)
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What the files of a run hold. notes: what of them is not read."""
+    """The data of a run. notes: which parts of its files are not read."""
 
     pad_token_id: int
     train: TokenizedDataset
@@ -101,9 +100,9 @@ class RunData:
 
 
 def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Topology:
-    """The topology of a run, once all is checked that can be before anything is read.
+    """The topology of a run, after all checks that need no file.
 
-    world: number of processes where it is known.
+    world: number of processes, if known.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -122,7 +121,7 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
 
 
 def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
-    """`base` with the adapter of a run, which can be trained as the run asks for and has all of its weights.
+    """`base` with the adapter of a run. Checks that it can be trained as configured and that no weight is missing.
 
     Raises:
         UserError: names the option, the module or the tensor that does not fit. UnsupportedError: what is not proved.
@@ -137,7 +136,7 @@ def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
 
 
 def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
-    """The data of a run, tokenised (cached); it fits the model.
+    """The tokenised (cached) data of a run, checked against the model.
 
     Raises:
         UserError: a file, a record or a token that does not fit.
@@ -163,10 +162,10 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
 def prepare(
     config: RunConfig, blueprint: Blueprint, data: RunData, *, resume: str | None, despite: Collection[str]
 ) -> Prepared:
-    """Check a run against its model and its data, and against what its output holds.
+    """Check a run against its model, its data and the content of its output folder.
 
-    resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
-    despite: names of what may differ from the run that saved it.
+    resume: folder of the checkpoint to resume from, or "auto": the last whole one in the output, if any.
+    despite: names of settings that may differ from the run that saved it.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -199,11 +198,11 @@ def prepare(
 
 
 def _check_routing(plan: ModelPlan, config: RunConfig, steps: int, resume: str | None) -> list[Path]:
-    """The run can record the experts of its tokens, or take those of a record, whose files these are."""
+    """Check the recording or replay of routing. Returns the files that a replay reads."""
     train = config.train
     if (folder := train.routing_replay or train.routing_record) is None:
         return []
-    # The record in the folder is of this same run: one that goes on, also where it ended before its first checkpoint.
+    # A resumed run owns the record in the folder, even if it ended before its first checkpoint.
     resumes = resume is not None and (resume != "auto" or _holds_run(Path(train.output)))
     replays, may_overwrite = train.routing_replay is not None, train.overwrite or resumes
     check_routing(Path(folder), replays=replays, steps=steps, plan=plan, may_overwrite=may_overwrite)
@@ -211,7 +210,7 @@ def _check_routing(plan: ModelPlan, config: RunConfig, steps: int, resume: str |
 
 
 def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
-    """The model and the adapter can be trained as the run asks for.
+    """Check that the model and the adapter can be trained as configured.
 
     Raises:
         UnsupportedError: names the option.
@@ -244,10 +243,10 @@ def _check_warmup(config: RunConfig, steps: int) -> None:
 
 
 def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] = ()) -> Prepared:
-    """`run` with what its output holds now. Once more by who holds the output, for others may have used it until then.
+    """`run` updated from its output folder. Called again under the lock: others may have used the folder until then.
 
     Raises:
-        UserError: the output holds a run, or one that this cannot go on with.
+        UserError: the output holds a run, or one that this run cannot resume.
     """
     _check_output(run.config, resumes=resume is not None)
     if resume is None:
@@ -294,7 +293,7 @@ def _check_output(config: RunConfig, *, resumes: bool) -> None:
 
 
 def _inputs(config: RunConfig) -> list[tuple[str, str]]:
-    """(option, path) of all that a run reads."""
+    """(option, path) of everything that a run reads."""
     given = {
         "model.path": config.model.path,
         "adapter": config.adapter,
@@ -308,7 +307,7 @@ def _inputs(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _resolved(path: str | Path) -> Path:
-    return Path(os.path.realpath(path))  # Path.resolve raises where links go in circles
+    return Path(os.path.realpath(path))  # Path.resolve raises on a loop of links
 
 
 def _holds_run(output: Path) -> bool:
@@ -316,7 +315,7 @@ def _holds_run(output: Path) -> bool:
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_length: int) -> None:
-    """Tokens fit the model's vocabulary, sequences of `max_length` tokens its positions."""
+    """Check the tokenizer against the model's vocabulary, and `max_length` against its positions."""
     text_config, topology = blueprint.config.get_text_config(), blueprint.topology
     if len(tokenizer) > text_config.vocab_size:
         raise UserError(
@@ -324,7 +323,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
             f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
             "is it the tokenizer of another model?",
         )
-    pad = padding_token_id(tokenizer)  # looked up like any other, though what comes of it is masked
+    pad = padding_token_id(tokenizer)  # embedded like any other token, though masked afterwards
     if not 0 <= pad < text_config.vocab_size:
         raise UserError(
             f"tokenizer whose padding is token {pad}",
@@ -357,7 +356,7 @@ def read_data(
     vocab_size: int,
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
-    """The tokens of the files `paths`, read as the run's objective and `data` say. say: is told what is not read."""
+    """The tokens of the files `paths`, read for the run's objective and `data` options. say: told what is skipped."""
     data = config.data
     return READERS[config.train.objective.reader](
         paths,

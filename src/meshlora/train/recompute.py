@@ -1,11 +1,11 @@
-"""Activation recomputation: decoder layers whose activations are computed once more in the backward, not kept.
+"""Activation recomputation: decoder layers whose activations are recomputed in the backward instead of kept.
 
 Owns: which layers, and how their second forward runs. Does not own: the mechanism, which is that of transformers and
-`torch.utils.checkpoint`: the forward of a decoder layer, inside the borders where sp cuts and joins the tokens.
+`torch.utils.checkpoint`, on the forward of a decoder layer, inside the region that sp splits by tokens.
 
-The collectives of such a layer run once more in its backward, in the order of its forward. Every rank runs all of
-them: with torch's `early_stop` a rank leaves the second forward as soon as it has what *it* needs, which for experts
-could be earlier than its neighbours. No random state is kept, as nothing in a training forward is random.
+The collectives of such a layer run again in its backward, in the order of its forward, all of them on every rank:
+under torch's `early_stop` a rank would leave the second forward once *it* has what it needs, which for experts could
+be earlier than its neighbours. No random state is kept, as nothing in a training forward is random.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from meshlora.plan.derive import decoder_layers
 
 
 def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
-    """Let `model` compute the layers that `recompute` means twice in training, in evaluations once.
+    """Make `model` recompute the layers selected by `recompute` in the backward.
 
     recompute: "none", "full", or n: layers 0, n, 2n, ...
 
     Raises:
-        UnsupportedError: as of `check_recompute`.
+        UnsupportedError: as in `check_recompute`.
     """
     check_recompute(model, recompute)
     every = _every(recompute)
@@ -44,10 +44,10 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
 
 
 def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
-    """Refuse recomputation for a model whose layers do not know it. `model` may be on the meta device.
+    """Refuse recomputation for a model whose layers do not support it. `model` may be on the meta device.
 
     Raises:
-        UnsupportedError: names the kind of layer, or how many layers there are.
+        UnsupportedError: names the type of the layer, or the number of layers.
     """
     every = _every(recompute)
     if not every:
@@ -69,12 +69,12 @@ def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
 
 
 def _every(recompute: str | int) -> int:
-    """Every how many layers, 0 for none."""
+    """The distance between recomputed layers, 0 for none."""
     return recompute if isinstance(recompute, int) else {"none": 0, "full": 1}[recompute]
 
 
 def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations are freed and computed once more when the backward needs them."""
+    """`function(*args)`, with activations recomputed in the backward."""
     return checkpoint(
         function,
         *args,
@@ -86,5 +86,5 @@ def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _contexts(was_lifted: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first forward and the second, which runs outside of the block that lifted the first."""
+    """Contexts of the first forward and of the second, which runs outside of the first one's lift."""
     return contextlib.nullcontext(), lift(was_lifted)

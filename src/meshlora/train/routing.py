@@ -1,10 +1,10 @@
 """Routing of a training run, recorded and replayed: one file for each optimizer step.
 
-Owns: the number of a token in its step, the files, and putting the parts of all ranks together. Does not own: how
-choices are taken from routers and given to them (`meshlora.common.routing`).
+Owns: numbering the tokens of a step, the files, and combining the parts of all ranks. Does not own: reading choices
+from routers and forcing them (`meshlora.common.routing`).
 
-A token's number is its place among all tokens of the step's sequences, in the order of the global batch: the same on
-every topology. Padding has none; it goes where it goes, as nothing depends on it. In evaluations routers choose freely.
+A token's number is its position among all tokens of the step's sequences, in the order of the global batch: the same on
+every topology. Padding has none, and its routing does not matter. In evaluations routers choose freely.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from meshlora.train.batches import Batching
 class RunRouting:
     """Records the choices of a run in a folder, or replays those of another.
 
-    folder: where the files are. replays: which of the two.
+    folder: of the files. replays: which of the two.
     """
 
     def __init__(self, model: Any, data: TokenizedDataset, folder: Path, batching: Batching, *, replays: bool) -> None:
         self.model, self.data, self.folder, self.replays = model, data, folder, replays
         self.mesh, self.plan, self.batching = runtime(model).mesh, runtime(model).plan, batching
-        self._tokens: list[list[Tensor]] = []  # of each micro-batch, the numbers in its rows
+        self._tokens: list[list[Tensor]] = []  # of each micro-batch: the token numbers of its rows
         self._routing: Routing | None = None
         self._has_begun = False
 
@@ -49,8 +49,8 @@ class RunRouting:
         """One optimizer step on the sequences `indices` of the global batch. Collective where it records.
 
         Raises:
-            UserError: the file of this step is not there, or is of another model or batch. MeshloraError: the record
-                cannot be written (on all ranks).
+            UserError: the step's file is missing, or of another model or batch. MeshloraError: the record cannot be
+                written (on all ranks).
         """
         if not self.replays and not self._has_begun:
             self._on_rank_0(lambda: _make_room(self.folder, step))
@@ -75,7 +75,7 @@ class RunRouting:
                     f"has {total} and {len(experts)}",
                     "replay it on the same data, batch size, seed and model",
                 )
-            if record.digest != digest:  # as many tokens, which truncation makes common
+            if record.digest != digest:  # the same number of tokens, common under truncation
                 raise UserError(
                     f"{step_file(self.folder, step)}",
                     "it is of other tokens than this step has, or of the same in another order",
@@ -91,10 +91,10 @@ class RunRouting:
             self._save(record, step)
 
     def before(self, number: int, batch: Batch) -> None:
-        """What is run next is micro-batch `number` of this rank."""
+        """Announce that micro-batch `number` of this rank runs next."""
         assert self._routing is not None
         whole = torch.full(tuple(batch.input_ids.shape), -1, dtype=torch.int64)
-        for row, tokens in zip(whole, self._tokens[number], strict=False):  # a dummy has a row, and no token
+        for row, tokens in zip(whole, self._tokens[number], strict=False):  # a dummy has a row but no tokens
             row[: len(tokens)] = tokens
         self._routing.tokens = self.mesh.own_tokens(whole)
 
@@ -120,16 +120,16 @@ class RunRouting:
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Of optimizer step `step`, from 0; the name counts from 1 as everything that is shown does."""
+    """The file of optimizer step `step`, from 0; the name counts from 1, as all messages do."""
     return folder / f"step-{step + 1:06d}.safetensors"
 
 
 def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, may_overwrite: bool) -> None:
-    """Refuse a record or a replay that cannot go through, before anything is loaded.
+    """Refuse a record or a replay that would fail, before anything is loaded.
 
     Raises:
-        UserError: the model has no experts; files of steps are missing; a record would be written over another, or
-            where nothing can be written.
+        UserError: the model has no experts; files of steps are missing; a record would overwrite another, or its
+            folder is not writable.
     """
     option = f"train.{'routing_replay' if replays else 'routing_record'}={folder}"
     if not plan.experts:
@@ -154,14 +154,14 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
 
 
 def _step_files(folder: Path) -> dict[int, Path]:
-    """Step, from 0 -> its file, of all that are in `folder`."""
+    """Step, from 0 -> its file, of all files in `folder`."""
     found = ((re.fullmatch(r"step-([0-9]{6,})\.safetensors", file.name), file) for file in folder.glob("step-*"))
     steps = ((int(match[1]) - 1, file) for match, file in found if match)
     return {step: file for step, file in steps if step >= 0 and file == step_file(folder, step) and file.is_file()}
 
 
 def _make_room(folder: Path, first: int) -> None:
-    """Make `folder`, without an earlier record of step `first` or later: a shorter run would leave that one's tail."""
+    """Make `folder`, without an earlier run's record of step `first` or later, which would outlast a shorter run's."""
     folder.mkdir(parents=True, exist_ok=True)
     for step, file in _step_files(folder).items():
         if step >= first:
@@ -169,7 +169,7 @@ def _make_room(folder: Path, first: int) -> None:
 
 
 def _digest(ids: Sequence[np.ndarray]) -> str:
-    """Of the ids of the global batch, in its order, and of where its sequences end; the same on every rank."""
+    """Hash of the global batch: token ids, order and sequence borders; the same on every rank."""
     digest = hashlib.sha256()
     for each in ids:
         digest.update(len(each).to_bytes(8, "little") + each.astype("<i4").tobytes())

@@ -1,7 +1,7 @@
 """One rank of a training run, from prepared runs to saved adapters.
 
-Owns: loading, the output folders, what is said before and after. Does not own: the steps (`train.trainer`), what is
-refused (`train.prepare`, `train.together`).
+Owns: loading, the output folders, messages before and after training. Does not own: the steps (`train.trainer`),
+refusals (`train.prepare`, `train.together`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from meshlora.train.watch.samples import FILE as SAMPLES
 from meshlora.train.watch.samples import forget_after
 from meshlora.train.watch.tracking import open_trackers
 
-# Of the wait for hashes between two words to the other ranks.
+# While rank 0 waits for hashes: how often it tells the other ranks.
 _PAUSE_S = 5.0
 
 
 def train(runs: Mapping[str, Prepared], *, console: Console | None = None, go_on: str = "--resume auto") -> None:
-    """Train the adapters that `runs` names on one base; a single one is called "". Those that are finished stay.
+    """Train the adapters of `runs`, by name, on one base; a single one is named "". Finished ones are left as they are.
 
-    Every rank of the job calls this; that the runs are proved is its caller's part.
+    Every rank of the job calls this. The caller checks that the runs are proved.
 
-    go_on: what to say of how runs that were asked to stop go on, a command.
+    go_on: the command to print for resuming runs that were asked to stop.
     """
     given = runs
     runs = {name: run for name, run in given.items() if not run.is_finished}
@@ -88,10 +88,10 @@ def train(runs: Mapping[str, Prepared], *, console: Console | None = None, go_on
 
 
 def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
-    """(the base with the adapters of `runs`, as they begin; what each is called in it)."""
+    """(the base with the initial adapters of `runs`; the name of each in the model)."""
     first = next(iter(runs.values()))
     device = first.config.device
-    if "" in runs:  # loaded with the base, it says which matrices a base that is sharded has to keep whole
+    if "" in runs:  # the adapter decides which matrices a sharded base keeps whole, so it is loaded along with it
         return load_blueprint(first.start, device=device, seed=first.config.train.seed), {"": "default"}
     model = load_blueprint(dataclasses.replace(first.blueprint, adapter=None), device=device)
     for name, run in runs.items():
@@ -100,7 +100,7 @@ def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
 
 
 def _reporter(name: str, run: Prepared, console: Console, mesh: Mesh) -> Reporter:
-    """What the run of an adapter says about itself."""
+    """The reporter of one adapter's run."""
     config, output = run.config, Path(run.config.train.output)
     done, is_main = run.resume.step if run.resume is not None else 0, mesh.rank == 0
     return Reporter(
@@ -119,16 +119,16 @@ def _reporter(name: str, run: Prepared, console: Console, mesh: Mesh) -> Reporte
 
 
 def hashing_contents(runs: Iterable[Prepared]) -> FileHashes:
-    """On rank 0 the hashes of all files that `runs` read and whose content is not known yet, in the background: while
-    the base is loaded, which reads the same bytes. On other ranks of nothing."""
+    """Hash in the background, on rank 0 only, all files of `runs` whose content is not known yet; loading the base
+    meanwhile reads the same bytes."""
     place = launcher_place()
     is_main = place is None or place.rank == 0
     return FileHashes(file for run in runs if is_main for files in _unknown(run).values() for file in files)
 
 
 def with_contents(run: Prepared, hashes: FileHashes, mesh: Mesh, *, console: Console | None = None) -> Prepared:
-    """`run` with an identity that is whole, on rank 0, which writes it into manifests. Collective, of short parts: no
-    rank waits for another longer than `_PAUSE_S`, however large the base is."""
+    """`run` with its complete identity, on rank 0, which writes the manifests. Collective; polls, so that no rank
+    waits for another longer than `_PAUSE_S`, however large the base is."""
     for turn in itertools.count():
         is_there = torch.tensor([mesh.rank > 0 or hashes.are_there(_PAUSE_S)], dtype=torch.int32, device=mesh.device)
         if broadcast_in_place(is_there, mesh.world).item():
@@ -146,10 +146,10 @@ def _unknown(run: Prepared) -> Contents:
 
 
 def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
-    """Write the model with the finished adapter in its weights beside it, where it is not there yet. One process.
+    """Write the merged model beside the finished adapter, unless it exists. One process.
 
     Raises:
-        MeshloraError: it could not be written, or does not compute what model and adapter do.
+        MeshloraError: it could not be written, or computes something else than model and adapter.
     """
     output = Path(run.config.train.output)
     if _is_merged(output / MERGED):
@@ -163,7 +163,7 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
 
 
 def _is_merged(folder: Path) -> bool:
-    """Whether a merged model is there: it was read back and compared when it was written, and none of it is cut."""
+    """Whether `folder` holds a whole merged model. Its values were compared when it was written."""
     try:
         for file in checkpoint_files(folder):
             with open_safetensors(file):
@@ -174,7 +174,7 @@ def _is_merged(folder: Path) -> bool:
 
 
 def _check_merge(run: Prepared, adapter: Path) -> None:
-    """That the end of the run can be merged: of an adapter with the tensors that it will have.
+    """Check that the finished adapter can be merged, on `adapter`, which has the same tensors.
 
     Raises:
         UserError: it cannot.
@@ -187,7 +187,7 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
 
 
 def introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
-    """Say what is trained, and from where, before the first step."""
+    """Report what is trained and the starting point, before the first step."""
     for note in notes:
         reporter.say(note)
     reporter.say(
@@ -201,8 +201,8 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
 
 
 def prepare_output(run: Prepared) -> list[str]:
-    """Make the output folder, on rank 0: empty of an earlier run (`train.overwrite`, else `prepare` has refused), or
-    where the run goes on, without what comes after the step that it goes on from. Returns what to say of it."""
+    """Make the output folder, on rank 0. Removes an earlier run (`prepare` has checked `train.overwrite`), or if this
+    one resumes, the results of later steps. Returns messages for the user."""
     output, done = Path(run.config.train.output), run.resume.step if run.resume is not None else 0
     output.mkdir(parents=True, exist_ok=True)
     for name in () if run.resumes else ("adapter", "checkpoints", MERGED):

@@ -1,8 +1,7 @@
-"""The numbers of an optimizer step: added up on the device, over micro-batches and ranks, and read there once.
+"""The statistics of an optimizer step: summed on the device over micro-batches and ranks, and read once.
 
-Owns: the one place in a step where the host waits for the device. Until then it only gives it work, so that a GPU has
-some while the host prepares more. Does not own: the gradient's norm and the count (`train.gradsync`), what follows from
-a step that is not finite (`train.trainer`).
+Owns: the only point of a step where the host waits for the device; until then it just enqueues work. Does not own: the
+gradient norm and the token count (`train.gradsync`), handling of non-finite steps (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from meshlora.train.gradsync import check_total
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, the same on all ranks.
+    """The statistics of a step, the same on all ranks.
 
-    means: name -> mean over what the objective counts, besides the loss. tokens: trained ones.
-    is_finite: loss and norm are, on all ranks. is_to_stop: a rank was asked to stop.
+    means: other statistics of the objective, by name, averaged as the loss. tokens: number of trained tokens.
+    is_finite: of loss and norm, on all ranks. is_to_stop: a rank was asked to stop.
     """
 
     loss: float
@@ -37,9 +36,9 @@ class StepResult:
 
 
 class StepSums:
-    """What a step of K adapters reports, as sums over this rank's micro-batches.
+    """Statistics of a step of K adapters, summed over this rank's micro-batches.
 
-    names: of the adapters, where there are several.
+    names: of the adapters, if there are several.
     """
 
     def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
@@ -48,7 +47,7 @@ class StepSums:
         self._sums: dict[str, list[Any]] = {}
 
     def add(self, number: int, batch: Batch, count: int, loss: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """What the rows of adapter `number` in one micro-batch add. count: what its objective counts of them."""
+        """Add the rows of adapter `number` in one micro-batch. count: their items, as counted by the objective."""
         self._tokens[number] += batch.num_trained_tokens
         self.counts[number] += count
         for name, value in {"loss": loss, **sums}.items():
@@ -56,15 +55,15 @@ class StepSums:
             of_each[number] = of_each[number] + value.double()
 
     def read(self, totals: Tensor, norms: Tensor, *, is_asked: bool) -> list[StepResult]:
-        """All numbers of the step of each adapter, over all ranks. Collective; waits for the device.
+        """The statistics of each adapter's step, over all ranks. Collective; waits for the device.
 
-        totals: `[K]`, what sums are divided by. norms: `[K]`, float64, of the gradients. is_asked: this rank, to stop.
+        totals: `[K]`, divisors of the sums. norms: `[K]`, float64, of the gradients. is_asked: to stop, this rank.
 
         Raises:
             MeshloraError: nothing was trained.
         """
         number, device = len(self._names), self._mesh.device
-        # Filled: a copy from the host would wait. Of which this rank has had no row it has no tensor.
+        # Filled: a copy from the host would wait. An adapter without rows on this rank has no tensor.
         own = [*self._tokens, *(value for of_each in self._sums.values() for value in of_each)]
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
         summed = all_reduce_sum(torch.stack(filled), self._mesh.data).view(-1, number)

@@ -1,7 +1,7 @@
-"""Preparing the runs of a run file: each by itself, and what several adapters cannot have together is refused.
+"""Preparing the runs of a run file: the checks of each, and those of several adapters trained together.
 
-Owns: what several adapters in one run cannot have, all of it; and holding their outputs. Does not own: the checks of
-each (`train.prepare`), the lock (`train.lock`).
+Owns: every refusal that is specific to several adapters in one run; holding their output folders. Does not own: the
+checks of one run (`train.prepare`), the lock (`train.lock`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.train.lock import hold
 from meshlora.train.prepare import Prepared, blueprint_of, check_request, prepare, read_output, read_run_data
 
-# What is longer is told apart by its hash.
+# Longer values are compared by hash.
 _LONGEST_SHOWN = 64
 _WAY_OUT = "train the adapters one by one, or leave it out"
 
@@ -39,10 +39,10 @@ def prepare_run(
     """Check one run: `prepare_run(read_run(Path("run.yaml")))`. No process is started, no weight is read.
 
     Args:
-        world: number of processes where it is known.
-        resume: folder of a checkpoint to go on from, or "auto": the last whole one in the output, if there is any.
-        despite: names of what may differ from the run that saved it.
-        base: of another run on the same model and topology, which is then not made once more.
+        world: number of processes, if known.
+        resume: folder of the checkpoint to resume from, or "auto": the last whole one in the output, if any.
+        despite: names of settings that may differ from the run that saved it.
+        base: blueprint of another run on the same model and topology, to reuse.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -59,12 +59,12 @@ def prepare_runs(
     resume: str | None = None,
     despite: Collection[str] = (),
 ) -> dict[str, Prepared]:
-    """Check every run of a run file (`config.file.read_runs`); arguments as of `prepare_run`.
+    """Check every run of a run file (`config.file.read_runs`); arguments as in `prepare_run`.
 
-    Each of several adapters goes on from the last whole checkpoint of its own.
+    Each of several adapters resumes from its own last whole checkpoint.
 
     Raises:
-        UserError: the first thing that does not fit, with the name of the adapter where there are several.
+        UserError: the first thing that does not fit, with the adapter's name if there are several.
     """
     if "" not in configs:
         if resume not in (None, "auto"):
@@ -86,7 +86,7 @@ def prepare_runs(
 
 
 def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
-    """What all ranks must see alike of `runs`, for `agreement.agreed`."""
+    """The facts about `runs` that must be the same on all ranks, for `agreement.agreed`."""
     words = {}
     for name, run in runs.items():
         of = f" of adapter {name}" if name else ""
@@ -104,13 +104,13 @@ def _shown(value: str) -> str:
 def holding_outputs(
     runs: Mapping[str, Prepared], *, resume: str | None = None, despite: Collection[str] = ()
 ) -> Iterator[dict[str, Prepared]]:
-    """Keep all other runs out of the outputs of `runs` inside the block; yields `runs` with what these hold now.
+    """Lock the outputs of `runs` inside the block; yields `runs`, updated from the outputs once they are locked.
 
-    By the one process of a job that outlives the others. It comes after all other checks, and before the output is
-    touched. Arguments as of `prepare_run`, which has read the outputs before they were held.
+    Called by the one process of a job that outlives the others, after all other checks and before an output is
+    written. Arguments as in `prepare_run`, which read the outputs before they were locked.
 
     Raises:
-        UserError: another run trains in one of them, or has used it in between.
+        UserError: another run trains in one of them, or has used it since.
     """
     with contextlib.ExitStack() as held:
         found = {}
@@ -123,7 +123,7 @@ def holding_outputs(
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """A mistake inside the block is said with the name of the adapter, where there are several."""
+    """Prefix user errors inside the block with the adapter's name, if there are several."""
     try:
         yield
     except UserError as error:
@@ -133,13 +133,13 @@ def _named(name: str) -> Iterator[None]:
 
 
 def logs_of(runs: Mapping[str, Prepared]) -> Path:
-    """The folder in which the ranks' logs lie: the output, or what the outputs of several adapters have in common."""
+    """The folder of the ranks' logs: the output, or the common parent of the outputs of several adapters."""
     output = Path(next(iter(runs.values())).config.train.output)
     return output if "" in runs else output.parent
 
 
 def check_adapter_together(name: str, lora: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    """Refuse the adapter `name` among several where that is not proved.
+    """Refuse the adapter `name` among several if its options are not proved there.
 
     Raises:
         UnsupportedError: names the option or the target.
@@ -156,7 +156,7 @@ def check_adapter_together(name: str, lora: LoraConfig, targets: Mapping[str, Ta
 
 
 def _check_options(config: RunConfig) -> None:
-    """Refuse what is for all adapters of a run and is not proved for several.
+    """Refuse run-wide options that are not proved for several adapters.
 
     Raises:
         UnsupportedError: names the option.
@@ -164,7 +164,7 @@ def _check_options(config: RunConfig) -> None:
     train = config.train
     given = {
         f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
-        f"train.track={train.track}": bool({*train.track} - {"tensorboard"}),  # the others follow one run a process
+        f"train.track={train.track}": bool({*train.track} - {"tensorboard"}),  # others: one run per process
         "train.routing_record": train.routing_record is not None,
         "train.routing_replay": train.routing_replay is not None,
     }
@@ -174,7 +174,7 @@ def _check_options(config: RunConfig) -> None:
 
 
 def _check_base(base: Blueprint) -> None:
-    """The same of what the base is, and not an option.
+    """Refuse a base that is not proved for several adapters.
 
     Raises:
         UnsupportedError: names the dtype.

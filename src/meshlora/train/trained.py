@@ -1,8 +1,8 @@
-"""One adapter of a training run: its optimizer, schedule and objective, and what it evaluates, says and saves.
+"""One adapter of a training run: its optimizer, schedule, objective, evaluations, reports and saves.
 
-Owns: all of a run that an adapter has for itself. It works on the adapter in use (`adapter.attach.in_use`). Does not
-own: the step, in which others may be trained too (`train.trainer`), the order of the data, files, which checkpoints
-stay (`train.checkpoint.retention`).
+Owns: the per-adapter state of a run. It works on the adapter in use (`adapter.attach.in_use`). Does not own: the step,
+which may train other adapters too (`train.trainer`), the order of the data, files, which checkpoints are kept
+(`train.checkpoint.retention`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ from meshlora.train.watch.metrics import Reporter
 from meshlora.train.watch.replicas import check_replicas
 from meshlora.train.watch.samples import FILE as SAMPLES
 
-# Steps in a row that are left out before a run that leaves them out ends: it learns nothing any more.
+# A run that skips non-finite steps ends after so many in a row: it no longer learns.
 _MOST_SKIPPED = 10
 
 
 @dataclass
 class TrainedAdapter:
-    """The adapter `adapter` of `model`, as `run` trains it; it is in use while this is made.
+    """The adapter `adapter` of `model`, trained by `run`. It must be in use during construction.
 
-    name: what it is called where there are several. check: called with the folder of the adapter that training starts
-    from.
+    name: for messages, "" if it is the only one. check: called with the folder of the initial adapter.
     """
 
     name: str
@@ -73,9 +72,9 @@ class TrainedAdapter:
             self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
         )
         self.objective = options.objective
-        self.point: Tensor | None = None  # of the step that is taken
+        self.point: Tensor | None = None  # of the current step
         self.factors = active_factors(self.model)
-        # float16 has few exponents: what it rounds to zero would be lost.
+        # float16 has a narrow exponent range: small gradients would underflow.
         self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, options),
@@ -83,7 +82,7 @@ class TrainedAdapter:
             betas=(options.beta1, options.beta2),
             eps=options.eps,
             weight_decay=options.weight_decay,
-            fused=True,  # one pass over each parameter and its moments: experts have many
+            fused=True,  # one kernel for many parameters: adapters on experts have many
         )
         if self.run.resume is not None:
             if self.loss_scale is not None:
@@ -95,7 +94,7 @@ class TrainedAdapter:
 
     @property
     def start(self) -> int:
-        """Steps that were done before this run."""
+        """Steps done before this run."""
         return self.run.resume.step if self.run.resume is not None else 0
 
     @property
@@ -104,20 +103,20 @@ class TrainedAdapter:
         return self.done >= self.run.steps
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block it is the one that is saved and evaluated."""
+        """Make it the adapter that is saved and evaluated inside the block."""
         is_active = runtime(self.model).active == self.adapter
         return contextlib.nullcontext() if is_active else in_use(self.model, self.adapter)
 
     def share(self, tokens: Tensor) -> Share:
-        """Its tokens, int64, in a forward of its next step."""
+        """Its share of a forward of its next step. tokens: int64."""
         return Share(self.adapter, tokens.flatten(), self.run.config.train.seed, self.done)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What `backward` is called on."""
+        """The loss times the loss scale, if there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def begin(self) -> None:
-        """What comes before the first step."""
+        """Save the initial adapter, before the first step."""
         if not self.start:
             self._save("initial", self._manifest("initial", done=0))
         if self.check is not None:
@@ -125,7 +124,7 @@ class TrainedAdapter:
             self.check(self.last_saved)
 
     def between(self, done: int) -> None:
-        """What is due after `done` steps: samples, an evaluation, a checkpoint."""
+        """Take the samples, evaluation and checkpoint due after `done` steps."""
         options = self.run.config.train
         if options.replica_check_every and done % options.replica_check_every == 0:
             check_replicas(self.model, step=done, last_saved=self.last_saved)
@@ -141,7 +140,7 @@ class TrainedAdapter:
             self._save_checkpoint(done, is_best=is_best, loss=loss)
 
     def end(self) -> None:
-        """What comes after the last step."""
+        """Evaluate and save the finished adapter, after the last step."""
         if self.start < self.run.steps:
             loss = self._report_evaluation(self.run.steps)
             if self._is_best(loss):
@@ -149,7 +148,7 @@ class TrainedAdapter:
         self._save(FINISHED, self._manifest("adapter", done=self.run.steps))
 
     def update(self, step: int, *, is_finite: bool) -> float:
-        """The optimizer's part of a step, where its gradient is finite; returns the learning rate."""
+        """Step the optimizer if the gradient is finite; returns the learning rate."""
         rate = learning_rate(step, options=self.run.config.train, steps=self.run.steps)
         if is_finite:
             for group in self.optimizer.param_groups:
@@ -159,7 +158,7 @@ class TrainedAdapter:
         return rate
 
     def leave_out(self, text: str) -> None:
-        """End the run for a step that is not finite, as `text` says, or go on without it."""
+        """Skip a step that is not finite, as `text` says, or end the run."""
         self.skipped_in_row += 1
         if self.run.config.train.on_nonfinite == "stop":
             raise MeshloraError(
@@ -170,25 +169,25 @@ class TrainedAdapter:
         self.reporter.say(f"{text}; left out")
 
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
-        """(mean loss over what the objective counts of `data`, and how many these are), over all ranks."""
+        """(mean loss over `data`, number of items averaged: tokens, pairs or records), over all ranks."""
         size = self.run.config.train.micro_batch_size * self.mesh.dp.size
         with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
             return mean_loss(self.model, data, self.objective, self.batching, advance=advance)
 
     def reference_point(self, data: TokenizedDataset, indices: np.ndarray) -> Tensor | None:
-        """That of the examples `indices`, where the objective has one. Collective."""
+        """`objectives.reference_point` of the examples `indices`. Collective."""
         with lift(self.model.dtype == torch.float64):
             return reference_point(self.objective, self.model, self.batching, data, indices)
 
     def _manifest(self, kind: Kind, *, done: int) -> Manifest:
-        """What is said of a folder that is saved after `done` steps."""
+        """The manifest of a folder saved after `done` steps."""
         own = self.run.identity
         return Manifest(
             kind=kind, step=done, steps=self.run.steps, updates=self.updates, identity=own, versions=versions()
         )
 
     def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:
-        """Write the adapter to folder `name` of the output, with what `state` adds; a drift saves nothing."""
+        """Write the adapter, and the files of `state`, to folder `name` of the output. Refuses drifted replicas."""
         if self.run.config.train.replica_check_every:
             check_replicas(self.model, step=manifest.step, last_saved=self.last_saved)
 
@@ -202,7 +201,7 @@ class TrainedAdapter:
         self.last_saved = self.output / name
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
-        """Write what a run needs to go on after `done` steps, and forget older checkpoints."""
+        """Write the checkpoint of step `done`, and remove older ones."""
         state = state_writer(self.model, self.optimizer)
         manifest = dataclasses.replace(
             self._manifest("checkpoint", done=done),
@@ -226,7 +225,7 @@ class TrainedAdapter:
                 self.reporter.say(f"step {done}: {self.output / FOLDER} could not be kept in order ({error.strerror})")
 
     def _is_best(self, loss: float | None) -> bool:
-        """Whether an evaluation is the best so far, as rank 0 sees it. Collective where it matters."""
+        """Whether `loss` is the best so far, as decided by rank 0. Collective with `keep_best`."""
         if loss is None or not self.run.config.train.keep_best:
             return False
         flag = torch.tensor([int(self.keeping.is_best(loss))], device=self.mesh.device)

@@ -1,12 +1,12 @@
 """The loop: batch -> loss -> backward -> finish gradients -> clip -> step.
 
-Owns: one optimizer step of the adapters that are trained, and the order of steps, evaluations and saves. One adapter is
-the common case; several are trained each as it would be by itself, on one base, in the same batches. Does not own: what
-each has for itself (`train.trained`), gradient sync, whose rows a micro-batch has (`train.batches`), where a NaN comes
-from (`train.watch.nonfinite`). Nothing here depends on the topology beyond which share of a batch is ours.
+Owns: one optimizer step of the trained adapters, and the order of steps, evaluations and saves. Usually there is one
+adapter; several share a base and its batches, each trained as if alone. Does not own: per-adapter state
+(`train.trained`), gradient sync, the assignment of rows to adapters (`train.batches`), the source of a NaN
+(`train.watch.nonfinite`). Nothing here depends on the topology, except this rank's share of a batch.
 
-An adapter's step takes the sequences, the count, the norm and the rate that its own run would have in that step. None
-sees another's tokens or numbers, so that each may begin and end at a step of its own.
+An adapter's step has the sequences, token count, norm and rate of the same step in a run of its own. Adapters share no
+tokens or statistics, so each may begin and end at a different step.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ from meshlora.train.watch.nonfinite import find_not_finite
 
 @dataclass
 class Trainer:
-    """Trains the adapters of `model` that `runs` names.
+    """Trains adapters of `model`. runs, reporters: by adapter name.
 
-    reporters: of each. stop: set once this rank is asked to stop. check: called with the folder of each adapter that
-    training starts from.
+    stop: set once this rank is asked to stop. check: called with the folder of each initial adapter.
     """
 
     runs: Mapping[str, Prepared]
@@ -57,7 +56,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         first = next(iter(self.runs.values()))
-        options = first.config.train  # those that are for all
+        options = first.config.train  # run-wide ones are the same for all adapters
         self.mesh = runtime(self.model).mesh
         row_length = first.config.data.max_length if first.config.data.packing else None
         only = options.objective.trained_row
@@ -82,9 +81,9 @@ class Trainer:
         self._training: list[TrainedAdapter] = []
 
     def train(self) -> bool:
-        """All steps that are left, with evaluations and saves between them, and the finished adapters at the end.
+        """Run the remaining steps, with evaluations and saves between them, and save the finished adapters.
 
-        Returns whether all are done: not where a rank was asked to stop, which leaves checkpoints to go on from.
+        Returns whether all steps are done. If a rank was asked to stop, checkpoints to resume from are left instead.
         """
         self.model.train()
         for one in self.adapters:
@@ -105,9 +104,9 @@ class Trainer:
         return True
 
     def train_step(self, adapters: list[TrainedAdapter]) -> list[StepMetrics]:
-        """The next optimizer step of each of `adapters`, of which there is one or more, over its global batch."""
+        """The next optimizer step of each of `adapters` (at least one), over its global batch."""
         started = time.perf_counter()
-        if self._training != adapters:  # those that are done get no gradient any more
+        if self._training != adapters:  # finished adapters get no gradient any more
             set_adapters(self.model, [one.adapter for one in adapters])
             self._training = adapters
         for one in adapters:
@@ -123,7 +122,7 @@ class Trainer:
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)
             for number, micro in enumerate(batches):
-                with self.masks(adapters, micro):  # the backward too: it may run forwards once more
+                with self.masks(adapters, micro):  # the backward too: recomputation runs forwards in it
                     found = self._backward(number, micro, is_only=len(batches) == 1)
                 for own, (loss, reported) in zip(micro.owners, found, strict=True):
                     number_of = count(adapters[own.number].objective, own.batch)
@@ -152,7 +151,7 @@ class Trainer:
         aux_loss: float | None,
         started: float,
     ) -> StepMetrics:
-        """The optimizer's part of the step of one adapter. Collective where its gradient is not finite."""
+        """Finish the step of one adapter: optimizer, loss scale, metrics. Collective if its gradient is not finite."""
         step, loss, grad_norm, is_finite = one.done, result.loss, result.grad_norm, result.is_finite
         self.is_to_stop = one.is_to_stop = result.is_to_stop
         rate = one.update(step, is_finite=is_finite)
@@ -168,7 +167,7 @@ class Trainer:
         )
 
     def _skip_or_stop(self, one: TrainedAdapter, batches: list[MicroBatch], loss: float, grad_norm: float) -> None:
-        """Say where a step that is not finite comes from; end the run where it asks for that. Collective."""
+        """Find and report the source of a non-finite step; end the run if configured so. Collective."""
         what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
         if one.name:
             one.leave_out(f"adapter {one.name}, step {one.done + 1}: {what}")
@@ -183,13 +182,13 @@ class Trainer:
         one.leave_out(f"step {one.done + 1}: {what}: {cause}")
 
     def _loss_again(self, micro: MicroBatch) -> Tensor:
-        """The summed loss of a micro-batch of the one adapter that is trained, by itself."""
+        """The summed loss of one micro-batch of the only adapter, recomputed."""
         with self.masks(self._training, micro):
-            ((loss, _),) = self._losses(micro, self._of_base(micro.batch))
+            ((loss, _),) = self._losses(micro, self._base_log_probabilities(micro.batch))
             return loss
 
     def masks(self, adapters: Sequence[TrainedAdapter], micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Inside, each adapter is run on its rows, and what is in training mode has the dropout of its own step."""
+        """Inside the block each adapter runs on its own rows, with the dropout of its own step in training mode."""
         return runtime(self.model).dropout.of(
             [adapters[own.number].share(own.batch.tokens) for own in micro.owners],
             [one.adapter for one in adapters],
@@ -201,15 +200,15 @@ class Trainer:
         return self.routing.step(adapters[0].done, steps[0][1])
 
     def _log_probabilities(self, number: int, micro: MicroBatch) -> Tensor:
-        """A forward of a micro-batch, whatever the objective makes of it."""
+        """A plain forward of a micro-batch, independent of the objective."""
         if self.routing is not None:
             self.routing.before(number, micro.batch)
         with self.masks(self._training, micro), lift(self.model.dtype == torch.float64):
             return batch_log_probabilities(self.model, micro.batch)
 
     def _backward(self, number: int, micro: MicroBatch, *, is_only: bool) -> list[tuple[Tensor, Sums]]:
-        """Forward and backward of one micro-batch; what `_losses` returns, without the loss of load balancing."""
-        base = self._of_base(micro.batch)
+        """Forward and backward of one micro-batch. Returns the result of `_losses`, without the load-balancing loss."""
+        base = self._base_log_probabilities(micro.batch)
         if self.routing is not None:
             self.routing.before(number, micro.batch)
         with self.balance.watching() if self.balance is not None else contextlib.nullcontext():
@@ -225,15 +224,15 @@ class Trainer:
         return [(loss.detach(), reported) for loss, reported in found]
 
     def _losses(self, micro: MicroBatch, base: Tensor | None) -> list[tuple[Tensor, Sums]]:
-        """The summed loss of each owner of rows, and what it reports besides. base: `_of_base`."""
+        """(summed loss, other sums to report) of each owner of rows. base: result of `_base_log_probabilities`."""
         owners = [self._training[own.number] for own in micro.owners]
         rows = [(one.adapter, own.batch) for one, own in zip(owners, micro.owners, strict=True)]
         points = [one.point for one in owners]
         with lift(self.model.dtype == torch.float64):
             return loss_sums(owners[0].objective, self.model, micro.batch, rows, base, points)
 
-    def _of_base(self, batch: Batch) -> Tensor | None:
-        """What the frozen base says of a batch, where the objective needs it."""
+    def _base_log_probabilities(self, batch: Batch) -> Tensor | None:
+        """Log-probabilities of a batch under the frozen base, if the objective needs them."""
         if not self._training[0].objective.needs_base:
             return None
         with lift(self.model.dtype == torch.float64):

@@ -222,7 +222,7 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         capture = stack.enter_context(Capture(model))
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))
-        stack.enter_context(apart(Trainer, "_of_base"))
+        stack.enter_context(apart(Trainer, "_base_log_probabilities"))
         stack.enter_context(apart(TrainedAdapter, "reference_point"))
         stack.enter_context(counter)
         yield

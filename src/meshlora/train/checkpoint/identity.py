@@ -1,7 +1,7 @@
-"""What the steps of a run depend on besides the topology, by name; and what else was installed when they were done.
+"""The identity of a run: everything its steps depend on besides the topology, by name.
 
-Owns: which options change no step, the hashes of all files that a run reads, and the comparison of two runs.
-Does not own: the file that they are stored in (`train.checkpoint.manifest`), reading files (`common.file_hash`).
+Owns: which options affect no step, the hashes of all files that a run reads, and the comparison of two runs and their
+versions. Does not own: the file that stores them (`train.checkpoint.manifest`), reading files (`common.file_hash`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.file_hash import FileHashes
 
-# Files of names -> files, by the name that they have in an identity.
+# Name in an identity -> files.
 Contents = Mapping[str, tuple[Path, ...]]
 
-# What may differ between a run and the one that goes on with it: it changes no step.
+# Options that may differ between a run and the one that resumes it: they affect no step.
 _CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
 _FREE = {*_CHOICES, "keep_last", "keep_best", "routing_replay"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
@@ -30,13 +30,13 @@ _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*"),
 )
-shown = functools.partial(one_line, limit=200)  # a text out of a file, for a message
+shown = functools.partial(one_line, limit=200)  # text from a file, for a message
 
 
 def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None) -> dict[str, str]:
-    """Name -> what of a run its steps depend on, but for the content of files.
+    """Name -> value of everything the steps of a run depend on, except the content of files.
 
-    config: the `RunConfig`. tokens: the arrays of the training data. attention: what of it the model runs.
+    config: the `RunConfig`. tokens: the arrays of the training data. attention: the model's actual implementation.
     """
     found = {
         f"train.{name}": json.dumps(value, sort_keys=True)
@@ -60,9 +60,9 @@ def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: s
 
 
 def contents(config: Any, *, weights: Collection[Path], adapter: Collection[str], replay: Collection[Path]) -> Contents:
-    """Name -> the files that a run reads, of which each is part of its identity.
+    """Name -> the files that a run reads, all part of its identity.
 
-    weights: files of the base. adapter: names of an adapter's files. replay: of the routing that is replayed.
+    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing.
     """
     model = Path(config.model.path)
     code = model.rglob("*.py") if config.model.trust_remote_code else ()
@@ -78,7 +78,7 @@ def contents(config: Any, *, weights: Collection[Path], adapter: Collection[str]
 
 
 def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
-    """Name -> one hash of its files: of their names, without their folder, and their bytes.
+    """Name -> one hash of its files: of their names, without folder, and their bytes.
 
     Raises:
         UserError: one cannot be read.
@@ -93,12 +93,12 @@ def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
 def check_same(
     what: str, there: Mapping[str, str], here: Mapping[str, str], *, despite: Collection[str], way_out: str
 ) -> None:
-    """What was saved `there` is of the run that is asked for `here`, `despite` the differences that are named.
+    """Check that the saved identity `there` equals that of the current run, `here`, except for names in `despite`.
 
-    what: a name of what was saved, for the message. way_out: what to do besides naming the difference.
+    what: name of the saved folder, for the message. way_out: the alternative to `--resume-despite`.
 
     Raises:
-        UserError: something else differs, by name; or a name in `despite` is none.
+        UserError: another value differs, by name; or a name in `despite` is unknown.
     """
     names = there.keys() | here.keys()
     for name in despite:
@@ -118,6 +118,6 @@ def check_same(
 
 
 def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Which versions differ, in words; nothing where none does."""
+    """The differing versions, in words; empty if none differ."""
     names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     return ", ".join(f"{shown(name)} {shown(there.get(name, '?'))} there, {here.get(name, '?')} here" for name in names)

@@ -1,11 +1,11 @@
-"""The manifest: what a folder that a run saved is, of which run, and the exact files that it has to hold.
+"""The manifest of a folder that a run saved: its kind, its run, and the exact files that it holds.
 
-Owns: the one file for checkpoints, `initial` and the finished adapter; writing it, and reading it with every check.
-Does not own: what the other files hold (`adapter.formats.peft_format`, `train.checkpoint.state`), which folder a run
-goes on from (`train.checkpoint.resuming`), what makes two runs the same (`train.checkpoint.identity`).
+Owns: the one format for checkpoints, `initial` and the finished adapter; writing it, and reading it with all checks.
+Does not own: the other files (`adapter.formats.peft_format`, `train.checkpoint.state`), the choice of the folder to
+resume from (`train.checkpoint.resuming`), when two runs are the same (`train.checkpoint.identity`).
 
-It depends on the run alone: no date, host or path, and of an adapter no topology, so that the same run gives the same
-bytes. It carries a hash of itself: not against an attacker, who can compute it too, but against every accident.
+It depends on the run alone: no date, host or path, and for an adapter no topology, so the same run gives the same
+bytes. It contains its own hash: not against an attacker, who can compute it too, but against accidents.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from meshlora.train.checkpoint.identity import shown
 
 FILE, FORMAT = "manifest.json", 2
 STATE_FILE = "training_state.safetensors"
-_EARLIER_FILE = "training_state.json"  # of format 1, which had no hash of itself
+_EARLIER_FILE = "training_state.json"  # of format 1, which had no hash of its own
 _ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 _NEEDED = {"checkpoint": _ADAPTER_FILES | {STATE_FILE}, "initial": _ADAPTER_FILES, "adapter": _ADAPTER_FILES}
 _MAY_BE_THERE = {"meshlora.json"}
-# Kind -> what it is called, and what to do where it is not whole.
+# Kind -> its name in messages, and the way out if it is not whole.
 _SAID = {
     "checkpoint": ("checkpoint", "use an earlier one"),
     "initial": ("initial adapter", ""),
@@ -48,22 +48,22 @@ Kind = Literal["checkpoint", "initial", "adapter"]
 
 
 class NotWholeError(UserError):
-    """A folder is not what a run saved, or no longer: whatever the breakage, `auto` passes it over."""
+    """A folder is not, or no longer, what a run saved: `--resume auto` passes it over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a run says of a folder that it saves.
+    """The values that a run records about a folder that it saves.
 
     Attributes:
         kind: checkpoint, initial (the adapter before step 1) or adapter (after the last).
-        step: optimizer steps that were done. steps: that the run has.
-        updates: how many of the steps changed the adapter: all but those that were skipped.
-        identity: what the steps depend on, by name. versions: of what computed them.
-        topology: of the run that wrote a checkpoint; "" of an adapter, whose files do not know it.
-        eval_loss: of the evaluation at that step, None where there was none.
-        loss_scale: state of the loss scale, of a float16 run.
-        skipped_in_row: steps that were left out right before.
+        step: optimizer steps done. steps: of the whole run.
+        updates: steps that changed the adapter: all but skipped ones.
+        identity: everything the steps depend on, by name. versions: of the software that computed them.
+        topology: of the run that wrote a checkpoint; "" for an adapter, whose files do not depend on it.
+        eval_loss: of the evaluation at that step, if any.
+        loss_scale: state of the loss scale of a float16 run.
+        skipped_in_row: number of steps skipped right before.
     """
 
     kind: Kind
@@ -80,7 +80,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A file of the folder, as it has to be."""
+    """The expected size and hash of a file."""
 
     num_bytes: int
     sha256: str
@@ -88,7 +88,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Manifest):
-    """A folder and what its manifest says of it. files: by name."""
+    """A saved folder with the content of its manifest. files: by name."""
 
     folder: Path
     files: Mapping[str, Entry]
@@ -98,7 +98,7 @@ class Saved(Manifest):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Add the manifest to `folder`, which holds all its other files."""
+    """Add the manifest to `folder`, which already holds all other files."""
     files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in folder.iterdir()}
     content = {"format": FORMAT, **dataclasses.asdict(manifest), "files": files}
     content["sha256"] = _own_hash(content)
@@ -115,10 +115,10 @@ def _own_hash(content: Mapping[str, Any]) -> str:
 
 
 def read_whole(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint",)) -> Saved:
-    """What is saved in `folder`, every file compared with its manifest.
+    """The saved folder `folder`, with every file checked against the manifest.
 
     Raises:
-        NotWholeError: it is nothing of these kinds, or not whole.
+        NotWholeError: it is not of these kinds, or not whole.
     """
     saved = read_manifest(folder, kinds=kinds)
     for name in saved.files:
@@ -129,14 +129,14 @@ def read_whole(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint",)) -> Sa
 
 
 def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "initial", "adapter")) -> Saved:
-    """What the manifest of `folder` says; of the other files only that these are all.
+    """The manifest of `folder`. Of the other files only the names are checked.
 
     Raises:
-        NotWholeError: there is none, it is damaged, or other files are there than it names.
+        NotWholeError: it is missing or damaged, or files are missing or extra.
     """
     what, way_out = _SAID[kinds[0]]
     try:
-        # Not by the name `latest`, which goes on to the next one.
+        # The link `latest` is resolved at once, as it moves on to newer checkpoints.
         folder = folder.resolve() if folder.is_symlink() else folder
         content = _read(folder, what, way_out)
         found = {file.name for file in os.scandir(folder)} - {FILE}
@@ -161,7 +161,7 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `folder` was saved by a run, or looks like it: an adapter, whole or not."""
+    """Whether `folder` looks like one saved by a run, or like an adapter, whole or not."""
     try:
         return any((folder / name).exists() for name in (FILE, _EARLIER_FILE, *_NEEDED["checkpoint"]))
     except OSError:
@@ -169,7 +169,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def file_mistake(saved: Saved, name: str) -> str:
-    """What is wrong with the file `name` of a folder; nothing where it has the bytes that were saved."""
+    """What is wrong with the file `name` of a folder; empty if it has the saved bytes."""
     file, expected = saved.folder / name, saved.files[name]
     try:
         found = file.stat()
@@ -181,13 +181,13 @@ def file_mistake(saved: Saved, name: str) -> str:
 
 
 def _read(folder: Path, what: str, way_out: str) -> Any:
-    """The content of the manifest as plain values.
+    """The content of the manifest as JSON values.
 
     Raises:
-        NotWholeError: there is none, or it is not JSON. OSError: it cannot be read.
+        NotWholeError: it is missing or not JSON. OSError: it cannot be read.
     """
     file = folder / FILE
-    if not file.is_file():  # nor a pipe, which would be waited for
+    if not file.is_file():  # a pipe would block
         if (folder / _EARLIER_FILE).is_file():
             raise NotWholeError(f"{what} {folder}", f"its format is 1, this meshlora reads {FORMAT}", "start a new run")
         raise NotWholeError(f"{what} {folder}", f"it has no {FILE}", "give a folder that a run saved")
@@ -198,8 +198,8 @@ def _read(folder: Path, what: str, way_out: str) -> Any:
 
 
 def _mistake(content: Any) -> str | None:
-    """What is wrong with the values of a manifest; None where nothing is. Its own hash comes last, to name the value
-    that a program other than ours may have written."""
+    """What is wrong with the values of a manifest; None if nothing. Its own hash is checked last, so that a bad value
+    written by another program is named."""
     if not isinstance(content, dict):
         return "it is no JSON object"
     if content.get("format") != FORMAT or type(content["format"]) is not int:

@@ -1,8 +1,7 @@
-"""What a run that was asked to go on finds in its output: all its steps, a checkpoint, or nothing.
+"""What a resumed run finds in its output: a finished adapter, a checkpoint, or nothing.
 
-Owns: which checkpoint of a run is the last whole one, whether what is there is of the run that is asked for, and
-whether a finished adapter is believed. Does not own: when a folder is whole (`train.checkpoint.manifest`), what becomes
-of what is not gone on with (`train.checkpoint.retention`).
+Owns: finding the last whole checkpoint, checking that it is of the same run, and accepting a finished adapter. Does not
+own: when a folder is whole (`train.checkpoint.manifest`), the fate of later checkpoints (`train.checkpoint.retention`).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ FOLDER, FINISHED = "checkpoints", "adapter"
 
 @dataclass(frozen=True)
 class GoingOn:
-    """What a run goes on with.
+    """The state that a run resumes from.
 
     Attributes:
-        resume: the checkpoint, None: it begins at its first step. is_finished: it has all its steps already.
-        identity: of the run; with the content of its files where that had to be known.
-        notes: what the user should know.
+        resume: the checkpoint; None: the run begins at its first step. is_finished: all its steps are done already.
+        identity: of the run; with the content of its files if they had to be read.
+        notes: messages for the user.
     """
 
     resume: Saved | None
@@ -39,13 +38,13 @@ class GoingOn:
 def going_on(
     output: Path, given: str, *, steps: int, identity: Mapping[str, str], files: Contents, despite: Collection[str]
 ) -> GoingOn:
-    """What a run of `steps` steps goes on with in `output`, for `--resume GIVEN`. Nothing is written.
+    """The state in `output` that a run of `steps` steps resumes from with `--resume GIVEN`. Nothing is written.
 
-    identity: of the run, but for its `files`, which are read only where there is something to go on with and all else
-    is the same. despite: names of what may differ from the run that saved it.
+    identity: of the run, without its `files`, which are read only if there is something to resume from and all else is
+    the same. despite: names of settings that may differ from the run that saved it.
 
     Raises:
-        UserError: what is there is of another run, by name; or the checkpoint that was given is not whole.
+        UserError: the output is of another run, by the name that differs; or the given checkpoint is not whole.
     """
     notes: list[str] = []
     own = dict(identity)
@@ -84,16 +83,16 @@ def going_on(
 
 
 def find_checkpoint(output: Path, given: str, say: Callable[[str], None]) -> Saved | None:
-    """The checkpoint in folder `given`; for "auto" the last whole one of the run in `output`, None where there is none.
+    """The checkpoint in folder `given`; for "auto" the last whole one of the run in `output`, None if there is none.
 
-    say: called with a line for each that is damaged.
+    say: called with a message for each damaged one.
 
     Raises:
-        UserError: the one that was given is not whole.
+        UserError: the given one is not whole.
     """
     if given != "auto":
         return read_whole(Path(given))
-    # Not by the name `latest`: a rank killed at the right moment leaves a newer one that is whole.
+    # Not via `latest`: a rank killed at the right moment leaves a newer whole one.
     for _, folder in step_folders(output / FOLDER):
         try:
             return read_whole(folder)
@@ -103,6 +102,6 @@ def find_checkpoint(output: Path, given: str, say: Callable[[str], None]) -> Sav
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, checkpoint) of all in `folder`, whole or not, the newest first."""
+    """(step, folder) of all checkpoints in `folder`, whole or not, the newest first."""
     numbers = [(found.name.removeprefix("step-"), found) for found in folder.glob("step-*")]
     return sorted(((int(number), found) for number, found in numbers if number.isdecimal()), reverse=True)

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run stay on disk, and the two names that point at one of them.
+"""Which checkpoints of a run are kept, and the links to the latest and the best.
 
-Owns: `checkpoints/latest` and `checkpoints/best`, what `train.keep_last` and `train.keep_best` remove, what a killed
-save left behind, and what is set aside where a run goes on from an earlier step than its last. Does not own: what is in
+Owns: `checkpoints/latest` and `checkpoints/best`, removal under `train.keep_last` and `train.keep_best`, clean-up after
+a killed save, and moving later checkpoints aside when a run resumes from an earlier one. Does not own: the content of
 a checkpoint (`train.checkpoint.state`), and whether it is whole (`train.checkpoint.manifest`).
 """
 
@@ -20,13 +20,13 @@ from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_whole
 from meshlora.train.checkpoint.resuming import FINISHED, FOLDER, step_folders
 
 LATEST, BEST = "latest", "best"
-# What a run that goes on from an earlier step had made of later ones, `set-aside-1`; what a finished run has.
+# Prefix of folders for checkpoints of later steps, `set-aside-1`; results of a finished run.
 ASIDE, MERGED = "set-aside", "merged"
 ENDS = (FINISHED, MERGED)
 
 
 class Keeping:
-    """What stays of the checkpoints of the run in `output`. keep_last: how many of the newest, 0: all."""
+    """Retention of the checkpoints of the run in `output`. keep_last: number of newest to keep, 0: all."""
 
     def __init__(self, output: Path, *, keep_last: int, keep_best: bool, resume: Saved | None) -> None:
         self.folder, self.keep_last, self.keep_best = output / FOLDER, keep_last, keep_best
@@ -39,10 +39,10 @@ class Keeping:
         return self.keep_best and loss < self.best_loss
 
     def saved(self, step: int, *, is_best: bool, loss: float | None) -> None:
-        """The checkpoint of `step` is whole: let the names point at it, and only then remove what need not stay.
+        """The checkpoint of `step` is whole: update the links, and only then remove older ones.
 
         Raises:
-            OSError: a name could not be written. It still points at a whole checkpoint.
+            OSError: a link could not be written. It still points at a whole checkpoint.
         """
         new = self.folder / folder_name(step)
         point(self.folder / LATEST, new.name)
@@ -52,7 +52,7 @@ class Keeping:
             self.best_loss = loss
         if not self.keep_last:
             return
-        # Those of later steps are of a run that went on from an earlier one than its last: they are not older.
+        # Later steps exist if the run resumed from an earlier one: they are not older.
         older = [folder for number, folder in step_folders(self.folder) if number <= step]
         best = (self.folder / BEST).resolve()
         for folder in older[self.keep_last :]:
@@ -66,7 +66,7 @@ def folder_name(step: int) -> str:
 
 
 def point(name: Path, target: str) -> None:
-    """Make `name` a symbolic link to its neighbour `target`. At any moment it names the old one or the new one."""
+    """Make `name` a symbolic link to its sibling `target`, atomically."""
     temporary = name.with_name(f".{name.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -75,9 +75,9 @@ def point(name: Path, target: str) -> None:
 
 
 def clear_leftovers(output: Path) -> None:
-    """Remove what saves that were killed left in `output`: folders and files under temporary names.
+    """Remove temporary folders and files of killed saves in `output`.
 
-    A folder that was put aside for its successor, which never came, gets its name back.
+    A folder that was renamed for its successor, which was never completed, gets its name back.
     """
     for folder in (output, output / FOLDER):
         for old in folder.glob(".*.old") if folder.is_dir() else ():
@@ -94,11 +94,11 @@ def clear_leftovers(output: Path) -> None:
 
 
 def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | None:
-    """Move what the run in `output` made of later steps than `done` out of the way of the steps that follow now.
+    """Move results of steps later than `done` in `output` out of the way of the steps that follow now.
 
-    It is of another future of the run, or not whole: `--resume auto` would go on with it, and a finished adapter say
-    that all is done. Nothing is removed. ends: names of what only a finished run has. Returns what to say of it, None
-    where there is nothing.
+    They are of an abandoned continuation of the run, or not whole: `--resume auto` would resume from them, or take a
+    finished adapter for the end of the run. Nothing is removed. ends: names of results that only a finished run has.
+    Returns a message for the user, None if there is nothing to move.
     """
     later = [folder for step, folder in step_folders(output / FOLDER) if step > done]
     ended = [path for name in ends if (path := output / name).exists() or path.is_symlink()]
@@ -110,7 +110,7 @@ def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | N
     away.mkdir()
     if (output / "metrics.jsonl").is_file():
         shutil.copy2(output / "metrics.jsonl", away)
-    # First the names, then what they point at: no name ever points at nothing.
+    # First the links, then their targets: no link ever dangles.
     for name in (LATEST, BEST):
         link = output / FOLDER / name
         if link.is_symlink() and link.resolve() in [folder.resolve() for folder in later]:
@@ -128,7 +128,7 @@ def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | N
 
 
 def _remove(folder: Path) -> None:
-    # Under another name first: killed half way through, it leaves no checkpoint with a part of its files.
+    # Rename first: if killed half-way, this leaves no checkpoint with some of its files.
     away = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     with contextlib.suppress(OSError):
         os.replace(folder, away / folder.name)
@@ -136,7 +136,7 @@ def _remove(folder: Path) -> None:
 
 
 def _loss_of_best(best: Path, *, until: int) -> float:
-    """Its evaluation loss; infinite where there is none, or it comes later than the run goes on from."""
+    """Its evaluation loss; infinite if there is none, or if it is of a step later than `until`."""
     try:
         found = read_whole(best)
     except NotWholeError:

@@ -1,8 +1,8 @@
 """The training state beside an adapter: the moments of the optimizer as logical tensors.
 
-Owns: their file, full tensors under the names of the factors, whatever the topology. Does not own: the adapter's files
-(`adapter.formats.peft_format`), what else a run goes on with (`train.checkpoint.manifest`), from which checkpoint
-(`train.checkpoint.resuming`). The order of the data and the learning rate are functions of the step, and need no state.
+Owns: their file: full tensors named after the factors, whatever the topology. Does not own: the adapter's files
+(`adapter.formats.peft_format`), other state (`train.checkpoint.manifest`), the choice of the checkpoint to resume from
+(`train.checkpoint.resuming`). Data order and learning rate are functions of the step, and need no state.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path], None]:
-    """A function that adds the training state to the folder of an adapter. Collective; rank 0 calls what it returns."""
+    """Gather the training state. Returns a function for rank 0 that writes it to a folder. Collective."""
     state = runtime(model)
     tensors: dict[str, Tensor] = {}
     for factor in active_factors(model):
         held = optimizer.state[factor.parameter]
         for moment in _MOMENTS:
-            # Before the first update there are none, and they count as zero.
+            # Before the first update there are none: zero.
             moment_here = held[moment] if moment in held else torch.zeros_like(factor.parameter)
             full = full_factor(moment_here, factor.rule, state.mesh)
             if state.mesh.rank == 0:
@@ -44,7 +44,7 @@ def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path
 
 
 def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: Saved) -> None:
-    """Give every factor of `model` the moments that `checkpoint` holds for it, cut for this rank.
+    """Restore the moments of every factor of `model` from `checkpoint`, sliced for this rank.
 
     Raises:
         UserError: they are of another adapter.

@@ -1,7 +1,6 @@
-"""What a run says about itself: `metrics.jsonl`, trackers, and progress bars or lines on the terminal. Rank 0
-only.
+"""Reports of a run, on rank 0: `metrics.jsonl`, trackers, and progress bars or lines on the terminal.
 
-Owns: the record of a step and where it is shown. Does not own: how the numbers come about (`train.trainer`).
+Owns: the record of a step and where it is shown. Does not own: computing the numbers (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class StepMetrics:
     Attributes:
         step: from 1. loss: mean over the trained tokens. grad_norm: global, before clipping.
         tokens: trained tokens of the step. step_time_s: wall time on rank 0.
-        aux_loss: of load balancing, before its coefficient; None where it is off.
-        means: what the objective reports besides, by name.
-        loss_scale: of float16: that of the next step.
+        aux_loss: of load balancing, before its coefficient; None if it is off.
+        means: other statistics of the objective, by name.
+        loss_scale: of the next step, in float16.
         skipped: the step changed nothing, as its loss or gradient was not finite.
     """
 
@@ -67,11 +66,11 @@ class Reporter:
         trackers: Sequence[Tracker] = (),
         name: str = "",
     ) -> None:
-        """done: steps that the run goes on from; what `file` says of later ones is forgotten.
+        """done: steps done before this run; lines of `file` about later ones are dropped.
 
-        goes_on_without: a line that cannot be written, as on a full disk, is left out with a word.
+        goes_on_without: skip, with a message, lines that cannot be written, as on a full disk.
         trackers: get every line of `file` too.
-        name: of one of several adapters: it stands before all that is said, and there are lines instead of bars.
+        name: of one of several adapters: prefix of all messages; lines are shown instead of bars.
         """
         self._goes_on_without, self._has_failed = goes_on_without, False
         self._trackers, self._name = trackers, name
@@ -96,7 +95,7 @@ class Reporter:
         if self.is_main:
             kept, num_damaged = lines_until(self._path, self._done)
             write_atomically(self._path, lambda path: path.write_bytes(b"".join(kept)))
-            self._file = self._path.open("ab", buffering=0)  # a line is on disk as soon as it is said
+            self._file = self._path.open("ab", buffering=0)  # unbuffered: each line is on disk at once
             self._progress.start()
             if num_damaged:
                 self.say(f"{self._path}: {num_damaged} damaged lines are left out")
@@ -130,7 +129,7 @@ class Reporter:
             )
 
     def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:
-        """Record the loss on the held-out file; JSON has no word for an infinite perplexity, which is left out."""
+        """Record the loss on held-out data. An infinite perplexity is left out: JSON has no infinity."""
         if self._file is None:
             return
         values: dict[str, object] = {"step": step, "eval_loss": loss, "eval_tokens": tokens}
@@ -143,7 +142,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-        """A bar below that of the steps while the block runs; call what it yields after each of `total` parts."""
+        """Show a second progress bar during the block. Yields a function to call after each of `total` parts."""
         task = self._progress.add_task(what, total=total, shown="")
         try:
             yield lambda: self._progress.advance(task)
@@ -151,11 +150,11 @@ class Reporter:
             self._progress.remove_task(task)
 
     def saved(self, step: int) -> None:
-        """A checkpoint of `step` is whole: shown from the next step on."""
+        """Show from the next step on that the checkpoint of `step` is saved."""
         self._saved = f"  saved {step}"
 
     def say(self, text: str) -> None:
-        """One line on rank 0's terminal."""
+        """Print one line on rank 0's terminal."""
         if self.is_main:
             self.console.say(f"{self._name}: {text}" if self._name else text)
 
@@ -179,15 +178,15 @@ class Reporter:
 
 
 def _is_value(value: object) -> bool:
-    """Whether it is written: JSON has no NaN, and what is not there, or did not happen, is left out."""
+    """Whether to write a value: None, False, and non-finite numbers, which JSON lacks, are left out."""
     if isinstance(value, float):
         return math.isfinite(value)
     return value is not None and value is not False
 
 
 def lines_until(file: Path, done: int) -> tuple[list[bytes], int]:
-    """Whole lines of `file` about the first `done` steps, and how many others cannot be read: a crash of the machine
-    may leave such. Nothing where there is no such file."""
+    """(whole lines of `file` about the first `done` steps, number of damaged lines). A crash of the machine may leave
+    damaged lines. Empty if there is no such file."""
     if not done or not file.is_file():
         return [], 0
     kept, num_damaged = [], 0
@@ -195,7 +194,7 @@ def lines_until(file: Path, done: int) -> tuple[list[bytes], int]:
         try:
             step = int(json.loads(line)["step"])
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-            num_damaged += line.endswith(b"\n")  # the last one may have been cut short by how the run ended
+            num_damaged += line.endswith(b"\n")  # the last line may be cut short if the run was killed
             continue
         if step <= done and line.endswith(b"\n"):
             kept.append(line)

@@ -1,7 +1,7 @@
-"""Where a loss or a gradient that is not finite comes from: which sequences, and which module first.
+"""The source of a non-finite loss or gradient: which sequences, and which module first.
 
-Owns: the second look at a step, micro-batch by micro-batch, and its words. Does not own: the decision that a step is
-not finite, and what follows from it (`train.trainer`).
+Owns: rerunning the step by micro-batch, and the message. Does not own: deciding that a step is not finite, and the
+response (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_SHOWN = 16
 
 @dataclass
 class _First:
-    """The first module of a forward whose output is not finite: its number, and how many were done before it."""
+    """The first module of a forward with non-finite output: its number, and its place in the order of execution."""
 
     module: int = -1
     place: int = 0
@@ -39,13 +39,13 @@ def find_not_finite(
     *,
     examples: Callable[[int, int], list[int]],
 ) -> str:
-    """In words which sequences of the step are not finite, and what of them first. Leaves no gradients. Collective.
+    """A message naming the non-finite sequences of the step and their first non-finite tensor. Collective.
 
-    Every rank runs forward and backward of its micro-batches once more, each by itself, and all learn what all found.
+    Every rank reruns forward and backward of each of its micro-batches; the findings are gathered. Clears gradients.
 
     Args:
         batches: this rank's micro-batches of the step. loss_sum: the summed loss of one.
-        examples: (dp rank, number of its micro-batch) -> the examples in it, numbers in the training data.
+        examples: (dp rank, number of its micro-batch) -> its examples, as indices of the training data.
     """
     mesh = runtime(model).mesh
     factors = active_factors(model)
@@ -61,7 +61,7 @@ def find_not_finite(
         elif not torch.isfinite(loss):
             row[0] = _LOSS
         elif broken:
-            row.copy_(row.new_tensor([_GRADIENT, broken[-1], 0]))  # the backward comes to the last one first
+            row.copy_(row.new_tensor([_GRADIENT, broken[-1], 0]))  # the backward reaches the last one first
     model.zero_grad(set_to_none=True)
     everyone = all_gather(found.unsqueeze(0), mesh.world).tolist()  # [world, micro-batches, 3]
     bad = [(number, rank) for rank, rows in enumerate(everyone) for number, row in enumerate(rows) if row[0]]
@@ -69,7 +69,7 @@ def find_not_finite(
         return "no micro-batch by itself shows it"
     dp_ranks = {rank: place for group in mesh.topology.groups_over(SEQUENCES) for place, rank in enumerate(group)}
     sequences = sorted({example for number, rank in bad for example in examples(dp_ranks[rank], number)})
-    # A rank's NaN is on all ranks once it has gone through a sum; the earliest module is where it was made.
+    # A sum spreads one rank's NaN to all ranks; it originates in the earliest module.
     kind, which, _ = min((everyone[rank][number] for number, rank in bad), key=lambda row: (row[0], row[2]))
     names = [name for name, _ in model.named_modules()]
     what = "the loss itself, of finite outputs"
@@ -102,7 +102,7 @@ def _watching(model: nn.Module) -> Iterator[_First]:
 
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        # Logits of a split head are a stand-in that only the loss may compute with.
+        # Logits of a split head are a stand-in for the loss only.
         yield from [output] if type(output) is Tensor else []
     elif isinstance(output, Mapping):
         for value in output.values():

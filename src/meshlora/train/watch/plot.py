@@ -1,6 +1,6 @@
-"""Pictures of runs: what `metrics.jsonl` says, and the learning rate that a run file asks for.
+"""Plots of runs: the content of `metrics.jsonl`, and the learning-rate schedule of a run file.
 
-Owns: reading metrics back, and the panels. Does not own: what is recorded (`train.watch.metrics`), the rates
+Owns: reading metrics back, and the panels. Does not own: recording (`train.watch.metrics`), the schedule
 (`train.optimizer`).
 """
 
@@ -18,9 +18,9 @@ from meshlora.common.files import write_atomically
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 _PAGE = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>meshlora</title>\n{}\n</html>\n'
-# What is drawn of a step, and of an evaluation.
+# Fields read of a step, and of an evaluation.
 _FIELDS = {"loss": ("step", "loss", "lr", "grad_norm", "tokens", "step_time_s"), "eval_loss": ("step", "eval_loss")}
-# Panel -> its value of one step.
+# Panel -> its value for one step.
 _PANELS: Mapping[str, Callable[[Mapping[str, float]], float]] = {
     "loss": lambda step: step["loss"],
     "learning rate": lambda step: step["lr"],
@@ -31,7 +31,7 @@ _PANELS: Mapping[str, Callable[[Mapping[str, float]], float]] = {
 
 @dataclass(frozen=True)
 class Metrics:
-    """Lines of one `metrics.jsonl`: of the optimizer steps, and of the evaluations."""
+    """Content of one `metrics.jsonl`: optimizer steps and evaluations."""
 
     name: str
     steps: list[dict[str, float]]
@@ -39,10 +39,10 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> Metrics:
-    """Metrics of the run in folder `run`, or of a `metrics.jsonl`; a last line that is being written is left out.
+    """Metrics of the run in folder `run`, or of a `metrics.jsonl`. An incomplete last line is ignored.
 
     Raises:
-        UserError: there is none, it has no steps yet, or a line is not what `train.watch.metrics` writes.
+        UserError: there is none, it has no steps yet, or a line is malformed.
     """
     file = run / "metrics.jsonl" if run.is_dir() else run
     way_out = "give the output folder of a run, or its metrics.jsonl"
@@ -116,13 +116,13 @@ def _label(axis: Any, title: str) -> None:
 
 
 def _labels(runs: Sequence[Path], all_metrics: Sequence[Metrics]) -> list[str]:
-    """Names of the folders, or where two are alike the paths that were given."""
+    """Names of the folders, or if two are equal, the paths as given."""
     names = [metrics.name for metrics in all_metrics]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
 def _pyplot(file: Path) -> Any:
-    """matplotlib without a screen, once it is clear that `file` can be drawn."""
+    """matplotlib without a display, after checking that `file` can be drawn."""
     if file.suffix.lower() not in FORMATS:
         raise UserError(f"{file}", f"a picture ends in one of {', '.join(FORMATS)}", did_you_mean(file.suffix, FORMATS))
     if file.is_dir():

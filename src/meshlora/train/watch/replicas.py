@@ -1,14 +1,13 @@
-"""The replica check: parameters that several ranks hold alike are equal to the bit, or the run stops.
+"""The replica check: replicated parameters are equal to the bit on all ranks, or the run stops.
 
 Owns: which copies must agree, their fingerprints, the one collective that compares them, and the error that names a
-drift. Does not own: when it is called (`train.trainer`), how a factor lies on the mesh (`plan.grads`).
+drift. Does not own: when it is called (`train.trained`), the layout of factors on the mesh (`plan.grads`).
 
-Copies of a factor lie along dp always, and along tp where the factor is whole; those of experts along edp. They start
-alike and get the same updates, so one bit of difference is a fault, and it grows in silence: a file holds the copy of
-one rank only.
+A factor is replicated along dp, and along tp if it is not split; one of experts along edp. Copies start equal and get
+the same updates, so one differing bit is a fault, and a silent one: a file holds the copy of one rank only.
 
-Checked are the factors of the active adapter. The state of AdamW is not: where it drifts, the parameters drift with
-the next step. Nor is the frozen base, which nothing writes.
+Only factors of the active adapter are checked. Drifting AdamW state makes the parameters drift in the next step; the
+frozen base is never written.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from meshlora.common.errors import MeshloraError
 from meshlora.plan.grads import Segment, segment_of
 from meshlora.plan.topology import Topology, size_of_copies
 
-# Lanes that are hashed at once. Bounds the memory: 16 bytes a lane for the weights, and as much for their products.
+# Lanes hashed at once. Bounds the memory: 16 bytes per lane for the weights, and as much for their products.
 _CHUNK = 2**18
-# 5 modulo 8: the difference of two powers has few factors of 2, so that two chunks are never exchanged unseen.
+# 5 modulo 8: differences of its powers have few factors of 2, so swapped chunks are always seen.
 _CHUNK_FACTOR = 6364136223846793005
 _MOST_RANKS_SHOWN = 16
-# Gradients come out of one sum, the same on every copy, so kernels that are not deterministic are not among them.
+# Not nondeterministic kernels: all copies get their gradient from the same sum.
 _LIKELY_CAUSE = (
     "a GPU with memory errors, unlike hardware or library versions on the ranks, or code that changes parameters on "
     "some ranks only"
@@ -43,9 +42,9 @@ _LIKELY_CAUSE = (
 def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> None:
     """Compare all copies of every active factor, to the bit. Collective: all ranks must call it, and all raise.
 
-    One all-gather of 16 bytes a factor: every rank sees all fingerprints, so it can name the odd ranks, and each comes
-    to the same verdict. With 448 factors (7 linears, 32 layers) a rank receives 57 kB on 8 ranks and 29 MB on 4096.
-    Sums over the axes would stay small there, but take a collective for each axis, and say that, not who, differs.
+    One all-gather of 16 bytes per factor: every rank sees all fingerprints, so it can name the odd ranks, and all reach
+    the same verdict. With 448 factors (7 linears, 32 layers) a rank receives 57 kB on 8 ranks and 29 MB on 4096.
+    All-reduces would stay small there, but need one collective per axis, and could not name the odd ranks.
 
     Args:
         step: steps done, for the message. last_saved: the folder of the last save, for the message.
@@ -81,24 +80,24 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
 
 
 def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
-    """The axes, of more than one rank, along which all ranks hold the same rows of a parameter."""
+    """The axes of size > 1 along which a segment is replicated."""
     return frozenset(axis for axis in segment.replicas if topology.size_over({axis}) > 1)
 
 
 def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> dict[int, frozenset[str]]:
-    """Place of each parameter with unequal copies -> the axes over which they differ, in order.
+    """Index of each part with unequal copies -> the axes over which they differ, in order.
 
-    everyone: fingerprints of all ranks `[world, num_parts, 2]`; replicas: of each the axes along which it has copies.
+    everyone: fingerprints of all ranks `[world, num_parts, 2]`. replicas: the replicated axes of each part.
     """
     differs = {axis: _differs_over(axis, everyone, topology) for axis in frozenset().union(*replicas)}
-    # Copies that agree along each axis agree altogether.
+    # Copies that agree along each axis all agree.
     found = {i: frozenset(axis for axis in over if differs[axis][i]) for i, over in enumerate(replicas)}
     return {index: axes for index, axes in found.items() if axes}
 
 
 def position_weights(device: torch.device) -> Tensor:
-    """Two fixed rows of odd pseudo-random numbers `[2, chunk]`, int64: one for each place in a chunk."""
-    # A raw PCG64 stream is the same in every version of numpy; torch's generators promise that for one version only.
+    """Two fixed rows of odd pseudo-random int64 weights `[2, chunk]`, one per position in a chunk."""
+    # numpy guarantees a raw PCG64 stream across versions; torch guarantees nothing across versions.
     raw = np.random.PCG64(0).random_raw(2 * _CHUNK).view(np.int64)
     return torch.from_numpy(raw | 1).view(2, _CHUNK).to(device)
 
@@ -106,11 +105,11 @@ def position_weights(device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
     """Two int64 `[2]` of the bits of `tensor` and their order: sum of lane times weight, modulo 2^64.
 
-    Computed where the tensor is, by three kernels for a chunk. Whole numbers: in every order the same sum.
+    Computed on the tensor's device, by three kernels per chunk. Integer sums do not depend on the order.
 
-    A change within one lane is always seen, as odd weights have an inverse. Any other escapes one sum with probability
-    2^-32 at most, and both with 2^-64. For that a lane has 32 bits at most, float64 being two lanes: times an odd
-    weight the signs of two float64 would cancel, 2^63 (w1 + w2) = 0 modulo 2^64.
+    A change within one lane is always seen, as odd weights are invertible. Any other escapes one sum with probability
+    at most 2^-32, and both with 2^-64. This needs lanes of at most 32 bits, so a float64 is two: times an odd weight,
+    sign flips of two float64 would cancel, 2^63 (w1 + w2) = 0 modulo 2^64.
     """
     lanes = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     total = weights.new_zeros(2)
@@ -120,13 +119,13 @@ def fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 def _differs_over(axis: str, everyone: Tensor, topology: Topology) -> list[bool]:
-    """For each factor whether two ranks that differ in their place on `axis` alone hold different values."""
-    lines = everyone[torch.tensor(topology.groups_over(frozenset({axis})))]  # [num_lines, size, num_factors, 2]
+    """Whether copies of each part differ along `axis`."""
+    lines = everyone[torch.tensor(topology.groups_over(frozenset({axis})))]  # [num_groups, size, num_parts, 2]
     return (lines != lines[:, :1]).any(dim=3).any(dim=1).any(dim=0).tolist()
 
 
 def _who(values: Tensor, axes: frozenset[str], topology: Topology) -> str:
-    """Which ranks hold odd copies of one factor, `values` `[world, 2]`. What most of a group hold is the good one."""
+    """The ranks with odd copies of one part, `values` `[world, 2]`: those outside the majority of their group."""
     found = []
     for ranks in topology.groups_over(axes):
         holders: dict[tuple[int, ...], list[int]] = {}

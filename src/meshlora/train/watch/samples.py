@@ -1,7 +1,7 @@
-"""Samples: what the adapter says after a few prompts, at intervals of a run.
+"""Samples: the model's continuations of a few prompts, at intervals of a run.
 
-Owns: which prompts, their continuations on every rank, `samples.jsonl`. Does not own: decoding (`text.decoding`), when
-it is time (`train.trainer`).
+Owns: the choice of prompts, their continuations on every rank, `samples.jsonl`. Does not own: decoding
+(`text.decoding`), when samples are due (`train.trained`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshlora.text.decoding import continuations, encode_prompts
 from meshlora.train.watch.metrics import lines_until
 
 FILE = "samples.jsonl"
-NUM_PROMPTS = 4  # of the held-out data, where the run file names none
+NUM_PROMPTS = 4  # taken from the held-out data, if the run file names none
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Prompts of a run, encoded. Greedy, whatever the run's decoding is: what changes is the adapter alone."""
+    """Encoded prompts of a run. Decoding is greedy, whatever the run's: only the adapter changes between samples."""
 
     prompts: tuple[str, ...]
     encoded: tuple[tuple[int, ...], ...]
@@ -39,10 +39,10 @@ class Samples:
     options: GenerateConfig
 
     def write(self, model: Any, file: Path, *, step: int, say: Callable[[str], None]) -> None:
-        """Continue every prompt; rank 0 adds them to `file` and says them. Collective: every rank computes the same."""
+        """Continue every prompt; rank 0 appends the texts to `file` and passes them to `say`. Collective."""
         is_training = model.training
         model.eval()
-        # The trainer's random numbers are none of the samples' business.
+        # Sampling must not change the trainer's random state.
         with lift(model.dtype == torch.float64), torch.random.fork_rng():
             texts = list(continuations(model, self.tokenizer, self.encoded, self.options))
         model.train(is_training)
@@ -58,7 +58,7 @@ class Samples:
 def prepare_samples(
     config: RunConfig, topology: Topology, tokenizer: PreTrainedTokenizerBase, model_config: Any
 ) -> Samples | None:
-    """The prompts of a run that asks for samples.
+    """The prompts of a run with `train.sample_every`.
 
     Raises:
         UserError: there are none, or they are too long. UnsupportedError: sequence parallelism.
@@ -88,7 +88,7 @@ def prepare_samples(
 
 
 def forget_after(file: Path, done: int) -> None:
-    """Keep the samples of the first `done` steps: the run goes on from there."""
+    """Drop the samples of steps after `done`, from which the run resumes."""
     if not file.is_file():
         return
     kept, _ = lines_until(file, done)

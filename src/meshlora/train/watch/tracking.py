@@ -1,7 +1,7 @@
-"""Trackers: the numbers of `metrics.jsonl` for tensorboard, wandb, mlflow or trackio too, where one is installed.
+"""Trackers: the numbers of `metrics.jsonl`, sent to tensorboard, wandb, mlflow or trackio.
 
-Owns: which there are, what each is told, and that none of them talks to a server by itself. Does not own: the numbers
-(`train.trainer`), when they are written (`train.watch.metrics`).
+Owns: the supported trackers, their options, and that none of them contacts a server by itself. Does not own: the
+numbers (`train.trainer`), when they are written (`train.watch.metrics`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PROJECT = "meshlora"
 
 @dataclass(frozen=True)
 class Tracker:
-    """What gets the numbers of a run, on rank 0.
+    """A sink for the numbers of a run, on rank 0.
 
-    log: is told numbers of an optimizer step, by names as in `train/loss` and `eval/loss`, and the step. close: that
-    the run is over, or has failed.
+    log: called with numbers of an optimizer step, named as `train/loss` and `eval/loss`, and the step. close: called
+    when the run ends or fails.
     """
 
     log: Callable[[Mapping[str, float], int], object]
@@ -33,7 +33,7 @@ class Tracker:
 def _tensorboard(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What an earlier start recorded of later steps is hidden.
+    # Hide what an earlier start recorded of later steps.
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
 
     def log(values: Mapping[str, float], step: int) -> None:
@@ -44,7 +44,7 @@ def _tensorboard(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
-    """Offline: `wandb sync` sends it."""
+    """Offline; `wandb sync` uploads it."""
     wandb: Any = importlib.import_module("wandb")
     run = wandb.init(
         project=PROJECT, name=folder.name, dir=str(folder), config=dict(config), mode="offline", reinit=True
@@ -53,7 +53,7 @@ def _wandb(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
 
 
 def _mlflow(folder: Path, config: Mapping[str, Any], done: int) -> Tracker:
-    """Into a folder beside the run."""
+    """In a database in the folder of the run."""
     mlflow: Any = importlib.import_module("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
     mlflow.set_experiment(PROJECT)
@@ -78,7 +78,7 @@ _TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises: UserError for a tracker that is not known, or not installed."""
+    """Raises: UserError for an unknown, repeated or missing tracker."""
     for name in names:
         if name not in _TRACKERS:
             raise UserError(f"train.track: {name!r}", "there is no such tracker", did_you_mean(name, _TRACKERS))
@@ -89,12 +89,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], folder: Path, *, config: Mapping[str, Any], done: int) -> list[Tracker]:
-    """Those of a run in `folder`, which goes on after `done` steps. config: the run file's values."""
+    """Open the trackers `names` of a run in `folder` after `done` steps. config: the run file's values."""
     return [_TRACKERS[name](folder, config, done) for name in names]
 
 
 def tracked(values: Mapping[str, object]) -> tuple[dict[str, float], int]:
-    """(numbers by trackers' names, step) of a line of `metrics.jsonl`."""
+    """(numbers under the names for trackers, step) of a line of `metrics.jsonl`."""
     numbers = {name: value for name, value in values.items() if name != "step" and isinstance(value, int | float)}
     named = {
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": float(value)

@@ -84,7 +84,7 @@ def base_with_adapter_on(model: Any) -> Any:
     return contextlib.nullcontext()
 
 
-@after(Trainer, "_of_base", needs="base")
+@after(Trainer, "_base_log_probabilities", needs="base")
 def base_halved(base: Tensor | None, *_: Any) -> Tensor | None:
     """the log-probabilities of the base are those of whole tokens"""
     return None if base is None else base * 0.5
