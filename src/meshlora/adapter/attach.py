@@ -1,6 +1,6 @@
 """Adapters on a parallel model: adding, choosing, switching off, gathering.
 
-Owns: what a parallel model knows about its adapters (`Runtime`, at `model.meshlora`).
+Owns: the state of a parallel model's adapters (`Runtime`, at `model.meshlora`).
 Does not own: files (`adapter.formats.peft_format`).
 """
 
@@ -31,9 +31,9 @@ from meshlora.plan.rules import ModelPlan
 
 @dataclass(frozen=True)
 class Adapter:
-    """One named adapter: its plan, and what it trains of the base besides.
+    """One named adapter: its plan, and the base parameters it trains.
 
-    trained: name of a parameter of the base -> the adapter's own copy of it, in use while the adapter is.
+    trained: name of a base parameter -> the adapter's own copy of it, in use while the adapter is.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Adapter:
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """By name, in module order."""
+        """Targets by name, in module order."""
         return self.plan.targets
 
 
 @dataclass
 class Runtime:
-    """What a parallel model knows about itself.
+    """The state of a parallel model.
 
-    base: the parameters of the base of which adapters have copies. dropout: which tokens the running forward has, and
-    whose they are.
+    base: the base parameters that adapters have copies of. dropout: the tokens of the running forward, and the adapter
+    of each.
     """
 
     plan: ModelPlan
@@ -73,9 +73,7 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Factor:
-    """One trained parameter on this rank: its name (`AdapterPlan.parameters`), the local parameter, and how it lies on
-    the mesh.
-    """
+    """One trained parameter on this rank: name in `AdapterPlan.parameters`, local slice, rule on the mesh."""
 
     name: str
     parameter: nn.Parameter
@@ -83,10 +81,10 @@ class Factor:
 
 
 def runtime(model: nn.Module) -> Runtime:
-    """The `Runtime` of a model that `meshlora.load` returned.
+    """The `Runtime` of a model returned by `meshlora.load`.
 
     Raises:
-        UserError: it is some other model.
+        UserError: any other model.
     """
     found = getattr(model, "meshlora", None)
     if not isinstance(found, Runtime):
@@ -95,7 +93,7 @@ def runtime(model: nn.Module) -> Runtime:
 
 
 def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> None:
-    """Draw a fresh adapter and attach it, frozen until `set_adapter`. `config` is not changed.
+    """Attach a newly initialised adapter, frozen until `set_adapter`. `config` is not changed.
 
     Raises:
         UserError: the name is taken, or the configuration does not fit the model.
@@ -104,7 +102,7 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
 
 
 def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
-    """Attach a fresh adapter as it is `planned`: drawn from `seed`, or taken out of the base."""
+    """Attach the new adapter `planned`: drawn from `seed`, or decomposed from the base (PiSSA, OLoRA)."""
     init = planned.config.init_lora_weights
 
     def drawn(target: Target) -> Mapping[str, Tensor]:
@@ -120,12 +118,11 @@ def attach(
     full: Callable[[Target], Mapping[str, Tensor]] | None,
     trained: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Attach the adapter whose full factors are `full(target)[part]`; each rank keeps its slices.
+    """Attach the adapter with the full factors `full(target)[part]`; each rank keeps its slices.
 
-    full: asked for one target after another, so that no rank ever has all of them. None: those that are taken out of
-        the base. Parts are those of `Target.shapes`; a magnitude that is missing is
-        that of the base with the adapter.
-    trained: whole values of the base's parameters that the adapter trains; None: those of the base.
+    full: called for one target at a time, so that no rank ever holds all of them; parts as in `Target.shapes`. None:
+        factors decomposed from the base. A missing magnitude is computed from the base with the adapter.
+    trained: full values of the base parameters that the adapter trains; None: those of the base.
     """
     state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
     config = planned.config
@@ -161,7 +158,7 @@ def attach(
 
 
 def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
-    """The model can have an adapter of that name beside those that it has."""
+    """Refuse a taken or malformed name, and a second adapter beside PiSSA or OLoRA."""
     if name in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
     if not name or "." in name or "/" in name:
@@ -183,8 +180,8 @@ def set_adapter(model: Any, name: str | None) -> None:
 
 
 def set_adapters(model: Any, names: Sequence[str]) -> None:
-    """Make `names` trainable, all others not. Of several none is active: a forward inside
-    `model.meshlora.dropout.of(shares, names)` runs each on its own tokens, any other the base.
+    """Make `names` trainable, all others not. With several, none is active: a forward inside
+    `model.meshlora.dropout.of(shares, names)` runs each on its own tokens, any other forward runs the base.
 
     Raises:
         UserError: there is no such adapter.
@@ -208,7 +205,7 @@ def _activate(model: Any, name: str | None) -> None:
 
 @contextlib.contextmanager
 def in_use(model: Any, name: str | None) -> Iterator[None]:
-    """Inside the block `name` is the active adapter: saved, evaluated. What is trainable stays as it is."""
+    """Make `name` the active adapter inside the block, to save or evaluate it. `requires_grad` is left as is."""
     before = runtime(model).active
     try:
         _activate(model, name)
@@ -218,7 +215,7 @@ def in_use(model: Any, name: str | None) -> Iterator[None]:
 
 
 def _use_copies(model: Any, name: str | None) -> None:
-    """Put the copies of adapter `name` in the place of the base's parameters; None: the base's own."""
+    """Put the copies of adapter `name` in place of the base parameters; None: restore the base's own."""
     state = runtime(model)
     copies = state.adapters[name].trained if name is not None else {}
     for parameter_name, base in state.base.items():
@@ -228,7 +225,7 @@ def _use_copies(model: Any, name: str | None) -> None:
 
 @contextlib.contextmanager
 def disable_adapter(model: Any) -> Iterator[None]:
-    """Inside the block the model is its base; which adapter is active and trainable is as before afterwards."""
+    """Run the base model inside the block; the active and trainable adapters are restored afterwards."""
     for adapter in runtime(model).adapters.values():
         if adapter.config.init_lora_weights in WHOLE_MATRIX:
             raise UserError(
@@ -238,7 +235,7 @@ def disable_adapter(model: Any) -> Iterator[None]:
             )
     state, active = runtime(model), runtime(model).active
     with in_use(model, None), state.dropout.of_base():
-        state.active = active  # it is known, and can be saved
+        state.active = active  # so that it can still be saved
         yield
 
 
@@ -255,7 +252,7 @@ def active_factors(model: Any) -> list[Factor]:
 
 
 def adapter_factors(model: Any, adapter: str) -> list[Factor]:
-    """What of `adapter` is on this rank, in module order; copies of the base's parameters last."""
+    """The parts of `adapter` held by this rank, in module order, trained copies of base parameters last."""
     own = runtime(model).adapters[adapter]
     held = {
         own.targets[name].name_of(part): parameter
@@ -268,7 +265,7 @@ def adapter_factors(model: Any, adapter: str) -> list[Factor]:
 def gather_adapter(model: Any, adapter: str, *, only_rank: int | None = None) -> dict[str, Tensor]:
     """Name -> copy of the full factor on the CPU, on every rank. Collective: all ranks must call it.
 
-    only_rank: the one that keeps them; others return nothing, and never hold more than one factor.
+    only_rank: the rank to keep them; others return an empty dict and hold at most one factor at a time.
     """
     mesh = runtime(model).mesh
     found = {}
@@ -280,7 +277,7 @@ def gather_adapter(model: Any, adapter: str, *, only_rank: int | None = None) ->
 
 
 def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
-    """Put the slices of one factor (or of its gradient) together again. Collective over the axes of its cuts."""
+    """Gather the slices of one factor (or of its gradient). Collective over the axes of its cuts."""
     for cut in rule.cuts:
         axis = mesh.over({cut.axis})
         if axis.size > 1:
@@ -290,7 +287,7 @@ def full_factor(local: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
 
 
 def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
-    """This rank's slice of a full factor; a copy, as the factors of several adapters must not share memory."""
+    """This rank's slice of a full factor; a copy, since factors of different adapters must not share memory."""
     local = full
     for cut in rule.cuts:
         axis = mesh.over({cut.axis})

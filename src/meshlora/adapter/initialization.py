@@ -1,13 +1,13 @@
-"""Initialisation: a function of (seed, name), not of ranks; or of a whole weight, for PiSSA and OLoRA.
+"""Initialisation of adapters: a function of (seed, name), not of ranks; or of the full weight, for PiSSA and OLoRA.
 
-Owns: the values that a fresh adapter starts from, and the base without those that are taken out of it.
+Owns: the initial values of an adapter, and subtracting the PiSSA or OLoRA product from the base.
 
-The full factor is drawn on every rank from a generator of its own, then sliced: the same bits on every topology, and no
-communication. A local fan-in is never looked at.
+Every rank draws the full factor from a generator seeded by the factor's name, then slices it: the same bits on every
+topology, no communication. The fan-in is always that of the full matrix.
 
-A whole weight is gathered over tp, the factors are computed once, on rank 0, and every rank gets the same bits: two
-ranks might not agree on the signs of singular vectors. Each then takes its own part of the product out of its own part
-of the weight. PEFT does the same each time that it loads such an adapter, and so do we.
+For PiSSA and OLoRA the weight is gathered over tp and rank 0 alone computes the factors and broadcasts them, since two
+ranks might disagree on the signs of singular vectors. Each rank subtracts its slice of the product from its slice of
+the weight. As in PEFT, this happens again on every load of such an adapter.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WHOLE_MATRIX = ("pissa", "olora")
 
 
 def draw_factors(target: Target, *, init: bool | str, seed: int) -> dict[str, Tensor]:
-    """The full factors of `target` but for magnitudes, in float32, on the CPU.
+    """The full factors of `target` except magnitudes, in float32 on the CPU.
 
     init: as `peft.LoraConfig.init_lora_weights`. True: A Kaiming-uniform with a=sqrt(5), B zero. "gaussian":
     A ~ N(0, 1/r^2), B zero. False: A and B both Kaiming-uniform, so that the adapter is not the identity. An embedding
-    has A zero and B ~ N(0, 1), and both normal where False. Each piece of a fused matrix has a draw of its own, and so
-    has each expert; where PEFT takes the input of experts for their output, A and B change places.
+    has A zero and B ~ N(0, 1); with False both are normal. Each piece of a fused matrix and each expert has its own
+    draw; where PEFT mistakes the experts' input for their output, A and B swap roles.
     """
     return {
         part: _draw(target, part, shape, init=init, seed=seed)
@@ -53,7 +53,7 @@ def _draw(target: Target, part: str, shape: tuple[int, ...], *, init: bool | str
     if target.is_embedding:
         is_drawn = side == "B" or init is False
         return torch.randn(shape, generator=_generator(seed, name)) if is_drawn else torch.zeros(shape)
-    # In PEFT's words: of what it calls A the fan-in is the input, of what it calls B the rank.
+    # In PEFT's terms: the fan-in of its A is the input, the fan-in of its B the rank.
     is_first = (side == "A") != target.is_swapped
     if not is_first and init is not False:
         return torch.zeros(shape)
@@ -80,10 +80,10 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def check_whole_matrix(config: LoraConfig, targets: Collection[str], plan: ModelPlan, dtype: torch.dtype) -> None:
-    """Refuse what PEFT does not decompose either, before any weight is read.
+    """Refuse weights that PEFT does not decompose either, before any weight is read.
 
     Raises:
-        UnsupportedError: a base in float64, quantised or sharded over dp; OLoRA on a weight that is stored transposed.
+        UnsupportedError: a base in float64, quantised or sharded over dp; OLoRA on a transposed weight.
     """
     init = config.init_lora_weights
     if init in WHOLE_MATRIX and plan.topology.dp_shard:
@@ -107,7 +107,7 @@ def check_whole_matrix(config: LoraConfig, targets: Collection[str], plan: Model
 
 @torch.no_grad()
 def take_out_of_base(leaf: ParallelLinear, mesh: Mesh, *, init: str, r: int, scaling: float) -> dict[str, Tensor]:
-    """Take the principal part of rank r out of the weight of `leaf`; returns it, whole, as `{"A", "B"}` in float32.
+    """Subtract the principal part of rank r from the weight of `leaf`; returns its full `{"A", "B"}` in float32.
 
     pissa: the r largest singular values (Meng et al., 2024). olora: the first r columns of a QR (Büyükakyüz, 2024).
     Collective: all ranks must call it.

@@ -1,8 +1,8 @@
-"""What an adapter trains: every parameter by its name, with its whole shape and its rule on the mesh.
+"""The plan of an adapter: every trained parameter by name, with its full shape and its rule on the mesh.
 
-Owns: `AdapterPlan`, made once for an adapter by `plan_adapter`, as `plan.derive` makes the plan of a model; which
-parameters of the base are trained besides; refusing a dropout that would not be followed. Does not own: which linears
-are targets (`adapter.targets.resolve`), the axes of a gradient (`plan.grads`), the masks of dropout.
+Owns: `AdapterPlan`, made once per adapter by `plan_adapter`, as `plan.derive` makes the plan of a model; which base
+parameters are trained; refusing a dropout that would have no effect. Does not own: which linears are targets
+(`adapter.targets.resolve`), the gradient axes (`plan.grads`), dropout masks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshlora.plan.rules import ModelPlan
 
 @dataclass(frozen=True)
 class Trained:
-    """One trained parameter: its shape before any split, and how it lies on the mesh."""
+    """One trained parameter: its full shape and its rule on the mesh."""
 
     shape: tuple[int, ...]
     rule: FactorRule
@@ -45,13 +45,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """Everything that is known about an adapter on a model and a topology before any process exists.
+    """An adapter on a model and a topology, before any process exists.
 
     Attributes:
-        config: as it was given. stored: as it is saved. targets: by name, in module order.
-        parameters: every trained one. `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
-            `.lora_embedding_A`; after these, under their own names, the `copies`: parameters of the base.
-        folder: of the PEFT adapter whose values these begin with; None: they are drawn.
+        config: as given. stored: as saved. targets: by name, in module order.
+        parameters: all trained ones: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
+            `.lora_embedding_A`, then the `copies` (base parameters) under their own names.
+        folder: the PEFT adapter that holds the initial values; None: they are drawn.
     """
 
     config: LoraConfig
@@ -63,19 +63,19 @@ class AdapterPlan:
 
     @property
     def num_trainable(self) -> int:
-        """Trainable elements, each logical one counted once."""
+        """Number of trainable elements, replicas counted once."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters.values())
 
 
 def plan_adapter(
     model: Any, plan: ModelPlan, config: LoraConfig, *, strict: bool = True, folder: Path | None = None
 ) -> AdapterPlan:
-    """The plan of the adapter `config` on `model`, which is on the meta device, or parallel already.
+    """The plan of the adapter `config` on `model`, which is on the meta device or already parallel.
 
-    strict: as of `resolve_targets`.
+    strict: see `resolve_targets`.
 
     Raises:
-        UserError: the configuration does not fit the model. UnsupportedError: what is not proved, by name.
+        UserError: the configuration does not fit the model. UnsupportedError: an option or target not proved, by name.
     """
     targets = resolve_targets(model, plan, config, strict=strict)
     stored = final_config(config, targets, plan)
@@ -92,12 +92,12 @@ def plan_adapter(
 
 
 def _check_dropout(stored: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
-    """Refuse a `lora_dropout` that would not be followed. On an embedding there is none, as in PEFT.
+    """Refuse a `lora_dropout` that would have no effect. Embeddings have none, as in PEFT.
 
-    stored: the configuration as it will be saved, in which some linears are parameters.
+    stored: the configuration as saved, where some linears are named as parameters.
 
     Raises:
-        UnsupportedError: names the option, and what it does not go with.
+        UnsupportedError: names the option and what it conflicts with.
     """
     if not stored.lora_dropout:
         return
@@ -119,16 +119,16 @@ def _check_dropout(stored: LoraConfig, targets: Collection[str], plan: ModelPlan
 
 
 def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:
-    """The base parameters that are trained besides: `modules_to_save` in full, and biases as `bias` says.
+    """The base parameters that the adapter trains: `modules_to_save` in full, and the biases selected by `bias`.
 
     Raises:
-        UserError: a module to save that is not there, or that is a target too.
-        UnsupportedError: one that is more than a norm, a linear or an embedding; one with a bias beside bias="all"; a
-            matrix that is sharded over dp.
+        UserError: a module to save is missing, or also a target.
+        UnsupportedError: it is not a norm, a linear or an embedding; it has a bias and bias="all"; a matrix is sharded
+            over dp.
     """
     found: list[str] = []
     for wanted in config.modules_to_save or ():
-        owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # no dot between: so does PEFT
+        owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # without a dot, as in PEFT
         if not owners:
             names = {name.rpartition(".")[2] for name, m in model.named_modules() if list(m.parameters(recurse=False))}
             raise UserError(
@@ -168,19 +168,19 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
 
 
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
-    """The configuration to store: a copy whose `target_modules` names what is trained (`"all-linear"` resolved)."""
+    """The configuration to store: a copy with `target_modules` resolved to names (also `"all-linear"`)."""
     config = dataclasses.replace(with_whole_projections(config, plan))
     config.target_parameters = stored_parameters(config, targets, plan)
     if any(name in plan.linears and plan.linears[name].is_transposed for name in targets):
-        config.fan_in_fan_out = True  # PEFT's word for a weight that is stored [in, out]
+        config.fan_in_fan_out = True  # PEFT's option for weights stored [in, out]
     if config.target_modules is None and config.target_parameters:
-        config.target_modules = []  # None would mean the defaults of the family to PEFT
+        config.target_modules = []  # PEFT would take None for the defaults of the family
     everywhere = targets
     if config.target_modules is None or config.target_modules == "all-linear":
         targets = {name: target for name, target in targets.items() if name in (plan.embedding, *plan.linears)}
         suffixes = {name.rpartition(".")[2] for name in targets}
         covered = {name for name in plan.linears if name.rpartition(".")[2] in suffixes}
-        # A number is the name of other modules too: of a whole layer.
+        # A number also names whole layers.
         is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes)
         config.target_modules = suffixes if is_clear else set(targets)
     modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
@@ -188,7 +188,7 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
 
 
 def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
-    """How `part` of an adapter on `target` lies on the mesh."""
+    """The rule on the mesh of `part` of the adapter on `target`."""
     module = target.name
     side, _, piece = part.partition(".")
     if target.num_experts:
@@ -212,7 +212,7 @@ def _layout_of_piece(layout: Layout, piece: str) -> Layout:
 
 
 def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
-    """How a trained parameter of the base lies on the mesh."""
+    """The rule on the mesh of a trained base parameter."""
     owner, _, leaf = name.rpartition(".")
     sp = plan.topology.sp
     if name in plan.parameters:
@@ -222,12 +222,12 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
     linear = plan.linears[owner]
     if leaf == "bias" or linear.split is Split.WHOLE:
         return factor_rule(linear, Side.AFTER, sp=sp)
-    # The weight itself: split as its rows or columns, so that each rank has all of its own part's gradient.
+    # The weight itself is split like its rows or columns, so each rank computes the full gradient of its slice.
     return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
 
 
 def whole_shape(model: Any, plan: ModelPlan, name: str) -> tuple[int, ...]:
-    """Shape of a parameter of the base before any split."""
+    """The full shape of a base parameter."""
     owner, _, leaf = name.rpartition(".")
     if owner in plan.linears:
         rule = plan.linears[owner]

@@ -1,11 +1,10 @@
-"""Adapter folders for serving engines, with one pair of factors for each expert, and back to PEFT's fused form.
+"""Adapter folders for serving engines, with one pair of factors per expert, and back to PEFT's fused form.
 
-Owns: the one rank and the one scale that engines know of an adapter, and both configurations. Does not own: the keys,
-and reading such a folder (`adapter.formats.per_expert`); writing a folder (`adapter.formats.export`).
+Owns: the single rank and scale of an adapter in an engine, and both configurations. Does not own: the keys, and reading
+such a folder (`adapter.formats.per_expert`); writing a folder (`adapter.formats.export`).
 
-vLLM reads `r` and `lora_alpha` of `adapter_config.json` and follows no pattern: where targets have
-different ranks and the same scale, the smaller factors are padded with zeros to the largest rank, which changes no
-product; different scales are refused.
+vLLM reads `r` and `lora_alpha` of `adapter_config.json` and ignores patterns. Targets of different ranks and equal
+scale are padded with zeros to the largest rank, which changes no product; different scales are refused.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from meshlora.plan.rules import ExpertsRule, ModelPlan
 
 
 class Exported(NamedTuple):
-    """What was written: its one rank, and how many targets were padded with zeros to it."""
+    """The result of an export: its single rank, and the number of targets padded with zeros to it."""
 
     num_tensors: int
     r: int
@@ -57,14 +56,14 @@ class Exported(NamedTuple):
 
 
 def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> Exported:
-    """Write the PEFT folder `adapter` as `out`, with the factors of each expert under keys of their own.
+    """Write the PEFT folder `adapter` as `out`, with separate keys for the factors of each expert.
 
     Args:
-        model: on the meta device. plan: its own, on any topology.
+        model: on the meta device. plan: that of `model`, on any topology.
 
     Raises:
-        UserError: files missing or damaged, another model's, on no experts, of several scales; `out` is there already.
-        UnsupportedError: what engines do not read, by name.
+        UserError: files missing, damaged or of another model; no experts; several scales; `out` exists.
+        UnsupportedError: a target or option that engines do not read, by name.
     """
     folder, target = Path(adapter), Path(out)
     check_new(target)
@@ -78,7 +77,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     targets = planned.targets
     _check_targets(folder, targets, plan)
     full, _ = read_factors(planned, plan)
-    # On disk the pieces of a linear are one adapter of all their ranks.
+    # On disk the pieces of a linear are one adapter whose rank is the sum of theirs.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
     r, scaling = max(ranks.values()), _one_scaling(folder, targets)
     linears = {name: each for name, each in targets.items() if not each.num_experts}
@@ -86,7 +85,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     for (_, side), key in file_keys(linears).items():
         written[key] = _padded(tensors[key], r, dim=0 if side == "A" else 1)
     for rule in plan.experts.values():
-        written |= _of_layer(rule, full, r, names)
+        written |= _layer_tensors(rule, full, r, names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
     stored["target_modules"] = sorted({name.rpartition(".")[2] for name in linears} | {*names.projections.values()})
     write_folder(target, written, stored, {})
@@ -94,12 +93,12 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
 
 
 def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> int:
-    """The inverse of `export_per_expert`; returns the number of tensors. `meshlora.json` is beside them where gate and
-    up have an A each, or experts share one adapter. Zeros that padded ranks stay: they change nothing.
+    """The inverse of `export_per_expert`; returns the number of tensors. Also writes `meshlora.json` if gate and up
+    have an A each or experts share one adapter. Zeros from padding are kept: they change nothing.
 
     Raises:
-        UserError: files missing or damaged, of another model, in PEFT's form already; `out` is there already.
-        UnsupportedError: more than LoRA of one rank on experts.
+        UserError: files missing, damaged, of another model or already in PEFT's form; `out` exists.
+        UnsupportedError: the adapter on experts is more than LoRA of one rank.
     """
     folder, target = Path(adapter), Path(out)
     check_new(target)
@@ -153,14 +152,14 @@ def _check_targets(folder: Path, targets: Mapping[str, Target], plan: ModelPlan)
 
 
 def _one_scaling(folder: Path, targets: Mapping[str, Target]) -> float:
-    """The factor of `B A`, the same for all.
+    """The common scale of `B A`.
 
     Raises:
-        UserError: names two targets that differ.
+        UserError: two targets differ; names them.
     """
     first = next(iter(targets.values()))
     for other in targets.values():
-        # With use_rslora pieces have theirs by way of a square root.
+        # With use_rslora the scale of pieces comes from a square root.
         if not math.isclose(other.scaling, first.scaling, rel_tol=1e-12):
             raise UserError(
                 f"{folder}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}",
@@ -171,10 +170,10 @@ def _one_scaling(folder: Path, targets: Mapping[str, Target]) -> float:
 
 
 def _one_rank(r: int, scaling: float) -> dict[str, Any]:
-    """What `adapter_config.json` says of one rank and one scale, on targets that keys name.
+    """The entries of `adapter_config.json` for one rank and one scale, with targets named by keys.
 
-    As alpha / r in any case: PEFT reads such a file as pieces of gate_up, of twice the rank and twice the alpha, which
-    with rsLoRA is another scale.
+    Always alpha / r, never rsLoRA: PEFT reads such a file as pieces of gate_up, of twice the rank and twice the alpha,
+    which under rsLoRA is another scale.
     """
     product = scaling * r
     near = (float(f"{product:.12g}"), product, math.nextafter(product, 0), math.nextafter(product, math.inf))
@@ -194,10 +193,10 @@ def _one_rank(r: int, scaling: float) -> dict[str, Any]:
     }
 
 
-def _of_layer(
+def _layer_tensors(
     rule: ExpertsRule, full: Mapping[str, Mapping[str, Tensor]], r: int, names: EngineNames
 ) -> dict[str, Tensor]:
-    """Keys and tensors of the experts of one layer; none where it has no adapter."""
+    """Keys and tensors of one layer's experts; empty without an adapter on them."""
     padded = {
         name: ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
         for name, factors in by_projection(rule, full).items()
@@ -206,7 +205,7 @@ def _of_layer(
 
 
 def _padded(factor: Tensor, r: int, *, dim: int) -> Tensor:
-    """Zeros after what is there, up to rank `r`."""
+    """`factor` padded with zeros to rank `r` along `dim`."""
     shape = list(factor.shape)
     shape[dim] = r - shape[dim]
     return torch.cat([factor, factor.new_zeros(shape)], dim) if shape[dim] else factor

@@ -1,15 +1,15 @@
-"""Adapters in other hands' formats: plain PEFT folders, and the `lora_state_dict` of microsoft/LoRA, both ways.
+"""Adapters in foreign formats: plain PEFT folders, and the `lora_state_dict` of microsoft/LoRA, both ways.
 
-Owns: names and shapes of loralib; adapters on pieces of fused matrices, in block form on our disk and compact there;
-whether a model has such names; reading back what was written. Does not own: how a folder is written
-(`adapter.formats.peft_format`), the form of serving engines (`adapter.formats.engine_export`).
+Owns: names and shapes of loralib; adapters on pieces of fused matrices, in block form on our disk and compact in
+loralib; checking names against a model; reading back written files. Does not own: writing a folder
+(`adapter.formats.peft_format`), the format of serving engines (`adapter.formats.engine_export`).
 
 Block form, a normal PEFT adapter: for k of the n pieces of one matrix, each with rank r, A is the stack `[k*r, in]` and
-B is `[out, k*r]`, zero but for the rows of piece j in columns `j*r : (j+1)*r`. rank_pattern says k*r, alpha_pattern
-keeps the scale alpha/r, and `meshlora.json` beside it names the pieces: `{"pieces": {"c_attn": ["q", "v"]}}`.
+B is `[out, k*r]`, zero except the rows of piece j in columns `j*r : (j+1)*r`. rank_pattern says k*r, alpha_pattern
+keeps the scale alpha/r, and `meshlora.json` names the pieces: `{"pieces": {"c_attn": ["q", "v"]}}`.
 
-loralib's `Linear` and `Embedding` hold A `[r, in]` and B `[out, r]`, as PEFT does. Its `MergedLinear`, of n equal
-pieces of which k have LoRA, holds A `[k*r, in]` and B `[k * out/n, r]`, each piece's product on its own.
+loralib's `Linear` and `Embedding` hold A `[r, in]` and B `[out, r]`, like PEFT. Its `MergedLinear`, with LoRA on k of n
+equal pieces, holds A `[k*r, in]` and B `[k * out/n, r]`, the products of the pieces computed separately.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from meshlora.adapter.targets.pieces import own_words, pieces_of
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import open_safetensors, read_json, write_atomically
 
-# What DistributedDataParallel and torch.compile put before the names of the model inside.
+# Prefixes that DistributedDataParallel and torch.compile add to names.
 _WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")
 # A lora_state_dict does not say which modules are embeddings.
 _EMBEDDINGS = {"wte", "wpe", "embed_tokens", "embed_in", "word_embeddings"}
-# What `MergedLinear` is used for: GPT-2's c_attn.
+# `MergedLinear` is used for GPT-2's c_attn.
 _PIECES = ("q", "k", "v")
 _SIDES = {
     ".lora_A.weight": "A",
@@ -72,7 +72,7 @@ class Factors:
 
 
 class Imported(NamedTuple):
-    """What was written, and what was taken off all names."""
+    """The result of an import, and the prefix removed from all names."""
 
     num_tensors: int
     prefix: str
@@ -82,12 +82,12 @@ def export(adapter: str | Path, out: str | Path, layout: Literal["peft", "lorali
     """Write the adapter folder `adapter` as `out`; returns the number of tensors, all of them read back.
 
     Args:
-        layout: "peft": a plain PEFT folder, without `meshlora.json`: whoever trains it on fills the zeros of blocks.
-            "loralib": one safetensors file with `<module>.lora_A`, `<module>.lora_B` as `loralib.lora_state_dict` names
-            them, and r, lora_alpha and enable_lora in its metadata.
+        layout: "peft": a plain PEFT folder without `meshlora.json`; further training fills the zeros of its blocks.
+            "loralib": one safetensors file with `<module>.lora_A`, `<module>.lora_B`, named as in
+            `loralib.lora_state_dict`, and r, lora_alpha and enable_lora in its metadata.
 
     Raises:
-        UserError: files missing or damaged, `out` is there already, adapters on single experts (`import_per_expert`).
+        UserError: files missing or damaged; `out` exists; adapters on single experts (see `import_per_expert`).
         UnsupportedError: loralib has no such adapter.
     """
     folder, target = Path(adapter), Path(out)
@@ -116,13 +116,13 @@ def import_loralib(
 ) -> Imported:
     """Write a microsoft/LoRA `lora_state_dict`, stored as safetensors, as the adapter folder `out`.
 
-    PEFT finds targets by the ends of their names, and starts those of which the file has no tensors anew, with B zero
-    and no error. So `target_modules` has whole names: in a model with other ones PEFT finds none, and says so.
+    PEFT matches targets by name suffix, and silently initialises those without tensors in the file, with B zero. So
+    `target_modules` holds full names: in a model with other names PEFT finds none and raises.
 
     Args:
-        lora_alpha, enable_lora: where the file's metadata does not say them. enable_lora: of the fused modules, which
-            are those whose A has several times the rank of B; with one piece enabled, it is of all modules.
-        model: whose names and shapes these have to be; it may be on the meta device.
+        lora_alpha, enable_lora: used if the file's metadata lacks them. enable_lora: for the fused modules, recognised
+            by an A with several times the rank of B; with one piece enabled, for all modules.
+        model: the names and shapes to check against; it may be on the meta device.
 
     Raises:
         UserError: the file is pickled, damaged, or no lora_state_dict; an argument is missing or does not fit.
@@ -153,20 +153,20 @@ def import_loralib(
         factors[module] = _from_loralib(source, module, tensors, float(own.get("lora_alpha", alpha)), enabled)
     known = {f"{module}.lora_{side}" for module in modules for side in "AB"}
     biases = {key: tensor for key, tensor in tensors.items() if key not in known}
-    # Old GPT-2 code keeps its causal mask in a buffer of this name, and loralib takes it for a bias.
+    # Old GPT-2 code keeps its causal mask in a buffer of this name, which loralib takes for a bias.
     biases = {key: tensor for key, tensor in biases.items() if not (key.endswith("attn.bias") and tensor.ndim > 1)}
     if wrong := [key for key in biases if not key.endswith(".bias")]:
         raise UserError(f"{source}: {wrong[0]}", "it is neither lora_A, lora_B nor a bias")
     if model is not None:
         _check_modules(source, factors, biases, model)
     config, stored = _peft_state(factors, biases)
-    pieces = {_common(module, factors): list(each.pieces) for module, each in factors.items() if each.pieces}
+    pieces = {_short_name(module, factors): list(each.pieces) for module, each in factors.items() if each.pieces}
     write_folder(target, stored, config, {"pieces": pieces} if pieces else {})
     return Imported(len(stored), prefix)
 
 
 def check_new(target: Path, suffix: str = "") -> None:
-    """Refuse a path that is there, or whose name does not end as the layout's does."""
+    """Refuse a path that exists or has the wrong suffix for the layout."""
     if target.exists():
         raise UserError(f"--out {target}", "it is there already", "choose a new path; nothing is overwritten")
     if suffix and target.suffix != suffix:
@@ -174,7 +174,7 @@ def check_new(target: Path, suffix: str = "") -> None:
 
 
 def _check_for_loralib(config: LoraConfig, where: str) -> None:
-    """Refuse every option that is more than `W + s B A` and biases.
+    """Refuse options that need more than `W + s B A` and biases.
 
     Raises:
         UnsupportedError: names the option.
@@ -193,7 +193,7 @@ def _check_for_loralib(config: LoraConfig, where: str) -> None:
 def _loralib_state(
     factors: Mapping[str, Factors], biases: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state, and what to write beside it: r, lora_alpha, enable_lora by module, and modules that differ."""
+    """The state and its metadata: r, lora_alpha, enable_lora by module, and modules that differ."""
     state = dict(biases)
     enabled: dict[str, list[bool]] = {}
     for module, each in factors.items():
@@ -213,7 +213,7 @@ def _loralib_state(
 
 
 def _parse_metadata(file: Path, text: str | None) -> dict[str, Any]:
-    """What `_loralib_state` wrote beside the state; empty for a file of other origin."""
+    """The metadata of `_loralib_state`; empty for a file from elsewhere."""
     if text is None:
         return {}
     try:
@@ -226,10 +226,10 @@ def _parse_metadata(file: Path, text: str | None) -> dict[str, Any]:
 
 
 def _without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """(tensors under the names of the model inside, what was before all of them).
+    """(tensors under names without the prefix of wrappers, that prefix).
 
     Raises:
-        UserError: what wrappers put there is before some names only, or within one.
+        UserError: the prefix is on some names only, or inside a name.
     """
     prefixes = {key: match.group() for key in tensors if (match := _WRAPPERS.match(key))}
     prefix = next(iter(prefixes.values()), "")
@@ -244,10 +244,10 @@ def _without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def _check_modules(file: Path, factors: Mapping[str, Factors], biases: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Every name of a lora_state_dict is one of `model`, which may be on the meta device, and fits there.
+    """Check names and shapes of a lora_state_dict against `model`, which may be on the meta device.
 
     Raises:
-        UserError: names the first that does not.
+        UserError: names the first that does not fit.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     for name, each in factors.items():
@@ -269,7 +269,7 @@ def _check_modules(file: Path, factors: Mapping[str, Factors], biases: Mapping[s
 def _from_loralib(
     file: Path, module: str, tensors: Mapping[str, Tensor], alpha: float, enabled: Sequence[bool] | None
 ) -> Factors:
-    """One module of a lora_state_dict, in block form where it is a `MergedLinear`."""
+    """One module of a lora_state_dict, in block form if it is a `MergedLinear`."""
     a, b = tensors.get(f"{module}.lora_A"), tensors.get(f"{module}.lora_B")
     if a is None or b is None or a.ndim != 2 or b.ndim != 2:
         raise UserError(f"{file}: {module}", "it needs lora_A and lora_B, both matrices (Conv2d is not supported)")
@@ -299,7 +299,7 @@ def _from_loralib(
 
 
 def _compact_b(module: str, factors: Factors) -> Tensor:
-    """B of all enabled pieces, one below the other, `[rows of them, r]`; outside of them it must be zero."""
+    """B of the enabled pieces, concatenated by rows, `[sum of rows, r]`; B must be zero outside them."""
     rows = _equal_blocks(module, factors.b.shape[0])
     if unknown := [name for name in factors.pieces if name not in rows]:
         raise UserError(f"{module}: piece {unknown[0]!r}", did_you_mean(unknown[0], rows))
@@ -311,7 +311,7 @@ def _compact_b(module: str, factors: Factors) -> Tensor:
 
 
 def _equal_blocks(module: str, out_features: int) -> dict[str, Tensor]:
-    """Piece -> its rows: pieces of equal size one after another are all that loralib's `MergedLinear` knows."""
+    """Piece -> its rows: loralib's `MergedLinear` only supports contiguous pieces of equal size."""
     if out_features % len(_PIECES):
         raise UserError(f"{module}: {out_features} outputs", f"they are not {len(_PIECES)} equal pieces")
     return dict(zip(_PIECES, torch.arange(out_features).chunk(len(_PIECES)), strict=True))
@@ -320,7 +320,7 @@ def _equal_blocks(module: str, out_features: int) -> dict[str, Tensor]:
 def _factors(
     tensors: Mapping[str, Tensor], config: LoraConfig, where: str, *, strict: bool
 ) -> tuple[dict[str, Factors], dict[str, Tensor]]:
-    """Module -> its factors, and the biases. strict: nothing else may be in the file, and pieces are what they are."""
+    """Module -> its factors, and the biases. strict (loralib): refuse other tensors, read pieces."""
     found: dict[str, dict[str, Tensor]] = {}
     embeddings: set[str] = set()
     biases: dict[str, Tensor] = {}
@@ -333,7 +333,7 @@ def _factors(
             embeddings |= {module} if "embedding" in suffix else set()
         elif name.endswith(".bias") and ".lora_" not in name:
             biases[name.replace(".base_layer.", ".")] = tensor
-        elif strict and ".base_layer." not in name:  # PEFT stores the embeddings beside LoRA on them
+        elif strict and ".base_layer." not in name:  # PEFT stores embeddings along with LoRA on them
             raise UnsupportedError(f"{where}: {key}", "loralib has no place for it", "merge it instead: meshlora merge")
     check_patterns(config, found)
     factors = {}
@@ -342,14 +342,14 @@ def _factors(
             raise UserError(f"{where}: {module}", f"it has lora_{next(iter(sides))} only")
         a, b = sides["A"], sides["B"]
         r, scaling = rank_and_scaling(config, module)
-        # LoRA on experts, which only a plain copy can hold, has r for each expert.
+        # LoRA on experts, which only layout "peft" can hold, has rank r per expert.
         needed = r if strict else a.shape[0]
         if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (needed, needed):
             raise UserError(
                 f"{where}: {module}",
                 f"A {list(a.shape)} and B {list(b.shape)} are not of rank {r}, as {CONFIG_FILE} says",
             )
-        # To PEFT an adapter on pieces is one like any other; loralib has its own form, for equal blocks alone.
+        # To PEFT an adapter on pieces is like any other; loralib has a form of its own, for equal blocks only.
         enabled = pieces_of(config, module) if strict else []
         if enabled and r % len(enabled):
             raise UserError(f"{where}: {module}", f"rank {r} is not the same for {len(enabled)} pieces")
@@ -373,8 +373,8 @@ def _peft_state(
         r=plain.r,
         lora_alpha=plain.lora_alpha,
         target_modules=sorted(factors),
-        rank_pattern={_common(m, factors): r for m, r in ranks.items() if r != plain.r},
-        alpha_pattern={_common(m, factors): alpha for m, alpha in alphas.items() if alpha != plain.lora_alpha},
+        rank_pattern={_short_name(m, factors): r for m, r in ranks.items() if r != plain.r},
+        alpha_pattern={_short_name(m, factors): alpha for m, alpha in alphas.items() if alpha != plain.lora_alpha},
         bias=_bias_option(factors, biases),
     )
     stored = {}
@@ -394,8 +394,8 @@ def _bias_option(factors: Mapping[str, Factors], biases: Mapping[str, Tensor]) -
     return "lora_only" if all(key.removesuffix(".bias") in factors for key in biases) else "all"
 
 
-def _common(module: str, factors: Mapping[str, Factors]) -> str:
-    """The last part of the name where all modules of that name are alike, else the whole name."""
+def _short_name(module: str, factors: Mapping[str, Factors]) -> str:
+    """The last part of the name if all modules with it are alike, else the full name."""
     suffix = module.rpartition(".")[2]
     alike = {(f.r, f.lora_alpha, f.pieces) for m, f in factors.items() if m.rpartition(".")[2] == suffix}
     return suffix if len(alike) == 1 else module
@@ -404,7 +404,7 @@ def _common(module: str, factors: Mapping[str, Factors]) -> str:
 def write_folder(
     target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> None:
-    """`write_adapter`, read back before it is at `target`: it appears only where it is right."""
+    """`write_adapter`, but `target` appears only after the files were read back and compared."""
 
     def check(folder: Path) -> None:
         _compare(folder / WEIGHTS_FILE, tensors)

@@ -1,17 +1,17 @@
-"""The tensors of a PEFT adapter file: their keys and shapes, and how they are made of factors, both ways.
+"""The tensors of a PEFT adapter file: keys, shapes, and conversion from and to factors.
 
-Owns: the mapping between the factors of targets, whole, and what stands in `adapter_model.safetensors`: adapters on
-pieces of a fused matrix in block form, those of experts in PEFT's order; what any tensor of such a file has to be. Does
-not own: the folder (`adapter.formats.peft_format`), what is trained (`adapter.targets.resolve`), one pair of factors
-for each expert (`adapter.formats.per_expert`).
+Owns: the mapping between full factors of targets and the tensors of `adapter_model.safetensors`: adapters on pieces of
+a fused matrix in block form, adapters on experts in PEFT's order; checks on any tensor of such a file. Does not own:
+the folder (`adapter.formats.peft_format`), the targets (`adapter.targets.resolve`), one pair of factors per expert
+(`adapter.formats.per_expert`).
 
-Ours, for a projection of E experts: A `[E, r, in]` on the input side, B `[E, out, r]` on the output side; one adapter
-that all experts of a layer share has E = 1 (either side may). gate and up in one matrix are one projection, or two
-pieces, each with an A and a B of its own, the rows of each in the fused `out` given as an index.
+Ours, for a projection of E experts: A `[E, r, in]` on the input side, B `[E, out, r]` on the output side; E = 1 for an
+adapter (or one side of it) shared by all experts of a layer. A fused gate_up matrix is one projection, or two pieces,
+each with its own A and B, whose rows in the fused `out` are given as an index.
 
-PEFT's (`ParamWrapper`, peft/tuners/lora/layer.py): A `[r*E, in]`, the expert the slow index; B `[out, r*E]`, the expert
-the *fast* one. It calls the dims of a parameter in and out by the attribute `is_transposed` of its module: where a
-parameter is stored `[E, in, out]` and the module does not say so (llama4), its A is on the output side: swapped.
+PEFT's (`ParamWrapper`, peft/tuners/lora/layer.py): A `[r*E, in]` with the expert as slow index, B `[out, r*E]` with the
+expert as *fast* index. PEFT infers in and out from the module's attribute `is_transposed`: if a parameter is stored
+`[E, in, out]` and the module does not say so (llama4), PEFT's A is on the output side: swapped.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from meshlora.model.stream import FLOATS
 from meshlora.plan.rules import ModelPlan
 
 PREFIX = "base_model.model."
-# In the order in which modules of experts register them: PEFT wraps the first one first, innermost.
+# In registration order of the experts modules: PEFT wraps the first one first, innermost.
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class ExpertFactors(NamedTuple):
-    """The adapter of one projection: a `[E, r, in]`, b `[E, out, r]`; E = 1: experts share it, or it is a linear."""
+    """The adapter of one projection: a `[E, r, in]`, b `[E, out, r]`; E = 1: shared by the experts, or a linear."""
 
     a: Tensor
     b: Tensor
 
 
 def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target]) -> dict[str, Tensor]:
-    """Keys and tensors of the file, from the whole factors under their names."""
+    """Keys and tensors of the file, from the full factors by name."""
     tensors: dict[str, Tensor] = {}
     left = dict(full)
     keys = file_keys(targets)
@@ -60,10 +60,10 @@ def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target]) -> d
 def factors_of_file(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Target], file: Path
 ) -> dict[str, dict[str, Tensor]]:
-    """The inverse of `file_tensors`: target -> part -> whole factor.
+    """The inverse of `file_tensors`: target -> part -> full factor.
 
     Raises:
-        UserError: an adapter on pieces is not zero outside them, or one that experts share differs between them.
+        UserError: an adapter on pieces is not zero outside them, or a shared one differs between experts.
     """
     keys = file_keys(targets)
     found: dict[str, dict[str, Tensor]] = {}
@@ -79,7 +79,7 @@ def factors_of_file(
 
 
 def file_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
-    """Key -> shape of every tensor that belongs to a target."""
+    """Key -> shape of every tensor of the targets."""
     empty = {
         target.name_of(part): torch.empty(shape, device="meta")
         for target in targets.values()
@@ -89,9 +89,7 @@ def file_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
 
 
 def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
-    """(target, part of the file) -> key: `model.layers.0.mlp.up_proj`, "A" ->
-    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`.
-    """
+    """(target, "A", "B" or "magnitude") -> key, as in `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`."""
     experts: dict[str, list[str]] = {}
     found: dict[tuple[str, str], str] = {}
     for target in targets.values():
@@ -100,7 +98,7 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
             experts.setdefault(module, []).append(leaf)
             continue
         for part in _file_parts(target):
-            is_parameter = target.is_embedding or part == "magnitude"  # PEFT has no linear around these
+            is_parameter = target.is_embedding or part == "magnitude"  # no nn.Linear in PEFT
             found[target.name, part] = f"{PREFIX}{target.name_of(part)}" + ("" if is_parameter else ".weight")
     for module, leaves in experts.items():
         found |= {(f"{module}.{leaf}", side): key for (leaf, side), key in peft_keys(module, leaves).items()}
@@ -108,10 +106,10 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
 
 
 def peft_keys(experts: str, targeted: Collection[str]) -> dict[tuple[str, str], str]:
-    """(parameter, "A" or "B") -> key in PEFT's file, for the targeted parameters of one module of experts.
+    """(parameter, "A" or "B") -> key in PEFT's file, for the targeted parameters of one experts module.
 
-    PEFT wraps the module once for each target; the last one is outermost and has the plain name. So the key of one
-    parameter depends on which others are targets, whatever their order in `target_parameters`:
+    PEFT wraps the module once per target; the last one is outermost and has the plain name. So the key of a parameter
+    depends on which others are targets, but not on their order in `target_parameters`:
 
         both           experts.base_layer.lora_A = gate_up_proj    experts.lora_A = down_proj
         one of them    experts.lora_A
@@ -126,27 +124,27 @@ def peft_keys(experts: str, targeted: Collection[str]) -> dict[tuple[str, str], 
 
 
 def key_of_parameter(name: str, targets: Collection[str]) -> str:
-    """Of a parameter of the base that is trained besides."""
+    """The key of a trained base parameter."""
     owner, _, leaf = name.rpartition(".")
     return f"{PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{PREFIX}{name}"
 
 
 def base_keys(targets: Collection[str], plan: ModelPlan) -> dict[str, str]:
-    """Embedding and head, where they are targets -> the key under which PEFT may store the base's weight too."""
+    """Embedding and head, if targets -> the key under which PEFT may also store the base weight."""
     return {name: f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Every tensor of an adapter file, as `read_tensor` takes it."""
+    """All tensors of an adapter file, checked by `read_tensor`."""
     with open_safetensors(file) as opened:
         return {key: read_tensor(opened, file, key) for key in opened.keys()}  # noqa: SIM118 - not a dict
 
 
 def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The tensor `key` of an open adapter file, in memory of its own.
+    """A copy of the tensor `key` of an open adapter file.
 
     Raises:
-        UserError: it has another shape than `shape`, a type that an adapter cannot have, or values that are not finite.
+        UserError: its shape is not `shape`, its type is not a float, or its values are not all finite.
     """
     view = opened.get_slice(key)
     if shape is not None:
@@ -160,7 +158,7 @@ def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None
 
 
 def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape than the model and the configuration say."""
+    """Refuse a tensor whose shape does not fit the model and the configuration."""
     if found != needed:
         raise UserError(
             f"{file}: {what}",
@@ -172,7 +170,7 @@ def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int
 def to_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = False) -> tuple[Tensor, Tensor]:
     """PEFT's A `[r*E, in]` and B `[out, r*E]`; swapped: A `[r*E, out]` and B `[in, r*E]`.
 
-    A shared side is repeated for every expert: PEFT knows no other.
+    A shared side is repeated for every expert: PEFT has no shared form.
     """
     r = a.shape[1]
     assert b.shape[2] == r, (a.shape, b.shape)
@@ -180,12 +178,12 @@ def to_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = False)
     a, b = a.expand(num_experts, -1, -1), b.expand(num_experts, -1, -1)
     if is_swapped:
         a, b = b.mT, a.mT
-    # [E, r, in] -> [E*r, in] and [E, out, r] -> [out, r, E] -> [out, r*E]; clones: files hold no tensor twice.
+    # [E, r, in] -> [E*r, in] and [E, out, r] -> [out, r, E] -> [out, r*E]; clones: safetensors refuses shared memory.
     return a.reshape(num_experts * r, -1).clone(), b.permute(1, 2, 0).reshape(-1, r * num_experts).clone()
 
 
 def from_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = False) -> ExpertFactors:
-    """The inverse of `to_peft`, one adapter for each expert, in memory of its own."""
+    """The inverse of `to_peft`: copies, one adapter per expert."""
     assert a.shape[0] == b.shape[1], (a.shape, b.shape)
     a = a.reshape(num_experts, -1, a.shape[1])  # [E, r, in]
     b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [E, out, r]
@@ -195,10 +193,10 @@ def from_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = Fals
 
 
 def to_shared(factors: ExpertFactors, *, where: str) -> ExpertFactors:
-    """The one adapter, E = 1, that is that of every expert to the last bit.
+    """The shared adapter, E = 1, of experts whose adapters are bitwise equal.
 
     Raises:
-        UserError: experts have different ones; names the first that differs. where: begins the message.
+        UserError: they are not; names the first expert that differs. where: begins the message.
     """
     for side, stack in zip("AB", factors, strict=True):
         if differs := [e for e in range(len(stack)) if not torch.equal(stack[e], stack[0])]:
@@ -213,11 +211,10 @@ def to_shared(factors: ExpertFactors, *, where: str) -> ExpertFactors:
 def to_blocks(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor], out_features: int) -> ExpertFactors:
     """One adapter of the fused matrix from those of its pieces, in their order.
 
-    For each expert: A is the stack of theirs, `[sum of r, in]`; B `[out, sum of r]` is zero but for the rows of each
-    piece in its columns.
+    Per expert, A is their stack `[sum of r, in]`; B `[out, sum of r]` is zero except each piece's rows in its columns.
 
     Args:
-        rows: piece -> where its rows lie in the fused `out`: `[gate | up]` or interleaved.
+        rows: piece -> indices of its rows in the fused `out`: `[gate | up]` or interleaved.
     """
     num_experts = max(len(each) for factors in pieces.values() for each in factors)
     a, b = [], []
@@ -262,14 +259,14 @@ def _rows_of_pieces(target: Target) -> dict[str, Tensor]:
 
 
 def _as_one(parts: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
-    """One A and one B of all pieces: A is their stack, B zero outside the rows and columns of each."""
+    """One A and one B of all pieces (`to_blocks`)."""
     pieces = {p: ExpertFactors(_stack(parts[f"A.{p}"]), _stack(parts[f"B.{p}"])) for p in target.pieces}
     whole = to_blocks(pieces, rows=_rows_of_pieces(target), out_features=target.out_features)
     return {"A": whole.a, "B": whole.b} if target.num_experts else {"A": whole.a[0], "B": whole.b[0]}
 
 
 def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[str, Tensor]:
-    """The inverse of `_as_one`; a magnitude stays as it is."""
+    """The inverse of `_as_one`; a magnitude is kept."""
     whole = ExpertFactors(_stack(parts["A"]), _stack(parts["B"]))
     found: dict[str, Tensor] = {}
     for name, piece in from_blocks(whole, pieces=target.pieces, rows=_rows_of_pieces(target), where=where).items():
@@ -279,5 +276,5 @@ def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[
 
 
 def _stack(factor: Tensor) -> Tensor:
-    """A linear is one expert."""
+    """View a linear as one expert."""
     return factor if factor.ndim == 3 else factor.unsqueeze(0)

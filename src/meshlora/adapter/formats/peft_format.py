@@ -1,7 +1,7 @@
 """PEFT's file format, in and out: `adapter_config.json` and `adapter_model.safetensors` with full tensors.
 
-Owns: key names, writing (atomically, by rank 0), reading with every check. Files do not know the topology.
-Does not own: what is trained (`adapter.targets.resolve`), merging into the base.
+Owns: file names, atomic writing by rank 0, checked reading. Files are independent of the topology. Does not own: keys
+(`adapter.formats.file_tensors`), the targets (`adapter.targets.resolve`), merging into the base.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ from meshlora.plan.rules import ModelPlan
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-# Beside them where an adapter is on pieces of fused matrices, or one for all experts: PEFT needs no word of it, to go
-# on training does.
+# Written for adapters on pieces of fused matrices or shared by experts: PEFT does not need it, further training does.
 PIECES_FILE = "meshlora.json"
-# Bytes of a failure's words that go from rank 0 to the others.
-_LONGEST_WORD = 1024
+# Bytes of an error message that rank 0 broadcasts.
+_MAX_TEXT_BYTES = 1024
 
 
 def save_adapter(
@@ -53,17 +52,17 @@ def save_adapter(
 ) -> None:
     """Write `adapter` (the active one by default) as a PEFT adapter folder. Collective: all ranks must call it.
 
-    The folder appears whole or not at all; it is there on every rank's return. also: called on rank 0 with the folder
-    once the adapter is in it, to add files.
+    The folder appears complete or not at all, and exists when any rank returns. also: called on rank 0 with the folder
+    after the adapter is written, to add files.
 
     Raises:
-        UserError: no such adapter. SaveError: the folder could not be written (on all ranks, with the same words).
+        UserError: no such adapter. SaveError: the folder could not be written (on all ranks, with the same message).
     """
     state = runtime(model)
     name = adapter or state.active
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
-    # On every rank, so that what cannot be stored ends all of them.
+    # On every rank, so that a configuration that cannot be stored ends all of them.
     planned = state.adapters[name].plan
     config = config_to_store(planned.stored, state.source)
     full = gather_adapter(model, name, only_rank=0)
@@ -71,14 +70,14 @@ def save_adapter(
     if state.mesh.rank == 0:
         tensors = file_tensors(full, planned.targets)
         broken = next((key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()), "")
-    if broken := _of_rank_0(broken, state.mesh):
+    if broken := _broadcast_text(broken, state.mesh):
         raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
     if state.mesh.rank == 0:
         try:
             write_adapter(Path(path), tensors, config, own_words(planned.stored), also=also)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = reason(error)
-    if failure := _of_rank_0(failure, state.mesh):
+    if failure := _broadcast_text(failure, state.mesh):
         raise SaveError(f"{path}: the adapter could not be written ({failure})")
 
 
@@ -92,7 +91,7 @@ def write_adapter(
 ) -> None:
     """Write full tensors and a configuration as an adapter folder, atomically. Same input, same bytes.
 
-    own: what the configuration cannot say (`own_words`).
+    own: options that PEFT's configuration lacks (`own_words`).
     """
     with new_folder(path) as folder:
         write_json_atomically(folder / CONFIG_FILE, dict(config))
@@ -108,7 +107,7 @@ def write_adapter(
 def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", ignore_dropout: bool = False) -> None:
     """Attach the PEFT adapter in folder `path` as `adapter`, frozen until `set_adapter`, on any topology.
 
-    ignore_dropout: take an adapter that was trained with lora_dropout as one without.
+    ignore_dropout: load an adapter trained with lora_dropout as one without.
 
     Raises:
         UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
@@ -118,13 +117,13 @@ def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", igno
 
 
 def plan_folder(model: Any, plan: ModelPlan, folder: Path, *, ignore_dropout: bool = False) -> AdapterPlan:
-    """The plan of the adapter in `folder` (`plan_adapter`); no pattern of its configuration has to match."""
+    """`plan_adapter` for the adapter in `folder`; patterns of its configuration need not match."""
     config = engine_config(folder / WEIGHTS_FILE, read_config(folder, ignore_dropout=ignore_dropout), plan)
     return plan_adapter(model, plan, config, strict=False, folder=folder)
 
 
 def begin_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
-    """Attach an adapter as it is `planned`: with the values in its folder, or drawn from `seed`."""
+    """Attach the adapter `planned`: read from its folder, or drawn from `seed`."""
     if planned.folder is not None:
         read_adapter(model, name, planned)
     else:
@@ -132,7 +131,7 @@ def begin_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> 
 
 
 def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
-    """Attach the adapter in the folder of `planned`, of which every rank keeps its part."""
+    """Attach the adapter in the folder of `planned`; every rank keeps its slices."""
     assert planned.folder is not None
     _check_same_base(model, planned.folder / WEIGHTS_FILE, planned.targets)
     full, trained = read_factors(planned, runtime(model).plan)
@@ -140,10 +139,10 @@ def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
 
 
 def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
-    """The `LoraConfig` stored in an adapter folder, lora_dropout set to 0 where it is to be ignored.
+    """The `LoraConfig` stored in an adapter folder. ignore_dropout: set its lora_dropout to 0.
 
     Raises:
-        UserError: missing, not JSON, or not a LoRA adapter. UnsupportedError: an option that this peft does not know.
+        UserError: missing, not JSON, or not a LoRA adapter. UnsupportedError: an option unknown to this peft.
     """
     if not folder.is_dir():
         raise UserError(f"adapter {folder}", "there is no such folder")
@@ -168,11 +167,11 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
     """A `LoraConfig` from plain values.
 
-    unknown_is_error: also for a name that is not set, as in a file that a person wrote. Files of other peft versions
-    hold names that this one does not know; as long as they are off they change nothing.
+    unknown_is_error: refuse unknown names even when unset, as for a hand-written file. Files of other peft versions
+    hold names unknown to this one, which have no effect while they are off.
 
     Raises:
-        UserError: a value that peft refuses. UnsupportedError: a name that peft does not know and that is set.
+        UserError: peft refuses a value. UnsupportedError: a name that is set and unknown to peft.
     """
     known = {f.name for f in dataclasses.fields(LoraConfig)}
     pieces = _pieces(values, where) if values.get("pieces") else {}
@@ -187,7 +186,7 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
         )
     try:
         with warnings.catch_warnings():
-            # Of starts that take data, which are refused: one line says so, not two.
+            # Data-driven initialisations are refused anyway: no warning besides the error.
             warnings.filterwarnings("ignore", "`init_lora_weights` is")
             # An option without effect is an error.
             warnings.filterwarnings("error", ".*will be ignored")
@@ -198,10 +197,10 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
 
 
 def read_lora(path: str | Path) -> dict[str, Any]:
-    """Fields of `peft.LoraConfig` from a YAML file, alone or under the key `lora`, as in a run file.
+    """Fields of `peft.LoraConfig` from a YAML file, top-level or under the key `lora`, as in a run file.
 
     Raises:
-        UserError: not readable, not a mapping.
+        UserError: not readable, or not a mapping.
     """
     try:
         values = parse_yaml(read_text(Path(path)))
@@ -218,7 +217,7 @@ def read_lora(path: str | Path) -> dict[str, Any]:
 
 
 def _pieces(values: Any, where: str) -> dict[str, list[str]]:
-    """The entry `pieces` of a file, refused where it does not map targets to lists of names."""
+    """The entry `pieces` of a file; it must map targets to lists of names."""
     pieces = values.get("pieces") if isinstance(values, Mapping) else None
     if not isinstance(pieces, Mapping) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in pieces.values()
@@ -228,7 +227,7 @@ def _pieces(values: Any, where: str) -> dict[str, list[str]]:
 
 
 def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """(full factors by module and part, whole values of trained parameters), every one checked."""
+    """(full factors by module and part, full values of trained base parameters), all checked."""
     assert planned.folder is not None
     file, targets = planned.folder / WEIGHTS_FILE, planned.targets
     if (of_single_experts := engine_factors(file, targets, plan)) is not None:
@@ -242,10 +241,10 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
 
 
 def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> None:
-    """A weight of the base that a file holds besides is that of this model: PEFT would load it.
+    """Check that base weights stored in the file, which PEFT would load, equal those of this model.
 
     Raises:
-        UserError: it is another one, as after a change of the vocabulary.
+        UserError: they differ, for example after a change of the vocabulary.
     """
     state = runtime(model)
     with open_safetensors(file) as opened:
@@ -298,10 +297,10 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)  # enums
 
 
-def _of_rank_0(text: str, mesh: Mesh) -> str:
-    """What rank 0 says, on every rank. Collective."""
-    held = torch.zeros(_LONGEST_WORD, dtype=torch.uint8)
-    words = text.encode()[:_LONGEST_WORD]
+def _broadcast_text(text: str, mesh: Mesh) -> str:
+    """Broadcast the text of rank 0. Collective."""
+    held = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
+    words = text.encode()[:_MAX_TEXT_BYTES]
     held[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
     held = broadcast_in_place(held.to(mesh.device), mesh.world)
     return bytes(held.tolist()).rstrip(b"\0").decode(errors="ignore")

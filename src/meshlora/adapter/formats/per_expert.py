@@ -1,11 +1,11 @@
-"""Adapter files with one pair of factors for each expert, as serving engines keep them, in meshlora's words.
+"""Adapter files with one pair of factors per expert, as serving engines keep them.
 
 Owns: keys and shapes of the adapters of one layer's experts, both ways (vLLM's 2-D form: A `[r, in]`, B `[out, r]` for
-each of gate, up and down of each expert); what such a file is about (`engine_config`: its keys say it, whatever
-patterns its configuration holds) and its factors (`engine_factors`), with every check. gate and up with the same A to
-the last bit are one adapter of the fused matrix, else pieces of it; factors that are the same for every expert of every
-layer are one that experts share; where both factors are zero, as engines want them where there is no adapter, there is
-none. Does not own: writing folders (`adapter.formats.engine_export`).
+each of gate, up and down of each expert); the targets of such a file (`engine_config`: from its keys, whatever patterns
+its configuration holds) and its factors (`engine_factors`), all checked. gate and up with bitwise equal A are one
+adapter of the fused matrix, else pieces of it; factors equal for all experts of all layers are a shared adapter; zero
+factors, which engines want in place of a missing adapter, are none. Does not own: writing folders
+(`adapter.formats.engine_export`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _OF_LINEAR = re.compile(rf"{re.escape(PREFIX)}(?P<name>.+)\.(lora_[AB]\.weight|l
 
 @dataclass(frozen=True)
 class EngineNames:
-    """How serving engines call the projections of one expert, as the family's first checkpoints did.
+    """The names of one expert's projections in serving engines: those of the family's original checkpoints.
 
     Attributes:
-        gate: empty where experts have none.
-        block: the name there of the module around `experts`; empty: that of transformers.
+        gate: empty for experts without one.
+        block: the engine's name of the module around `experts`; empty: as in transformers.
     """
 
     gate: str = "gate_proj"
@@ -58,24 +58,24 @@ class EngineNames:
 
     @property
     def projections(self) -> dict[str, str]:
-        """Which it is ("gate", "up", "down") -> name."""
+        """Projection ("gate", "up" or "down") -> name."""
         names = {"gate": self.gate, "up": self.up, "down": self.down}
         return {projection: name for projection, name in names.items() if name}
 
     def prefix(self, experts: str) -> str:
-        """`model.layers.0.mlp.experts` -> what comes before the number of an expert."""
+        """`model.layers.0.mlp.experts` -> the key prefix before an expert's number."""
         parent, _, leaf = experts.rpartition(".")
         above, _, block = parent.rpartition(".")
         return f"{PREFIX}{above}.{self.block or block}.{leaf}"
 
     def keys(self, experts: str, projection: str, num_experts: int) -> dict[str, list[str]]:
-        """Side ("A", "B") -> the keys of one projection, in the order of the experts."""
+        """Side ("A", "B") -> the keys of one projection, in expert order."""
         start, name = self.prefix(experts), self.projections[projection]
         return {side: [f"{start}.{e}.{name}.lora_{side}.weight" for e in range(num_experts)] for side in "AB"}
 
 
 _MIXTRAL = EngineNames("w1", "w3", "w2", block="block_sparse_moe")
-# As their checkpoints do, which vLLM follows (`get_expert_mapping` in vllm/model_executor/models/<family>.py).
+# vLLM follows the checkpoints (`get_expert_mapping` in vllm/model_executor/models/<family>.py).
 _ENGINE_NAMES = {
     **dict.fromkeys(("mixtral", "minimax_m2", "phimoe"), _MIXTRAL),
     **dict.fromkeys(
@@ -96,7 +96,7 @@ _ENGINE_NAMES = {
     ),
     "nemotron_h": EngineNames(gate=""),
 }
-# vLLM's `is_3d_moe_weight`: it reads PEFT's fused form for these, and by default nothing else.
+# vLLM's `is_3d_moe_weight`: for these it reads PEFT's fused form, and by default no other.
 _FUSED = {"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen3_vl_moe_text"}
 
 
@@ -104,7 +104,7 @@ def engine_names(model_type: str) -> EngineNames:
     """The names of one expert's projections in `model_type`.
 
     Raises:
-        UnsupportedError: serving engines read PEFT's own form for it, or what they call them is not known.
+        UnsupportedError: engines read PEFT's own form for this family, or their names are not known.
     """
     if model_type in _FUSED:
         raise UnsupportedError(
@@ -126,11 +126,11 @@ def engine_tensors(
 ) -> dict[str, Tensor]:
     """Keys and tensors for serving engines, from the adapters on "gate", "up" and "down" of one layer's experts.
 
-    Engines take all projections of an expert or none: one that has no adapter gets factors that are zero.
+    Engines need all projections of an expert or none: those without an adapter get zero factors.
 
     Args:
         experts: name of the module, `model.layers.0.mlp.experts`.
-        projections: all of the same rank, those in `names` or some of them; gate and up by `split_rows`.
+        projections: some or all of those in `names`, all of one rank; gate and up from `split_rows`.
     """
     assert {*projections} <= {*names.projections}, (list(projections), names)
     assert len({factors.a.shape[1] for factors in projections.values()}) == 1, "engines know one rank"
@@ -147,13 +147,13 @@ def engine_tensors(
 def read_engine_tensors(
     tensors: Mapping[str, Tensor], experts: str, *, num_experts: int, names: EngineNames, where: str
 ) -> dict[str, ExpertFactors]:
-    """The inverse of `engine_tensors`: the adapters of "gate", "up" and "down" that are there, E = num_experts.
+    """The inverse of `engine_tensors`: the nonzero adapters of "gate", "up" and "down", E = num_experts.
 
     Args:
-        tensors: all of a file, or more than those of this layer. where: begins a message.
+        tensors: those of this layer; others are ignored. where: begins a message.
 
     Raises:
-        UserError: factors of some experts or sides are missing, too many, or differ in shape or type.
+        UserError: factors of some experts or sides are missing, unexpected, or differ in shape or type.
     """
     left = {key for key in tensors if key.startswith(f"{names.prefix(experts)}.")}
     found = {}
@@ -169,7 +169,7 @@ def read_engine_tensors(
                 f"{where}: {keys['A'][0]} {list(factors.a.shape[1:])}, lora_B {list(factors.b.shape[1:])}",
                 "they are [r, in] and [out, r]",
             )
-        if factors.a.any() or factors.b.any():  # no training leaves both zero: neither would ever have a gradient
+        if factors.a.any() or factors.b.any():  # training never leaves both zero: neither would ever get a gradient
             found[projection] = factors
     if left:
         raise UserError(
@@ -183,12 +183,12 @@ def read_engine_tensors(
 
 
 def split_rows(fused: ExpertFactors, *, rows: Mapping[str, Tensor]) -> dict[str, ExpertFactors]:
-    """gate and up from their one adapter: the same A, the rows of B of each."""
+    """The adapters of gate and up from that of the fused matrix: the same A, each its rows of B."""
     return {name: ExpertFactors(fused.a, fused.b[:, index]) for name, index in rows.items()}
 
 
 def join_rows(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor]) -> ExpertFactors | None:
-    """The inverse of `split_rows`; None where one has no adapter or not the A of the other to the last bit: pieces."""
+    """The inverse of `split_rows`; None if one is missing or the two A are not bitwise equal."""
     if not rows.keys() <= pieces.keys():
         return None
     first = pieces[next(iter(rows))]
@@ -201,7 +201,7 @@ def join_rows(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor]
 
 
 def by_projection(rule: ExpertsRule, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, ExpertFactors]:
-    """The adapters of one layer's experts by "gate", "up" and "down". parts: of the targets, by their names."""
+    """The adapters of one layer's experts by "gate", "up" and "down". parts: target -> part -> factor."""
     found: dict[str, ExpertFactors] = {}
     for projection, name in ((rule.first, "up"), (rule.second, "down")):
         own = parts.get(projection.name, {})
@@ -214,7 +214,7 @@ def by_projection(rule: ExpertsRule, parts: Mapping[str, Mapping[str, Tensor]]) 
 
 
 def _by_target(rule: ExpertsRule, found: Mapping[str, ExpertFactors]) -> dict[str, dict[str, ExpertFactors]]:
-    """The inverse: projection of the model -> piece -> its adapter; "" for all of it."""
+    """The inverse of `by_projection`: projection of the model -> piece ("" for all of it) -> its adapter."""
     targets = {rule.second.name: {"": found["down"]}} if "down" in found else {}
     first = {projection: factors for projection, factors in found.items() if projection != "down"}
     if first and rule.first.fused is None:
@@ -226,13 +226,13 @@ def _by_target(rule: ExpertsRule, found: Mapping[str, ExpertFactors]) -> dict[st
 
 
 def _rows(rule: ExpertsRule) -> dict[str, Tensor]:
-    """ "gate" and "up" -> where their rows lie in the fused matrix."""
+    """Indices of the rows of "gate" and "up" in the fused matrix."""
     assert rule.first.fused is not None, rule
     return {piece.name: rule.first.fused.piece_rows(piece.name) for piece in rule.first.fused.pieces}
 
 
 def _zeros(projection: str, projections: Mapping[str, ExpertFactors]) -> ExpertFactors:
-    """Factors that add nothing, in the shapes that the other projections say: down leads back from gate and up."""
+    """Zero factors, shaped from another projection: down maps back from the outputs of gate and up."""
     other, (a, b) = next(iter(projections.items()))
     r, before, after = a.shape[1], a.shape[2], b.shape[1]
     if (projection == "down") != (other == "down"):
@@ -256,15 +256,15 @@ def _stack(tensors: Mapping[str, Tensor], keys: Sequence[str], where: str) -> Te
 
 
 def is_per_expert(keys: Iterable[str]) -> bool:
-    """Whether a file with these keys has factors of single experts."""
+    """Whether any of `keys` belongs to a single expert."""
     return any(_OF_ONE_EXPERT.search(key) for key in keys)
 
 
 def refuse_per_expert(folder: Path, keys: Iterable[str], way_out: str = "first export it with --layout peft") -> None:
-    """Of a folder with these `keys`, only one in PEFT's form is taken.
+    """Refuse a folder with factors of single experts: only PEFT's form is accepted.
 
     Raises:
-        UserError: it has factors of single experts.
+        UserError: some of `keys` belong to single experts.
     """
     if is_per_expert(keys):
         raise UserError(
@@ -275,12 +275,12 @@ def refuse_per_expert(folder: Path, keys: Iterable[str], way_out: str = "first e
 
 
 def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig:
-    """`config`, which stands beside `file`, in PEFT's words for stacks of experts: `target_parameters`, and `pieces`
-    and `share_experts` where the factors are such. As it is, where the file has no factors of single experts.
+    """The `config` stored with `file` rewritten for stacks of experts: `target_parameters`, and `pieces` and
+    `share_experts` as the factors imply. Unchanged if the file has no factors of single experts.
 
     Raises:
-        UserError: the file is damaged, or not of this model. UnsupportedError: engines do not keep this family so, or
-            it is more than LoRA of one rank on experts.
+        UserError: the file is damaged, or of another model. UnsupportedError: engines use another form for this family,
+            or the adapter is more than LoRA of one rank on experts.
     """
     with open_safetensors(file) as opened:
         keys = set(opened.keys())
@@ -298,7 +298,7 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
                 is_shared = is_shared and all(_is_same(stack) for factors in parts.values() for stack in factors)
     is_shared = is_shared and bool(pieces)
     linears = _linears(file, keys - of_experts, plan)
-    # PEFT takes these names among target_modules for the experts' own.
+    # PEFT takes these names in target_modules for the experts' projections.
     taken = {*names.projections.values(), "gate"}
     as_parameters = [name for name in linears if _leaf(name) in taken]
     _check_patterns(file, config, [*pieces, *as_parameters], plan, names)
@@ -316,13 +316,13 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
 
 
 def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -> dict[str, dict[str, Tensor]] | None:
-    """Target -> part -> whole factor, each checked; None where the file has no factors of single experts.
+    """Target -> part -> full factor, checked; None if the file has no factors of single experts.
 
     Args:
-        targets: of `engine_config` of the same file.
+        targets: resolved from the `engine_config` of the same file.
 
     Raises:
-        UserError: names, shapes or types that do not fit the model, values not finite.
+        UserError: names, shapes or types do not fit the model, or values are not finite.
     """
     found: dict[str, dict[str, Tensor]] = {}
     with open_safetensors(file) as opened:
@@ -344,7 +344,7 @@ def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -
 
 
 def check_lora_alone(config: LoraConfig, where: str) -> None:
-    """Refuse what is trained beside LoRA: engines have no place for it. Other kinds of LoRA no experts have.
+    """Refuse parameters trained besides LoRA, which engines cannot hold; other kinds of LoRA never apply to experts.
 
     Raises:
         UnsupportedError: names the option.
@@ -360,7 +360,7 @@ def check_lora_alone(config: LoraConfig, where: str) -> None:
 def _layers(
     opened: Any, file: Path, keys: Collection[str], plan: ModelPlan, names: EngineNames
 ) -> Iterator[tuple[set[str], dict[str, dict[str, ExpertFactors]]]]:
-    """(keys, adapters by projection of the model and piece) of every layer whose experts the file is about."""
+    """(keys, projection of the model -> piece -> adapter) of every layer with experts."""
     for rule in plan.experts.values():
         own = {key for key in keys if key.startswith(f"{names.prefix(rule.name)}.")}
         tensors = {key: read_tensor(opened, file, key) for key in sorted(own)}
@@ -369,7 +369,7 @@ def _layers(
 
 
 def _parts(file: Path, target: Target, pieces: Mapping[str, ExpertFactors]) -> dict[str, Tensor]:
-    """The factors of one projection by their parts, shared where the target is."""
+    """The factors of one projection by part, reduced to one expert if the target is shared."""
     assert target.pieces == tuple(piece for piece in pieces if piece), (target, list(pieces))
     parts = {}
     for piece, factors in pieces.items():
@@ -386,7 +386,7 @@ def _is_same(stack: Tensor) -> bool:
 
 
 def _linears(file: Path, keys: Iterable[str], plan: ModelPlan) -> list[str]:
-    """Names of the linears, and the embedding, that `keys` are about, in the order of the model."""
+    """Names of the linears and the embedding that `keys` belong to, in model order."""
     known = [plan.embedding, *plan.linears]
     found = set()
     for key in sorted(keys):
@@ -399,14 +399,14 @@ def _linears(file: Path, keys: Iterable[str], plan: ModelPlan) -> list[str]:
 
 
 def _short_linears(chosen: Collection[str], plan: ModelPlan) -> list[str]:
-    """By the last part of their names where that means these alone, else in full."""
+    """The last parts of the names if unambiguous, else full names."""
     others = {_leaf(name) for name in (plan.embedding, *plan.linears) if name not in chosen}
     short = {name if _leaf(name) in others or _leaf(name).isdecimal() else _leaf(name) for name in chosen}
     return sorted(short)
 
 
 def _short_projections(pieces: Mapping[str, tuple[str, ...]], plan: ModelPlan) -> dict[str, tuple[str, ...]]:
-    """`experts.down_proj` -> pieces, where that means these alone and they are alike, else by full names."""
+    """`experts.down_proj` -> pieces, if all such projections have the same pieces, else by full names."""
     found = {}
     for name, parts in pieces.items():
         short = ".".join(name.split(".")[-2:])
@@ -422,7 +422,7 @@ def _leaf(name: str) -> str:
 def _check_patterns(
     file: Path, config: LoraConfig, targets: Iterable[str], plan: ModelPlan, names: EngineNames
 ) -> None:
-    """Engines know one rank and one scale, and for these targets patterns would be about names that change."""
+    """Refuse patterns on these targets: engines have one rank and one scale, and the names change."""
     single = [
         f"{names.prefix(rule.name)}.{expert}.{leaf}".removeprefix(PREFIX)
         for rule in plan.experts.values()

@@ -1,9 +1,9 @@
-"""What an adapter folder changes in a model: which base tensors it replaces, to which it adds a product, and the sum.
+"""The changes an adapter folder makes to a model: tensors replaced, products added, and the merge arithmetic.
 
-Owns: reading a PEFT LoRA folder of every kind that can be merged, with every check, for any model on one process.
-PEFT itself says what it would attach, on the meta device; so every option that picks modules, ranks and scales is
-followed as PEFT follows it. And the arithmetic: a merged weight is computed once, in float32 (float64 beside float64),
-rounded by nobody here. Does not own: the writing (`adapter.merging.merge`).
+Owns: reading and checking a PEFT LoRA folder of any mergeable kind, in one process. PEFT attaches it on the meta
+device, so options that select modules, ranks and scales mean exactly what they mean to PEFT. The arithmetic: a merged
+weight is computed once, in float32 (float64 for float64), and not rounded here. Does not own: writing
+(`adapter.merging.merge`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import open_safetensors
 from meshlora.common.float64 import wide_dtype
 
-# Set in a file, these change neither which base PEFT runs nor what it adds in evaluation; the rest is refused.
+# Options that change neither the base PEFT runs nor the product it adds in evaluation; all others are refused.
 _FOLLOWED = SUPPORTED | DESCRIPTIVE | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying"}
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _RESIDUAL_INITS = ("pissa", "olora")
@@ -45,10 +45,10 @@ class Lora:
     Attributes:
         a, b, magnitude: keys in the adapter file.
         is_transposed: the weight is stored `[in, out]`: Conv1D, and embeddings `[V, H]`, whose A is `[r, V]`.
-        residual: "pissa" or "olora": the product of rank r that PEFT takes out of the base first; "" for none.
-        num_experts: of a stack of matrices, each with its own product; 0: it is one matrix. Of a stack A is
-            `[r*E, in]`, the expert its slow index, and B `[out, r*E]`, the expert its fast one; in and out as PEFT has
-            them, whatever they mean in the model.
+        residual: "pissa" or "olora": PEFT first subtracts a product of rank r from the base; "" for none.
+        num_experts: size of a stack of matrices, each with its own product; 0: a single matrix. For a stack A is
+            `[r*E, in]` with the expert as slow index, B `[out, r*E]` with the expert as fast index; in and out are
+            PEFT's, whatever they mean in the model.
     """
 
     a: str
@@ -63,12 +63,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one tensor of the model.
+    """The change to one tensor of the model.
 
     Attributes:
-        whole: key of a tensor in the adapter file that replaces it.
+        whole: key of the replacement tensor in the adapter file.
         lora: the product to add. bias: key of a bias to add, and its scale.
-        is_own: `whole` belongs to this name alone, not to the names it is tied with (`modules_to_save`).
+        is_own: `whole` replaces this name only, not the names tied to it (`modules_to_save`).
     """
 
     whole: str | None = None
@@ -79,7 +79,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Every change, by the model's own names; tensors are read from `file` when they are needed."""
+    """All changes, by the model's own names; tensors are read from `file` on demand."""
 
     file: Path
     by_name: Mapping[str, Change]
@@ -92,7 +92,7 @@ class Changes:
 
 
 def read_changes(model: Any, folder: Path) -> Changes:
-    """The changes that the adapter in `folder` makes to `model`, which is on the meta device and is used up here.
+    """The changes that the adapter in `folder` makes to `model`, which is on the meta device and unusable afterwards.
 
     Raises:
         UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
@@ -101,7 +101,7 @@ def read_changes(model: Any, folder: Path) -> Changes:
     where = f"{folder / CONFIG_FILE}"
     try:
         config = _quietly(read_config, folder, ignore_dropout=True)
-    except ImportError as error:  # some options need packages of their own
+    except ImportError as error:  # some options need extra packages
         raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
     check_mergeable(config, where)
     with open_safetensors(folder / WEIGHTS_FILE) as file:
@@ -113,7 +113,7 @@ def read_changes(model: Any, folder: Path) -> Changes:
         key: tuple(tensor.shape)
         for key, tensor in _quietly(get_peft_model_state_dict, wrapped, save_embedding_layers=False).items()
     }
-    # PEFT loads whatever else of the base the file holds: embeddings beside LoRA on them, biases.
+    # PEFT also loads any base tensors in the file: embeddings stored with LoRA on them, biases.
     optional = {
         key: tuple(tensor.shape)
         for key, tensor in wrapped.state_dict().items()
@@ -133,13 +133,15 @@ def read_changes(model: Any, folder: Path) -> Changes:
 
 
 def check_mergeable(config: LoraConfig, where: str) -> None:
-    """Refuse every option that is set and that a plain checkpoint cannot hold, or whose base the files do not tell.
+    """Refuse set options that a plain checkpoint cannot express, or whose base cannot be rebuilt from the files.
 
     Raises:
         UnsupportedError: names the option.
     """
     default = LoraConfig()
-    for field in dataclasses.fields(LoraConfig):  # PEFT's own: the words about pieces are for further training
+    for field in dataclasses.fields(
+        LoraConfig
+    ):  # PEFT's only: our `pieces` and `share_experts` matter for training alone
         value = getattr(config, field.name)
         if field.name in _FOLLOWED or value == getattr(default, field.name) or not value:
             continue
@@ -157,18 +159,18 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
 
 
 def _attach(model: Any, config: LoraConfig, where: str) -> Any:
-    """The PEFT model of `config`; its initialisation looks at no weight."""
+    """The PEFT model of `config`, initialised without reading any weight."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(LoraConfig) if field.init}
     config = LoraConfig(**values | {"init_lora_weights": True, "eva_config": None, "inference_mode": False})
     try:
         with torch.device("meta"), targets_as_configured():
             return _quietly(PeftModelForCausalLM, model, config)
-    except ValueError as error:  # it matches nothing, or a module that PEFT has no adapter for
+    except ValueError as error:  # no match, or a module PEFT has no adapter for
         raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
 
 
 def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
-    # peft warns of what is handled here: fan_in_fan_out, tied embeddings.
+    # peft warns about cases handled here: fan_in_fan_out, tied embeddings.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*arguments, **options)
@@ -181,26 +183,26 @@ def _base_name(key: str) -> str:
 def _check_file(
     file: Path, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]
 ) -> set[str]:
-    """The keys of the file: all of `expected`, any of `optional`, each with its shape and finite floats."""
+    """The keys of the file, checked: all of `expected`, any of `optional`, each of its shape, with finite floats."""
     with open_safetensors(file) as opened:
         given = set(opened.keys())
         check_keys(file, given - (optional.keys() - expected.keys()), expected)
     shapes = {**optional, **expected}
     for key in sorted(given):
-        with open_safetensors(file) as opened:  # a map of its own, so that at most one tensor is in memory
+        with open_safetensors(file) as opened:  # reopened, so that at most one tensor is in memory
             read_tensor(opened, file, key, shapes[key])
     return given
 
 
 def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
-    """What LoRA layers add, by the name of the tensor to which they add it."""
+    """The products of the LoRA layers, by the name of the tensor they are added to."""
     found: dict[str, Change] = {}
     for path, module in wrapped.named_modules():
         if not isinstance(module, peft_lora.LoraLayer):
             continue
         name = path.removeprefix(PREFIX).replace(".base_layer", "")
         base = module.get_base_layer()
-        is_parameter = isinstance(module, peft_lora.ParamWrapper)  # of a linear, or of experts: a stack of matrices
+        is_parameter = isinstance(module, peft_lora.ParamWrapper)  # a linear, or experts: a stack of matrices
         is_stack = is_parameter and module.get_param().ndim != 2
         is_embedding = isinstance(module, peft_lora.Embedding)
         if not (is_parameter or is_embedding or (isinstance(module, peft_lora.Linear) and hasattr(base, "weight"))):
@@ -231,7 +233,7 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
 
 
 def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_matrix: bool) -> str:
-    """Which product PEFT takes out of the base when it attaches the adapter, as it does again on every load."""
+    """The product PEFT subtracts from the base whenever it attaches the adapter (`Lora.residual`)."""
     init = config.init_lora_weights
     if not isinstance(init, str) or init.lower() not in _RESIDUAL_INITS:
         return ""
@@ -248,8 +250,8 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
     """`W + s B A` (DoRA: its rows scaled to norm m), in place where `weight` is float32 or float64.
 
     Args:
-        weight: [out, in], or [in, out] where `lora.is_transposed`; a stack of these, `[E, ...]`, of experts.
-        a: [r, in]. b: [out, r]. magnitude: [out]. Of experts a: [r*E, in], b: [out, r*E], as in `Lora`.
+        weight: [out, in], or [in, out] if `lora.is_transposed`; for experts a stack of these, `[E, ...]`.
+        a: [r, in]. b: [out, r]. magnitude: [out]. For experts a: [r*E, in], b: [out, r*E], as in `Lora`.
     """
     weight = weight.to(wide_dtype(weight.dtype))
     if lora.num_experts:
@@ -262,7 +264,7 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
         view.addmm_(u[:, : lora.r] * s[: lora.r], vh[: lora.r], alpha=-1)
     elif lora.residual == "olora":
         q, r = torch.linalg.qr(view)
-        # Times the scale, as PEFT has it: B A starts as Q R, not as Q R / s.
+        # Times the scale, as in PEFT: B A starts as Q R, not Q R / s.
         view.addmm_(q[:, : lora.r], r[: lora.r], alpha=-lora.scaling)
     view.addmm_(b.to(view.dtype), a.to(view.dtype), alpha=lora.scaling)
     if magnitude is not None:
@@ -272,7 +274,7 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
 
 
 def _product_of_expert(expert: int, lora: Lora, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`s B A` of one expert, as its matrix is stored."""
+    """`s B A` of one expert, in the orientation of the stored matrix."""
     own_a = a.view(lora.num_experts, lora.r, -1)[expert]
     own_b = b.view(-1, lora.r, lora.num_experts)[:, :, expert]
     product = (own_b.to(dtype) @ own_a.to(dtype)) * lora.scaling
@@ -280,7 +282,7 @@ def _product_of_expert(expert: int, lora: Lora, a: Tensor, b: Tensor, dtype: tor
 
 
 def merged_expert(matrix: Tensor, place: tuple[slice | int, ...], lora: Lora, a: Tensor, b: Tensor) -> Tensor:
-    """One matrix of one expert, which lies at `place` in the parameter that the adapter changes."""
+    """One matrix of one expert, at index `place` of the parameter that the adapter changes."""
     matrix = matrix.to(wide_dtype(matrix.dtype))
     expert, *inside = place
     assert isinstance(expert, int), place

@@ -1,6 +1,6 @@
-"""The last word on a merge: transformers + peft, with the adapter beside the model and with the merged model.
+"""The final check of a merge: logits of transformers + peft with the adapter against those of the merged model.
 
-Owns: running both and the tolerance. None of the arithmetic of `adapter.merging.changes` is used here.
+Owns: running both, and the tolerance. Uses none of the arithmetic of `adapter.merging.changes`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from meshlora.common.errors import MeshloraError, reason
 from meshlora.common.float64 import wide_dtype
 
 _NUM_TOKENS = 12
-# Of the logits' norm. Below float32, every merged weight has been rounded once more than PEFT's.
+# Relative to the logits' norm. Below float32, merged weights are rounded once more than PEFT's.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def compare_logits(
     model: Path, adapter: Path, merged: Path, stored: torch.dtype, trust_remote_code: bool = False
 ) -> float:
-    """Relative L2 difference of the logits of `merged` from those of `model` with `adapter`, on random tokens.
+    """Relative L2 difference on random tokens between the logits of `merged` and of `model` with `adapter`.
 
-    Both run in float32 (float64 where `stored` is), one after the other. A router whose choice is a tie may fall the
-    other way once weights are rounded; so where experts are chosen and the logits differ, they are compared with those
-    of PEFT's own merge, rounded to `stored` too.
+    Both run in float32 (float64 if `stored` is), one after the other. Rounded weights can flip the choice of a router
+    at a tie, so if a model with experts differs, its logits are compared with those of PEFT's own merge, also rounded
+    to `stored`.
 
     Raises:
         MeshloraError: they differ by more than rounding to `stored` explains, or one of them does not run.
@@ -41,7 +41,7 @@ def compare_logits(
     dtype = wide_dtype(stored)
     try:
         with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
-            warnings.simplefilter("ignore")  # of peft: tied weights, fan_in_fan_out
+            warnings.simplefilter("ignore")  # peft's, about tied weights and fan_in_fan_out
             base = _load(model, dtype, trust_remote_code)
             theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))
             del base
@@ -51,7 +51,7 @@ def compare_logits(
             difference = _relative(ours, theirs)
             if difference > _TOLERANCE[stored] and stored != dtype and chooses:
                 difference = _relative(ours, _logits(_merged_by_peft(model, adapter, stored, trust_remote_code)))
-    except Exception as error:  # of two libraries and every family
+    except Exception as error:  # two libraries and every family: any type
         raise MeshloraError(
             f"merged model: transformers + peft cannot run it to compare logits ({reason(error)}); "
             "nothing was written; --no-logits leaves this out"
@@ -73,7 +73,7 @@ def _chooses_experts(model: Any) -> bool:
 
 
 def _merged_by_peft(model: Path, adapter: Path, stored: torch.dtype, trust_remote_code: bool) -> Any:
-    """In float32, with weights that `stored` can hold."""
+    """PEFT's own merge in float32, its weights rounded to `stored`."""
     base = _load(model, torch.float32, trust_remote_code)
     merged = PeftModel.from_pretrained(base, str(adapter), torch_device="cpu").merge_and_unload()
     with torch.no_grad():
@@ -98,7 +98,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         folder,
         dtype=dtype,
         attn_implementation="eager",
-        experts_implementation="eager",  # the others know no float64
+        experts_implementation="eager",  # the others lack float64
         local_files_only=True,
         trust_remote_code=trust_remote_code,
     )

@@ -1,8 +1,8 @@
-"""Merging: a checkpoint and an adapter in, one plain checkpoint out, with the logits of both.
+"""Merging: a checkpoint and an adapter in, one plain checkpoint with the same logits out.
 
-Owns: what is written, tied weights that the adapter makes differ, the output folder. One process, one tensor in memory
-at a time; only the model's meta structure is built. Does not own: what an adapter changes, and the arithmetic
-(`adapter.merging.changes`), the bytes of a file (`model.stream`), comparing logits (`adapter.merging.check`).
+Owns: the tensors to write, untying weights that the adapter makes differ, the output folder. One process, one tensor in
+memory at a time; the model is built on the meta device only. Does not own: the changes of an adapter and their
+arithmetic (`adapter.merging.changes`), file bytes (`model.stream`), comparing logits (`adapter.merging.check`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tie
 
 INDEX = "model.safetensors.index.json"
 _LARGEST_TO_RUN = 2 * 2**30
-# Weights in any form, and what speaks of the base model only.
+# Weights in any format.
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt"}
 _COPIED_FOLDERS = ("additional_chat_templates",)
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: `check` says how it was verified."""
+    """The result of a merge; `check` says how it was verified."""
 
     num_tensors: int
     num_changed: int
@@ -51,7 +51,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Output:
-    """One tensor to write: `name` in the model, what of it as an index (None: all), an `entry` of `file`."""
+    """One tensor to write, `entry` of `file`: the parameter `name`, or its part at index `place`."""
 
     file: str
     entry: Entry
@@ -61,10 +61,10 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Planned:
-    """All that is known of a merge before a weight of the model is read.
+    """A merge, before any weight of the model is read.
 
     Attributes:
-        aliases: name -> all names of the same tensor. untied: those that are no longer the same.
+        aliases: name -> all names of the same tensor. untied: names that no longer share one.
     """
 
     source: CheckpointSource
@@ -74,14 +74,14 @@ class _Planned:
     outputs: list[_Output]
 
     def read_base(self, name: str) -> Tensor:
-        """The weight of the model, whichever of its names it is stored under."""
+        """A weight of the model, under whichever of its names it is stored."""
         return self.source.read(next(a for a in self.aliases.get(name, [name]) if self.source.shape(a) is not None))
 
 
 def check_merge(
     model_folder: str | Path, adapter_folder: str | Path, *, config: PretrainedConfig, trust_remote_code: bool = False
 ) -> None:
-    """Every check of `merge` before it writes, with its errors: they do not depend on the values of the adapter."""
+    """All checks that `merge` makes before it writes; they do not depend on the values of the adapter."""
     _planned(Path(model_folder), Path(adapter_folder), config, None, trust_remote_code=trust_remote_code)
 
 
@@ -97,16 +97,16 @@ def merge(
 ) -> Merged:
     """Write `out_folder`: the checkpoint of `model_folder` with the adapter in its weights, in the same shards.
 
-    Products are computed in float32 (float64 beside float64) and rounded once, to the type in which the tensor is
-    stored, or to `dtype`. The folder appears whole, read back and compared, or not at all.
+    Products are computed in float32 (float64 for float64) and rounded once, to the stored type or to `dtype`. The
+    folder appears complete, read back and compared, or not at all.
 
     Args:
-        config: of the model, as `loading.blueprint.read_model_config` reads it.
+        config: the model's, from `loading.blueprint.read_model_config`.
         check_logits: also run both in transformers + peft, if the model is small enough.
 
     Raises:
-        UserError: a folder is there already or missing, the adapter does not fit. UnsupportedError: it cannot be
-            merged. MeshloraError: what was written is not what was meant, or the disk failed.
+        UserError: the output exists, an input is missing, or the adapter does not fit. UnsupportedError: it cannot be
+            merged. MeshloraError: the files read back differ, or the disk failed.
     """
     source_folder, out = Path(model_folder), Path(out_folder)
     if out.exists():
@@ -153,7 +153,7 @@ def _planned(
         check_tied(tied, source)
     wide = kept_wide(model, dtype) if dtype is not None else set()
     names = set(model.state_dict())
-    changes = _alike(_shared(read_changes(model, adapter_folder), aliases), aliases)
+    changes = _with_equal_changes(_with_aliases(read_changes(model, adapter_folder), aliases), aliases)
     untied = _untied_names(changes, aliases)
     outputs = _outputs(source, changes, untied, aliases, dtype, wide)
     added = [name for name in untied if source.shape(name) is None]
@@ -161,8 +161,8 @@ def _planned(
     return _Planned(source, changes, aliases, untied, outputs)
 
 
-def _shared(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
-    """A replaced base parameter is replaced under all the names that share it; LoRA sits on one name."""
+def _with_aliases(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
+    """Replace a base parameter under all names that share it; LoRA applies to one name only."""
     by_name = dict(changes.by_name)
     for name, change in changes.by_name.items():
         if change.whole is None or change.is_own:
@@ -174,16 +174,16 @@ def _shared(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
     return Changes(changes.file, by_name)
 
 
-def _alike(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
-    """Names that share a weight and are changed alike (PEFT's `ensure_weight_tying`) get one and the same change."""
+def _with_equal_changes(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
+    """Give names that share a weight and have equal changes (PEFT's `ensure_weight_tying`) the same `Change`."""
     by_name = dict(changes.by_name)
     for first, *others in {tuple(names) for names in aliases.values() if len(names) > 1}:
-        if first in by_name and all(_is_same(changes, first, name) for name in others):
+        if first in by_name and all(_is_equal_change(changes, first, name) for name in others):
             by_name |= dict.fromkeys(others, by_name[first])
     return Changes(changes.file, by_name)
 
 
-def _is_same(changes: Changes, first: str, second: str) -> bool:
+def _is_equal_change(changes: Changes, first: str, second: str) -> bool:
     one, two = changes.by_name[first], changes.by_name.get(second, Change())
     if (one.whole is None) != (two.whole is None) or (one.lora is None) != (two.lora is None):
         return False
@@ -196,12 +196,12 @@ def _is_same(changes: Changes, first: str, second: str) -> bool:
     pairs = []
     for lora in (one.lora, two.lora):
         a, b = changes.read(lora.a), changes.read(lora.b)
-        pairs.append((a.T, b.T) if lora.is_transposed else (b, a))  # left and right factor of what is stored
+        pairs.append((a.T, b.T) if lora.is_transposed else (b, a))  # left and right factor, as stored
     return all(torch.equal(x, y) for x, y in zip(*pairs, strict=True))
 
 
 def _untied_names(changes: Changes, aliases: Mapping[str, list[str]]) -> list[str]:
-    """Names that share one weight in the model and no longer do once the adapter is in it."""
+    """Names that share one weight in the model but not in the merged model."""
     groups = {tuple(names) for names in aliases.values() if len(names) > 1}
     return sorted(name for names in groups if len({changes.by_name.get(n) for n in names}) > 1 for name in names)
 
@@ -214,7 +214,7 @@ def _outputs(
     dtype: torch.dtype | None,
     wide: set[str],
 ) -> list[_Output]:
-    """Every tensor to write: what the checkpoint stores, under its names, and the new halves of untied weights."""
+    """All tensors to write: those of the checkpoint under their keys, and new ones for untied weights."""
 
     def type_of(name: str, stored: str) -> str:
         is_cast = dtype is not None and stored in FLOATS and name not in wide
@@ -239,7 +239,7 @@ def _outputs(
 
 
 def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str], *, trust_remote_code: bool) -> None:
-    """transformers will load a new key under the name that it has."""
+    """Refuse new keys that transformers would rename on load."""
     if not added:
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -257,7 +257,7 @@ def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str],
 
 
 def _copy_files(source: Path, folder: Path) -> None:
-    """Configuration, tokenizer, templates, licences, code: all that is not weights."""
+    """Copy configuration, tokenizer, templates, licences, code: everything but weights and model card."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and path.name in _COPIED_FOLDERS:
             shutil.copytree(path, folder / path.name)
@@ -281,10 +281,10 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, *, unti
 
 
 def _write_weights(folder: Path, planned: _Planned) -> dict[str, dict[str, str]]:
-    """File -> key -> SHA-256 of what was meant."""
+    """Write all files; returns file -> key -> SHA-256 of the intended tensor."""
     outputs, source = planned.outputs, planned.source
     by_key = {(o.file, o.entry.key): o for o in outputs}
-    # A and B of both projections of a layer's experts, whose matrices take turns where they are stored one by one.
+    # A and B of both projections of a layer's experts: stored one by one, their matrices alternate.
     read_factor = functools.lru_cache(maxsize=4)(planned.changes.read)
     meant = {}
     for name in sorted({o.file for o in outputs}):
@@ -309,7 +309,7 @@ def _index(outputs: list[_Output]) -> dict[str, Any]:
 
 
 def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tensor]) -> Tensor:
-    """The tensor to write, in its final type. read_factor: reads the adapter's tensors, and keeps the last ones."""
+    """The tensor to write, in its final type. read_factor: a cached reader of the adapter's tensors."""
     source, place = planned.source, output.place
     change = planned.changes.by_name.get(output.name, Change())
     if place is not None and change.whole is None and (change == Change() or source.stored[output.name].experts):
@@ -321,7 +321,7 @@ def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tens
         value = _merged_parameter(output.name, change, planned)
         value = value if place is None else value[place]
     value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
-    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) is a copy
+    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) would copy
         for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
             with open_safetensors(tensor.file) as file:
                 if not torch.isfinite(file.get_tensor(tensor.key)).all():
@@ -347,7 +347,7 @@ def _merged_parameter(name: str, change: Change, planned: _Planned) -> Tensor:
 def _read_back(
     folder: Path, outputs: list[_Output], meant: Mapping[str, Mapping[str, str]], *, trust_remote_code: bool
 ) -> None:
-    """Every file holds what was meant, the index names all of it, and it is a whole checkpoint of its config.json."""
+    """Check that every file holds the intended tensors, the index matches, and config.json's checkpoint is complete."""
     for name, digests in meant.items():
         check_stream(folder / name, [o.entry for o in outputs if o.file == name], digests)
     if (folder / INDEX).is_file() and read_json(folder / INDEX) != json.loads(json.dumps(_index(outputs))):

@@ -1,12 +1,11 @@
-"""Targets among parameters: `target_parameters` of `peft.LoraConfig`, and what it names of experts.
+"""Targets among parameters: `target_parameters` of `peft.LoraConfig`, for projections of experts and other matrices.
 
-Owns: which projections of experts, and which other matrices, a configuration names; names of single projections
+Owns: the projections of experts and other matrices that a configuration names; names of single projections
 (`gate_proj`, `up_proj`) of a fused one. Does not own: linears by `target_modules` (`adapter.targets.resolve`).
 
-PEFT takes `target_parameters` by the ends of names, whatever `layers_to_transform` and `exclude_modules` say. Here both
-count, so that what is trained is what was asked for; the names that come of it are stored. Nor is anything rewritten:
-PEFT reads `gate_proj` among `target_modules` of many families as a word for their experts, and then leaves the linears
-of that name alone.
+PEFT matches `target_parameters` by name suffix and ignores `layers_to_transform` and `exclude_modules`. Here both
+apply, and the resulting names are stored. Nor are names rewritten: in many families PEFT takes `gate_proj` in
+`target_modules` for the experts' and then skips the linears of that name.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from meshlora.plan.rules import ModelPlan
 
 
 def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
-    """`config` whose `target_parameters` are parameters of the model: `experts.gate_proj` and `experts.up_proj` become
-    the pieces `gate` and `up` of `experts.gate_up_proj`, each with the rank and scale that it was given.
+    """`config` with `target_parameters` that exist in the model: `experts.gate_proj` and `experts.up_proj` become the
+    pieces `gate` and `up` of `experts.gate_up_proj`, each with its given rank and scale.
     """
     given = list(config.target_parameters or ())
     found: dict[str, list[str]] = {}
@@ -48,7 +47,7 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     if not found:
         return config
     whole = [name for name in given if name in names]
-    if clash := matches(found, matches(whole, plan.projections)):  # however each of them is written
+    if clash := matches(found, matches(whole, plan.projections)):  # full names and suffixes alike
         raise UserError(
             f"target_parameters={given}",
             f"{clash[0]} and its parts are both named",
@@ -64,12 +63,12 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
             )
     ordered = {fused: sorted(pieces) for fused, pieces in found.items()}  # gate, then up
     plain = dataclasses.replace(config, target_parameters=names)
-    plain.rank_pattern = _of_whole(config.rank_pattern, config.r, ordered, names, "rank_pattern", plan)
-    plain.alpha_pattern = _of_whole(config.alpha_pattern, config.lora_alpha, ordered, names, "alpha_pattern", plan)
+    plain.rank_pattern = _fused_pattern(config.rank_pattern, config.r, ordered, names, "rank_pattern", plan)
+    plain.alpha_pattern = _fused_pattern(config.alpha_pattern, config.lora_alpha, ordered, names, "alpha_pattern", plan)
     return with_pieces(plain, ordered)
 
 
-def _of_whole(
+def _fused_pattern(
     pattern: dict[str, Any],
     default: Any,
     fused: Mapping[str, Iterable[str]],
@@ -77,9 +76,8 @@ def _of_whole(
     option: str,
     plan: ModelPlan,
 ) -> dict[str, Any]:
-    """Entries about `gate_proj` and `up_proj` of experts, which must agree, as one about `gate_up_proj`.
-
-    named: `target_parameters`, with the fused names.
+    """`pattern` with entries for `gate_proj` and `up_proj` of experts, which must agree, merged into one for
+    `gate_up_proj`. named: `target_parameters` with the fused names.
     """
     changed = dict(pattern)
     replaced: set[str] = set()
@@ -91,7 +89,7 @@ def _of_whole(
         for projection in matches([name], plan.projections):
             for end, part, key in zip(ends, parts, keys, strict=True):
                 own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
-                if own in pattern and own != key:  # one entry cannot say both
+                if own in pattern and own != key:  # one merged entry cannot express both
                     raise UserError(
                         f"{option}={pattern}",
                         f"{own!r} is about {end} of {projection}, and not about all of {part}",
@@ -102,24 +100,24 @@ def _of_whole(
             raise UnsupportedError(
                 f"{option}={pattern}", f"{' and '.join(parts)} have one rank and one scale", "give both the same"
             )
-        if all(key in pattern for key in keys):  # else both are the default
-            # The first entry that matches counts: this one stands where those about the parts do.
+        if all(key in pattern for key in keys):  # else both have the default
+            # The first match wins, so this entry takes the position of the last one it replaces.
             last = max(keys, key=list(pattern).index)
             entries = [item for item in changed.items() if item[0] != name]
             at = [key for key, _ in entries].index(last)
             changed = dict([*entries[:at], (name, values.pop()), *entries[at:]])
         replaced |= {*keys}
     for key in replaced:
-        if not any(pattern_key([key], other) == key for other in others):  # else it is theirs too
+        if not any(pattern_key([key], other) == key for other in others):  # else others use it too
             changed.pop(key, None)
     return changed
 
 
 def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[str]:
-    """Names of what `target_parameters` is about: projections of experts, and linears for their `weight`.
+    """The matches of `target_parameters`: projections of experts, and linears (for their `weight`).
 
     Raises:
-        UserError: one that matches nothing. UnsupportedError: one that matches something else.
+        UserError: an entry matches nothing. UnsupportedError: it matches another kind of parameter.
     """
     wanted = list(config.target_parameters or ())
     every = _parameters(plan)
@@ -140,30 +138,30 @@ def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[
 
 
 def _parameters(plan: ModelPlan) -> list[str]:
-    """Every parameter that can have an adapter."""
+    """Names of all parameters that can have an adapter."""
     return [*plan.projections, *(f"{name}.weight" for name in (*plan.linears, *plan.matrices))]
 
 
 def _is_chosen(name: str, config: LoraConfig) -> bool:
-    """Whether the options that choose among layers and modules leave `name`."""
-    # By its end: PEFT takes a full name whatever the other options say.
+    """Whether `layers_to_transform`, `layers_pattern` and `exclude_modules` keep `name`."""
+    # By its last part: for a full name PEFT ignores the other options.
     end = name.removesuffix(".weight").rpartition(".")[2]
     asked = dataclasses.replace(config, target_modules={end}, target_parameters=None)
     return bool(check_target_module_exists(asked, name.removesuffix(".weight")))
 
 
 def _short(name: str) -> str:
-    """Without the layer: `model.layers.0.mlp.experts.down_proj` -> `mlp.experts.down_proj`."""
+    """The name inside its layer: `model.layers.0.mlp.experts.down_proj` -> `mlp.experts.down_proj`."""
     parts = name.split(".")
     start = next((index + 1 for index, part in enumerate(parts) if part.isdecimal()), 0)
     return ".".join(parts[start:])
 
 
 def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
-    """What an adapter on experts, on routers, and on linears beside experts cannot have.
+    """Refuse options that experts, routers, and linears targeted as parameters cannot have.
 
     Raises:
-        UnsupportedError: DoRA, or a start from the whole matrix. UserError: `share_experts` without experts.
+        UnsupportedError: DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts.
     """
     matched = list(matched)
     experts = [name for name in matched if name in plan.projections]
@@ -191,7 +189,7 @@ def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -
 
 
 def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
-    """`target_parameters` to store: as they were given where that names what is trained, else full names."""
+    """`target_parameters` to store: as given if they match exactly the targets, else full names."""
     given = list(config.target_parameters or ())
     if not given:
         return None
@@ -202,10 +200,10 @@ def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPla
 
 
 def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) -> LoraConfig:
-    """`config` in words that PEFT leaves as they are: linears whose names it would read as a word for experts are named
-    as parameters, `MODULE.weight`, which it wraps to the same numbers under the same keys.
+    """`config` in terms that PEFT does not rewrite: linears whose names PEFT would take for experts are named as
+    parameters, `MODULE.weight`, which give the same numbers under the same keys.
 
-    modules: the targets among linears, and the embedding where it is one.
+    modules: the targets among linears and the embedding.
     """
     named = list(modules)
     reached = [name for name in named if _is_rewritten(name.rpartition(".")[2], model_type)]
@@ -230,11 +228,11 @@ def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) ->
 
 @functools.cache
 def _is_rewritten(leaf: str, model_type: str) -> bool:
-    """Whether PEFT reads the name `leaf` among `target_modules` of a family as a word for its experts."""
+    """Whether PEFT takes `leaf` in `target_modules` of a family for its experts."""
     config = LoraConfig(target_modules=[leaf])
     stand_in: Any = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
     try:
         rewrite_targets(config, stand_in)
-    except ValueError:  # it wants gate and up together
+    except ValueError:  # it requires gate and up together
         return True
     return set(config.target_modules or ()) != {leaf}

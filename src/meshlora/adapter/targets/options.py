@@ -1,9 +1,9 @@
-"""The options of an adapter: types and ranges, whatever it is for, and patterns, matched as PEFT does, and in time.
+"""Validation of adapter options: types, ranges, and patterns, matched as in PEFT and within a time limit.
 
-Owns: refusing what PEFT takes unseen, fails on far away, or reads as something else; which options hold regular
-expressions, and what PEFT puts around each; refusing those that are none, that take too long on the names of a model,
-or that are about none of them. Does not own: which names are targets, and which options are followed
-(`adapter.targets.resolve` for training, `adapter.merging.changes` for merging).
+Owns: refusing values that PEFT does not check, fails on much later or misreads; which options hold regular expressions,
+and how PEFT wraps each; refusing patterns that are invalid, too slow on the names of a model, or match none. Does not
+own: which names are targets, and which options are supported (`adapter.targets.resolve` for training,
+`adapter.merging.changes` for merging).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.limits import OutOfTimeError, time_limit
 from meshlora.plan.rules import ModelPlan
 
-# Far beyond the width of any matrix; and what float32 can still multiply with.
+# Far beyond the width of any matrix; and safe to multiply by in float32.
 _LARGEST_RANK, _LARGEST_ALPHA = 2**16, 1e9
-# All of them on all names take milliseconds.
+# Sane patterns take milliseconds for all names.
 _SECONDS = 1.0
-# What PEFT matches, with the option's text for {}; the first two, where they are no list of names, as a whole.
+# PEFT's regular expression, {} being the option's text; the first two, unless lists of names, match in full.
 _FORMS = {
     "target_modules": "{}",
     "exclude_modules": "{}",
@@ -36,7 +36,7 @@ _FORMS = {
 
 
 def _are_names(value: object, *, or_text: bool = False) -> bool:
-    """Names, one text in their place where that is allowed, or nothing."""
+    """A collection of names, None, or with `or_text` a single string."""
     if value is None or (or_text and isinstance(value, str)):
         return True
     return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
@@ -53,7 +53,7 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
-# Option -> (whether a value is one of its own, what it has to be).
+# Option -> (whether a value is valid, the rule).
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
     "layers_to_transform": (_are_indices, "it is a whole number or a list of them"),
@@ -71,7 +71,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_values(config: LoraConfig) -> None:
-    """Types and ranges of the options that PEFT takes unseen, fails on far away, or reads as something else.
+    """Check types and ranges that PEFT does not check, fails on much later, or misreads.
 
     Raises:
         UserError: names the option.
@@ -98,15 +98,15 @@ def check_values(config: LoraConfig) -> None:
 
 
 def _numbers(config: LoraConfig, option: str, pattern: str) -> list[tuple[str, Any]]:
-    """(What it is called, its value) of an option and of each entry of its pattern."""
+    """(name, value) of an option and of each entry of its pattern."""
     return [(option, getattr(config, option)), *((f"{pattern}[{k!r}]", v) for k, v in getattr(config, pattern).items())]
 
 
 def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
-    """Match every pattern of `config`, whose options have the right types, against every one of `names`.
+    """Match every pattern of `config`, whose options have valid types, against all `names`.
 
     Raises:
-        UserError: one is no regular expression, or all of them take too long; names the one that was at it.
+        UserError: one is not a regular expression, or together they take too long; names the current one.
     """
     names = [*names, *(config.target_parameters or ())]
     given = "LoraConfig"
@@ -126,24 +126,24 @@ def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
 
 
 def pattern_key(patterns: Iterable[str], name: str) -> str:
-    """PEFT's `get_pattern_key`: the first of `patterns` that is about `name`; none: `name` itself."""
+    """PEFT's `get_pattern_key`: the first of `patterns` that matches `name`, else `name` itself."""
     return next((key for key in patterns if _compiled(_FORMS["rank_pattern"].replace("{}", key)).match(name)), name)
 
 
 def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
-    """r, and s of `s * B @ A`, of the target that patterns know as `name`."""
+    """r, and s of `s * B @ A`, of the target that patterns match as `name`."""
     r = config.rank_pattern.get(pattern_key(config.rank_pattern, name), config.r)
     alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, name), config.lora_alpha)
     return r, alpha / math.sqrt(r) if config.use_rslora else alpha / r
 
 
 def matches(ends: Collection[str], names: Iterable[str]) -> list[str]:
-    """Those of `names` that are one of `ends`, or end with a dot and one of them."""
+    """The `names` that equal one of `ends` or end with a dot and one of them."""
     return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
 
 
 def _patterns(config: LoraConfig) -> Iterator[tuple[str, str]]:
-    """(option, its text) of all."""
+    """(option, pattern) of all patterns."""
     for option in _FORMS:
         value = getattr(config, option) or ()
         if option in ("target_modules", "exclude_modules"):
@@ -158,7 +158,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) -> None:
-    """Every suffix, rank pattern and alpha pattern has an effect on at least one linear; every layer index exists."""
+    """Refuse suffixes, rank patterns and alpha patterns that match no linear, and layer indices out of range."""
     indices = config.layers_to_transform
     for index in [indices] if isinstance(indices, int) else indices or []:
         if not 0 <= index < plan.num_layers:
@@ -199,7 +199,7 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
 
 
 def _is_saved(name: str, config: LoraConfig) -> bool:
-    """Whether PEFT leaves `name` out of the targets, as it is trained in full."""
+    """Whether PEFT drops `name` from the targets because it is trained in full."""
     return any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
 
 

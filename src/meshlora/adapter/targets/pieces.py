@@ -1,7 +1,7 @@
-"""Adapters on some pieces of fused matrices: in a user's words, in PEFT's, and the checks.
+"""Adapters on some pieces of fused matrices: our configuration, its form in PEFT, and the checks.
 
-Owns: the configuration and what its `pieces` mean. Does not own: where the rows of a piece lie (`plan.layout`), the
-file format (`adapter.formats.peft_format`).
+Owns: the configuration and the meaning of its `pieces`. Does not own: the rows of a piece (`plan.layout`), the file
+format (`adapter.formats.peft_format`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class PieceLoraConfig(LoraConfig):
     """A `peft.LoraConfig` for adapters on some pieces of fused matrices.
 
     Attributes:
-        pieces: target -> the pieces it is on, as in `{"c_attn": ["q", "v"]}`. PEFT itself knows it as one adapter of
-            all their ranks together (`rank_pattern`), with a B that is zero outside its blocks.
-        share_experts: one adapter for all experts of a layer, instead of one for each. PEFT knows it as one for each,
-            all alike.
+        pieces: target -> its pieces with an adapter, as in `{"c_attn": ["q", "v"]}`. To PEFT it is one adapter of
+            the sum of their ranks (`rank_pattern`), with a B that is zero outside its blocks.
+        share_experts: one adapter for all experts of a layer, instead of one each. To PEFT it is one each, all equal.
     """
 
     pieces: dict[str, list[str]] | None = None
@@ -36,7 +35,7 @@ class PieceLoraConfig(LoraConfig):
 
 
 def own_words(config: LoraConfig) -> dict[str, Any]:
-    """What `config` says beyond PEFT's words, as the file beside an adapter holds it; empty where it says nothing."""
+    """The options of `config` that PEFT lacks, as stored in `meshlora.json`; empty if none are set."""
     pieces, shared = getattr(config, "pieces", None) or {}, getattr(config, "share_experts", False)
     words = {"pieces": dict(pieces)} if pieces or shared else {}
     return words | ({"share_experts": True} if shared else {})
@@ -45,7 +44,7 @@ def own_words(config: LoraConfig) -> dict[str, Any]:
 def with_own_words(
     config: LoraConfig, pieces: Mapping[str, list[str]] | None = None, *, share_experts: bool = False
 ) -> LoraConfig:
-    """`config` that says these besides; as it is where that is nothing."""
+    """`config` with these options of ours added; unchanged if there are none."""
     known = own_words(config)
     pieces = {**known.get("pieces", {}), **(pieces or {})}
     shared = share_experts or "share_experts" in known
@@ -56,10 +55,10 @@ def with_own_words(
 
 
 def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
-    """The piece `name` of the linear `module`; fused: its layout, if it is made of pieces.
+    """The piece `name` of the linear `module`; fused: its layout, if it has pieces.
 
     Raises:
-        UserError: it has none of that name.
+        UserError: there is no such piece.
     """
     pieces = {p.name: p for p in fused.pieces} if fused is not None else {}
     if name not in pieces:
@@ -69,9 +68,7 @@ def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
 
 
 def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConfig:
-    """`config`, whose ranks and alphas are those of one piece, in the words that PEFT understands; as it is where there
-    are no pieces.
-    """
+    """`config`, given with ranks and alphas per piece, with those that PEFT needs; unchanged if there are no pieces."""
     if not pieces:
         return config
     ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
@@ -85,13 +82,13 @@ def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConf
 
 
 def pieces_of(config: LoraConfig, name: str) -> list[str]:
-    """The pieces of the linear `name` that `config` is about; empty for all of it."""
+    """The pieces of the linear `name` that have an adapter; empty for the whole."""
     chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
     return next((names for key, names in chosen.items() if matches([key], [name])), [])
 
 
 def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
-    """Each entry of `pieces` is about a target, and names its pieces."""
+    """Check that each entry of `pieces` matches a target and names pieces of it."""
     chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
     for key, names in chosen.items():
         about = matches([key], targets)
@@ -114,7 +111,7 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
 
 
 def _check_patterns(config: LoraConfig, key: str, name: str) -> None:
-    """What is said of the pieces counts: an entry before it would be read as the rank of all of them together."""
+    """Refuse a pattern that takes precedence over the entry for pieces: it would be read as their total rank."""
     for option in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, option) or {}
         found = pattern_key(pattern, name)

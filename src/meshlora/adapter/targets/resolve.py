@@ -1,7 +1,7 @@
-"""Targets: which linears an adapter sits on, and with which rank and scale.
+"""Targets: the linears that an adapter applies to, with rank and scale.
 
-Owns: reading `peft.LoraConfig` as PEFT does, refusing what is not supported by name; what came out of it, in words.
-Does not own: drawing the factors (`adapter.initialization`), the file format (`adapter.formats.peft_format`).
+Owns: reading `peft.LoraConfig` as PEFT does, refusing unsupported options by name, describing the targets. Does not
+own: initial factors (`adapter.initialization`), the file format (`adapter.formats.peft_format`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SUPPORTED = {
     "target_parameters",
     "share_experts",
 }
-# These describe where an adapter comes from, or how PEFT runs it; they do not change what is trained.
+# The origin of an adapter, or how PEFT runs it; no effect on training.
 DESCRIPTIVE = {
     "task_type",
     "peft_type",
@@ -64,7 +64,7 @@ DESCRIPTIVE = {
     "inference_mode",
     "runtime_config",
 }
-# Elements that an adapter may always have: a gigabyte with its optimizer.
+# Elements that any adapter may have: a gigabyte with optimizer state.
 _SMALL = 2**26
 _INITS = (True, False, "gaussian", "pissa", "olora")
 
@@ -77,11 +77,10 @@ class Target:
         pieces: the pieces of a fused matrix, each with an A and a B of rank r; empty for all of it.
         use_dora: whether there is a magnitude for each output feature.
         is_embedding: A `[r, V]`, B `[H, r]` on the input embedding.
-        num_experts: of a projection of experts, whose factors are `[E, r, in]`, `[E, out, r]`; 0 elsewhere.
+        num_experts: E of a projection of experts, with factors `[E, r, in]`, `[E, out, r]`; 0 elsewhere.
         is_shared: one adapter for all experts, `[1, r, in]`, `[1, out, r]`.
         is_swapped: PEFT's A is on the output side, its B on the input side.
-        in_features, out_features: of the whole matrix; of the embedding V and H. fused: where its pieces lie, if it is
-            made of some.
+        in_features, out_features: of the full matrix; V and H of the embedding. fused: layout of its pieces.
     """
 
     name: str
@@ -99,7 +98,7 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Part -> shape of the whole: `A`, `B`, on pieces `A.q`, `B.q`, with DoRA `magnitude`."""
+        """Part -> full shape: `A`, `B`, of pieces `A.q`, `B.q`, with DoRA `magnitude`."""
         shapes: dict[str, tuple[int, ...]] = {}
         stack = (1 if self.is_shared else self.num_experts,) if self.num_experts else ()
         for piece in self.pieces or ("",):
@@ -109,13 +108,13 @@ class Target:
         return shapes | ({"magnitude": (self.out_features,)} if self.use_dora else {})
 
     def name_of(self, part: str) -> str:
-        """The trained parameter's name: of `up_proj`, "A" -> `up_proj.lora_A`."""
+        """Name of the trained parameter: "A" of `up_proj` -> `up_proj.lora_A`."""
         kind = "lora_embedding_" if self.is_embedding else "lora_"
         return f"{self.name}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
 
 
 def describe_targets(targets: Mapping[str, Target]) -> list[str]:
-    """One line for each kind of target: where the adapter sits, as it came out of the configuration."""
+    """One line for each kind of target."""
     lines = []
     for name, same in folded_names(targets).items():
         first = targets[same[0]]
@@ -127,12 +126,12 @@ def describe_targets(targets: Mapping[str, Target]) -> list[str]:
 
 
 def check_supported(config: LoraConfig) -> None:
-    """Refuse every option that is set and that meshlora would not follow.
+    """Refuse options that are set and not supported.
 
     Raises:
         UnsupportedError: names the option. UserError: a value out of range.
     """
-    # First: PEFT fills in the options of a start that has some, and nobody gave those.
+    # First: PEFT fills in further options of some initialisations, which the user did not set.
     if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
         raise UnsupportedError(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
@@ -142,7 +141,7 @@ def check_supported(config: LoraConfig) -> None:
         value = getattr(config, option.name)
         if option.name in SUPPORTED | DESCRIPTIVE or value == getattr(default, option.name):
             continue
-        if not value and not getattr(default, option.name):  # None, [], {} and False all say "off"
+        if not value and not getattr(default, option.name):  # None, [], {} and False all mean "off"
             continue
         raise UnsupportedError(
             f"LoraConfig({option.name}={value!r})",
@@ -163,17 +162,17 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
 
     Args:
         model: the Hugging Face model; only its module names are read.
-        strict: every pattern must match something. Off for adapters that come from a file, whose keys are checked.
+        strict: every pattern must match something. Off for adapters from files, where the keys are checked.
 
     Raises:
-        UserError: nothing matches, or (strict) one pattern matches nothing; names the nearest module.
+        UserError: nothing matches, or (strict) a pattern matches nothing; names the nearest module.
         UnsupportedError: a match that is not a linear, or the output head.
     """
     check_supported(config)
     check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
     config = with_whole_projections(config, plan)
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
-    # On a parallel model projections of experts are modules; elsewhere, as in PEFT, they are parameters.
+    # On a parallel model projections of experts are modules; otherwise, as in PEFT, parameters.
     names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
     matched = [name for name in names if check_target_module_exists(config, name) is True]
     matched += [name for name in names if isinstance(check_target_module_exists(config, name), re.Match)]
@@ -198,7 +197,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
 
 
 def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) -> None:
-    """The module `name`, which `target_modules` matches, can carry this adapter."""
+    """Check that the module `name`, a match of `target_modules`, can have this adapter."""
     if name not in plan.linears and name != plan.embedding:
         kind = type(model.get_submodule(name)).__name__
         raise UnsupportedError(
@@ -206,7 +205,7 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
         )
     try:
         refuse_mamba_targets(config, model, name.rpartition(".")[2])
-    except ValueError as error:  # their fused kernels read weights past the adapter
+    except ValueError as error:  # their fused kernels would bypass the adapter
         raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})") from None
     is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if is_tied and config.init_lora_weights in ("pissa", "olora"):
@@ -239,7 +238,7 @@ def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
 
 
 def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
-    key = f"{name}.weight" if by_weight else name  # what PEFT calls it in patterns
+    key = f"{name}.weight" if by_weight else name  # PEFT's name of it in patterns
     r, scaling = rank_and_scaling(config, key)
     pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
@@ -257,14 +256,14 @@ def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_we
 
 
 def _embedding_size(model: Any, plan: ModelPlan) -> tuple[int, int]:
-    """(vocabulary, width) of the whole input embedding."""
+    """(vocabulary, width) of the full input embedding."""
     module = model.get_submodule(plan.embedding)
     rule = plan.parameters.get(f"{plan.embedding}.weight")
     return (rule.layout.size if rule else module.num_embeddings), module.embedding_dim
 
 
 def _check_size(targets: Mapping[str, Target]) -> None:
-    """Factors of a rank beyond the width of their matrix are larger than it is: of large ones that is a mistake."""
+    """Refuse factors larger than their matrices (rank above width), unless small: surely a mistake."""
     own = sum(math.prod(shape) for target in targets.values() for shape in target.shapes.values())
     base = sum(t.in_features * t.out_features * max(1, t.num_experts) for t in targets.values())
     if own > max(4 * base, _SMALL):
@@ -277,9 +276,9 @@ def _check_size(targets: Mapping[str, Target]) -> None:
 
 
 def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[str] | str:
-    """`target_modules` with its shorthands spelled out."""
+    """`target_modules` with its shorthands expanded."""
     given = config.target_modules
-    if given == "all-linear":  # routers are frozen unless they are named
+    if given == "all-linear":  # routers are frozen unless named
         output = model.get_output_embeddings()
         head = next((name for name, module in model.named_modules() if module is output), None)
         return {name for name in plan.linears if name != head and name not in plan.routers}
@@ -298,7 +297,7 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
 
 
 def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
-    """How a weight is stored is known from the model: to say it of one that is stored the other way has no effect."""
+    """Refuse `fan_in_fan_out` without a transposed weight: the model determines storage, so it has no effect."""
     if config.fan_in_fan_out and not any(rule.is_transposed for rule in plan.linears.values()):
         raise UserError(
             "LoraConfig(fan_in_fan_out=True)",
