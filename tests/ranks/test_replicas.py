@@ -217,8 +217,8 @@ def test_axes_come_from_the_rule_and_the_topology() -> None:
 
 def _replicas(rules: Iterable[FactorRule], topology: Topology) -> list[frozenset[str]]:
     """Along which axes each parameter has copies."""
-    segments = [segment for rule in rules for segment in rule.segments(rank=0, size=topology.tp)]
-    return [replicated_over(segment, topology) for segment in segments]
+    parts = [part for rule in rules for part in rule.parts(rank=0, size=topology.tp)]
+    return [replicated_over(part, topology) for part in parts]
 
 
 def test_copies_of_experts_lie_along_the_axes_of_experts() -> None:

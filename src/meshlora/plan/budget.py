@@ -233,6 +233,6 @@ def first_forwards_budget(plan: ModelPlan, num_forwards: int) -> Counter[tuple[s
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:
     """Additional calls of an optimizer step: a bucket per set of gradient axes that spans ranks, and the count."""
-    segments = [segment for rule in factors for segment in rule.segments(rank=0, size=plan.topology.tp)]
-    buckets = {(s.grad_axes, s.mean_axes) for s in segments if plan.topology.size_over(s.grad_axes | s.mean_axes) > 1}
+    parts = [part for rule in factors for part in rule.parts(rank=0, size=plan.topology.tp)]
+    buckets = {(s.grad_axes, s.mean_axes) for s in parts if plan.topology.size_over(s.grad_axes | s.mean_axes) > 1}
     return Counter({("step", "allreduce"): len(buckets) + (plan.topology.size_over(DATA) > 1)})

@@ -95,13 +95,13 @@ class FactorRule:
         """The dim split over tp, if any."""
         return next((cut.dim for cut in self.cuts if cut.axis == TP), None)
 
-    def segments(self, *, rank: int, size: int) -> list[Segment]:
+    def parts(self, *, rank: int, size: int) -> list[GradPart]:
         """The part held by tp rank `rank` of `size`, divided by the axes over which its gradient is summed."""
-        whole = Segment(0, 0, None, self.grad_axes, self.mean_axes, self.replicas)
+        whole = GradPart(0, 0, None, self.grad_axes, self.mean_axes, self.replicas)
         cut = next((cut for cut in self.cuts if cut.axis == TP), None)
         if cut is None or cut.layout.copies(size) == {1}:
             return [whole]
-        found: list[Segment] = []
+        found: list[GradPart] = []
         start = 0
         for run in cut.layout.runs(rank=rank, size=size):
             stop = start + run.size
@@ -110,14 +110,14 @@ class FactorRule:
             if last and last.replicas == self.replicas | over:
                 found[-1] = replace(last, stop=stop)
             else:
-                own = Segment(cut.dim, start, stop, self.grad_axes | over, self.mean_axes, self.replicas | over)
+                own = GradPart(cut.dim, start, stop, self.grad_axes | over, self.mean_axes, self.replicas | over)
                 found.append(own)
             start = stop
         return found
 
 
 @dataclass(frozen=True)
-class Segment:
+class GradPart:
     """Rows `start:stop` (None: to the end) of dim `dim` of a local parameter, with gradients summed over the same axes.
 
     replicas: the axes along which all ranks hold these rows, possibly a `copies_axis`. The product of their sizes is
@@ -132,10 +132,10 @@ class Segment:
     replicas: frozenset[str]
 
 
-def segment_of(tensor: Tensor, segment: Segment) -> Tensor:
-    """View of the rows of `segment` in a local parameter or its gradient."""
-    stop = tensor.shape[segment.dim] if segment.stop is None else segment.stop
-    return tensor.narrow(segment.dim, segment.start, stop - segment.start)
+def part_of(tensor: Tensor, part: GradPart) -> Tensor:
+    """View of the rows of `part` in a local parameter or its gradient."""
+    stop = tensor.shape[part.dim] if part.stop is None else part.stop
+    return tensor.narrow(part.dim, part.start, stop - part.start)
 
 
 def factor_rule(rule: LinearRule, side: Side, *, sp: bool) -> FactorRule:

@@ -69,7 +69,7 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
         number = math.prod(local)
         total += times * number
         largest, count = max(largest, number * each), count + times
-        for segment in trained.rule.segments(rank=0, size=plan.topology.tp):
+        for segment in trained.rule.parts(rank=0, size=plan.topology.tp):
             part = list(local)
             stop = part[segment.dim] if segment.stop is None else segment.stop
             part[segment.dim] = stop - segment.start

@@ -22,7 +22,7 @@ from meshlora.comm.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.common.compat import copy_each, multiply_each, norm_of_each
 from meshlora.common.errors import MeshloraError
-from meshlora.plan.grads import Segment, segment_of
+from meshlora.plan.grads import GradPart, part_of
 
 Adapters = Sequence[Sequence[Factor]]  # the local factors of each
 
@@ -79,9 +79,9 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
     buckets: dict[tuple[frozenset[str], frozenset[str]], list[list[Tensor]]] = {}
     for number, factors in enumerate(adapters):
         for factor in factors:
-            for segment in _segments(factor, mesh):
-                of_each = buckets.setdefault((segment.grad_axes, segment.mean_axes), [[] for _ in adapters])
-                of_each[number].append(segment_of(_grad(factor), segment))
+            for part in _parts(factor, mesh):
+                of_each = buckets.setdefault((part.grad_axes, part.mean_axes), [[] for _ in adapters])
+                of_each[number].append(part_of(_grad(factor), part))
     # In the same order on every rank.
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: [*map(sorted, item[0])]):
         # Keep gradients finite if there is no token: `check_total` raises later.
@@ -156,14 +156,14 @@ def _sum_of_squares(factors: Sequence[Factor], mesh: Mesh) -> Tensor:
     """`[1]`, float64: sum of squares of this rank's elements, each divided by the number of its holders."""
     by_holders: dict[int, list[Tensor]] = {}
     for factor in factors:
-        for segment in _segments(factor, mesh):
-            holders = mesh.topology.size_over(segment.replicas)
-            by_holders.setdefault(holders, []).append(segment_of(_grad(factor), segment))
+        for part in _parts(factor, mesh):
+            holders = mesh.topology.size_over(part.replicas)
+            by_holders.setdefault(holders, []).append(part_of(_grad(factor), part))
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for holders, parts in sorted(by_holders.items()):
         total += torch.stack(norm_of_each(parts, dtype=torch.float64)).square().sum() / holders
     return total
 
 
-def _segments(factor: Factor, mesh: Mesh) -> list[Segment]:
-    return factor.rule.segments(rank=mesh.tp.rank, size=mesh.tp.size)
+def _parts(factor: Factor, mesh: Mesh) -> list[GradPart]:
+    return factor.rule.parts(rank=mesh.tp.rank, size=mesh.tp.size)

@@ -23,7 +23,7 @@ from torch import Tensor
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.common.errors import MeshloraError
-from meshlora.plan.grads import Segment, segment_of
+from meshlora.plan.grads import GradPart, part_of
 from meshlora.plan.topology import Topology, size_of_copies
 
 # Lanes hashed at once. Bounds the memory: 16 bytes per lane for the weights, and as much for their products.
@@ -56,14 +56,14 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
     if mesh.topology.world == 1:
         return
     parts = [
-        (factor.name, segment, segment_of(factor.parameter, segment))
+        (factor.name, part, part_of(factor.parameter, part))
         for factor in active_factors(model)
-        for segment in factor.rule.segments(rank=mesh.tp.rank, size=mesh.tp.size)
+        for part in factor.rule.parts(rank=mesh.tp.rank, size=mesh.tp.size)
     ]
     weights = position_weights(mesh.device)
     ours = torch.stack([fingerprint(part, weights) for _, _, part in parts])  # [num_parts, 2]
     everyone = all_gather(ours.unsqueeze(0), mesh.world).cpu()  # [world, num_parts, 2]
-    replicas = [replicated_over(segment, mesh.topology) for _, segment, _ in parts]
+    replicas = [replicated_over(part, mesh.topology) for _, part, _ in parts]
     drifts = find_drifts(everyone, replicas, mesh.topology)
     if not drifts:
         return
@@ -79,9 +79,9 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
     )
 
 
-def replicated_over(segment: Segment, topology: Topology) -> frozenset[str]:
-    """The axes of size > 1 along which a segment is replicated."""
-    return frozenset(axis for axis in segment.replicas if topology.size_over({axis}) > 1)
+def replicated_over(part: GradPart, topology: Topology) -> frozenset[str]:
+    """The axes of size > 1 along which a part is replicated."""
+    return frozenset(axis for axis in part.replicas if topology.size_over({axis}) > 1)
 
 
 def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: Topology) -> dict[int, frozenset[str]]:

@@ -17,43 +17,43 @@ from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.module import ParallelExperts
 from meshlora.model import inject, weights
-from meshlora.plan.grads import Segment
+from meshlora.plan.grads import GradPart
 from meshlora.plan.topology import ETP
 from meshlora.train import balance, gradsync, trainer
 from meshlora.train.balance import LoadBalancing
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 
 
-@after(gradsync, "_segments", needs="expert_target etp")
-def experts_first_a_not_summed_over_etp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+@after(gradsync, "_parts", needs="expert_target etp")
+def experts_first_a_not_summed_over_etp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp"""
     is_it = factor.rule.is_expert and ".lora_A" in factor.name
-    return [without_axis(segment, "etp") if is_it else segment for segment in found]
+    return [without_axis(part, "etp") if is_it else part for part in found]
 
 
-@after(gradsync, "_segments", needs="expert_target etp")
-def experts_second_b_not_summed_over_etp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+@after(gradsync, "_parts", needs="expert_target etp")
+def experts_second_b_not_summed_over_etp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """x A^T of down is a sum over etp, so the gradient of its B is one too"""
     is_it = factor.rule.is_expert and ".lora_B" in factor.name
-    return [without_axis(segment, "etp") if is_it else segment for segment in found]
+    return [without_axis(part, "etp") if is_it else part for part in found]
 
 
-@after(gradsync, "_segments", needs="expert_target edp")
-def experts_not_summed_over_edp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+@after(gradsync, "_parts", needs="expert_target edp")
+def experts_not_summed_over_edp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """the gradient of an expert's factor is a sum over the ranks that hold the same part of it"""
-    return [without_axis(segment, "edp") if factor.rule.is_expert else segment for segment in found]
+    return [without_axis(part, "edp") if factor.rule.is_expert else part for part in found]
 
 
-@after(gradsync, "_segments", needs="expert_target dense_dp_is_not_edp")
-def experts_summed_over_dense_dp(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+@after(gradsync, "_parts", needs="expert_target dense_dp_is_not_edp")
+def experts_summed_over_dense_dp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """the data-parallel ranks of experts are not those of attention"""
     if not factor.rule.is_expert:
         return found
     changed = []
-    for segment in found:
-        axes = {"dp" if axis == "edp" else axis for axis in segment.grad_axes}
+    for part in found:
+        axes = {"dp" if axis == "edp" else axis for axis in part.grad_axes}
         over = frozenset(axes) - ({"etp", "ep"} if "dp" in axes else set())
-        changed.append(dataclasses.replace(segment, grad_axes=over))
+        changed.append(dataclasses.replace(part, grad_axes=over))
     return changed
 
 
@@ -143,12 +143,12 @@ def experts_drawn_alike(original: Any, seed: int, name: str) -> Any:
     return original(seed, of_all if number.isdecimal() else name)
 
 
-@after(gradsync, "_segments", needs="expert_target edp", within=(trainer, "clip_gradients_on_device"))
-def experts_norm_counted_per_rank(found: list[Segment], factor: Factor, mesh: Mesh) -> list[Segment]:
+@after(gradsync, "_parts", needs="expert_target edp", within=(trainer, "clip_gradients_on_device"))
+def experts_norm_counted_per_rank(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """in the norm of the gradient each element of an expert counts once, however many ranks hold it"""
     if not factor.rule.is_expert:
         return found
-    return [dataclasses.replace(segment, replicas=segment.replicas - {"edp"}) for segment in found]
+    return [dataclasses.replace(part, replicas=part.replicas - {"edp"}) for part in found]
 
 
 @around(trainer, "LoadBalancing", needs="aux_loss")
@@ -157,10 +157,10 @@ def aux_loss_at_default(original: Any, model: Any, *, coef: float) -> Any:
     return original(model, coef=0.001)
 
 
-@after(gradsync, "_segments", needs="ep shared_experts_adapter")
-def shared_experts_not_summed_over_ep(found: list[Segment], *_: Any) -> list[Segment]:
+@after(gradsync, "_parts", needs="ep shared_experts_adapter")
+def shared_experts_not_summed_over_ep(found: list[GradPart], *_: Any) -> list[GradPart]:
     """one adapter for all experts has the gradient of the experts of all ranks"""
-    return [without_axis(segment, "ep") for segment in found]
+    return [without_axis(part, "ep") for part in found]
 
 
 @instead_of(

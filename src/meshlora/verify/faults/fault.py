@@ -133,5 +133,5 @@ def rank() -> int:
 
 
 def without_axis(found: Any, axis: str) -> Any:
-    """A rule or a segment of a factor whose gradient is not summed over `axis`."""
+    """A rule or a part of a factor whose gradient is not summed over `axis`."""
     return dataclasses.replace(found, grad_axes=found.grad_axes - {axis})

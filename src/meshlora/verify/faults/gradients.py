@@ -14,7 +14,7 @@ from meshlora.adapter.attach import Factor, active_factors
 from meshlora.comm import collectives
 from meshlora.comm.groups import Mesh
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.plan.grads import Segment, Side
+from meshlora.plan.grads import GradPart, Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain, LinearRule
 from meshlora.plan.topology import size_of_copies
@@ -59,10 +59,10 @@ def a_gradient_without_scale(found: Any, ctx: Any, *_: Tensor) -> tuple[Any, ...
     return *of_x, da if da is None else da / ctx.segments[0].scale, db
 
 
-@after(gradsync, "_segments", needs="dp")
-def dp_reduction_skipped(found: list[Segment], *_: Any) -> list[Segment]:
+@after(gradsync, "_parts", needs="dp")
+def dp_reduction_skipped(found: list[GradPart], *_: Any) -> list[GradPart]:
     """gradients of factors are summed over dp"""
-    return [without_axis(segment, "dp") for segment in found]
+    return [without_axis(part, "dp") for part in found]
 
 
 @around(*FINISH, needs="dp")
@@ -117,18 +117,18 @@ def trained_norm_not_summed(original: Any, domain: Domain, *, sp: bool) -> Any:
     return original(Domain.EQUAL, sp=sp)
 
 
-@after(gradsync, "_segments", needs="kv_replicas kv_target")
-def kv_replicas_not_summed(found: list[Segment], *_: Any) -> list[Segment]:
+@after(gradsync, "_parts", needs="kv_replicas kv_target")
+def kv_replicas_not_summed(found: list[GradPart], *_: Any) -> list[GradPart]:
     """the gradient of rows that several tp ranks hold is summed over them"""
-    over = [frozenset(axis for axis in segment.grad_axes if "/" not in axis) for segment in found]
-    return [dataclasses.replace(segment, grad_axes=axes) for segment, axes in zip(found, over, strict=True)]
+    over = [frozenset(axis for axis in part.grad_axes if "/" not in axis) for part in found]
+    return [dataclasses.replace(part, grad_axes=axes) for part, axes in zip(found, over, strict=True)]
 
 
-@after(gradsync, "_segments", needs="kv_replicas kv_target", within=(gradsync, "_sum_of_squares"))
-def kv_replicas_counted_in_norm(found: list[Segment], *_: Any) -> list[Segment]:
+@after(gradsync, "_parts", needs="kv_replicas kv_target", within=(gradsync, "_sum_of_squares"))
+def kv_replicas_counted_in_norm(found: list[GradPart], *_: Any) -> list[GradPart]:
     """rows that several tp ranks hold count once in the gradient norm"""
-    held = [frozenset(axis for axis in segment.replicas if not size_of_copies(axis)) for segment in found]
-    return [dataclasses.replace(segment, replicas=axes) for segment, axes in zip(found, held, strict=True)]
+    held = [frozenset(axis for axis in part.replicas if not size_of_copies(axis)) for part in found]
+    return [dataclasses.replace(part, replicas=axes) for part, axes in zip(found, held, strict=True)]
 
 
 @instead_of(trainer, "count", needs="sft")
