@@ -17,6 +17,7 @@ from meshlora.train import optimizer
 from meshlora.verify import proof
 from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated
 from meshlora.verify.pool import RankError
+from meshlora.verify.request import Request, prepare_proof
 from tests.scripts import load_script
 
 KINDS = ("equivalent", "speed or words", "test: ", "open")
@@ -56,12 +57,14 @@ def test_a_change_that_there_is_not_is_refused(file: str) -> None:
         generated(f"{file}:1:0-1:constant")
 
 
-def test_a_change_that_no_rank_can_make_is_no_kill() -> None:
+def test_a_change_that_no_rank_can_make_is_no_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object, **__: object) -> None:
         raise RankError("on rank 0", NotPutInError("--mutation x", "no function has this line"))
 
+    monkeypatch.setattr(proof, "evidence_of", cannot)
+    asked = prepare_proof(Request(("tp=2",), family="llama", cache_dir=tmp_path))
     with pytest.raises(NotPutInError):
-        proof._run(Topology(), "x", cannot, list)  # type: ignore[arg-type]
+        proof._run(asked, (None, None, []), Topology(), "x", None, None)  # type: ignore[arg-type]
 
 
 def test_a_silent_one_is_caught_on_ranks(tmp_path: Path) -> None:
