@@ -358,16 +358,11 @@ def _read_back(
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     tied = check_checkpoint(model, CheckpointSource(folder, model), allow_unused=True)
     stored = {o.name for o in outputs}
-    if shared := [
-        name
-        for name, names in tied.items()
-        if len(names) > 1 and set(names) <= stored and _differ(meant, names, outputs)
-    ]:
-        raise MeshloraError(f"{shared[0]}: its config.json still ties it to a weight that differs")
-
-
-def _differ(meant: Mapping[str, Mapping[str, str]], names: list[str], outputs: list[_Output]) -> bool:
-    return len({meant[o.file][o.entry.key] for o in outputs if o.name in names}) > 1
+    for name, names in tied.items():
+        if len(names) == 1 or not set(names) <= stored:
+            continue
+        if len({meant[o.file][o.entry.key] for o in outputs if o.name in names}) > 1:
+            raise MeshloraError(f"{name}: its config.json still ties it to a weight that differs")
 
 
 def _narrowest(outputs: list[_Output]) -> torch.dtype:
