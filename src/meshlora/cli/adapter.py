@@ -1,4 +1,4 @@
-"""The commands that read and write adapters and checkpoints without training: `meshlora merge | export`."""
+"""Commands that convert adapters and checkpoints without training: `meshlora merge | export`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshlora.common.errors import UserError
 
 
 def add_merge_and_export(commands: Any) -> None:
-    """Add both to the commands of the parser."""
+    """Register both commands."""
     merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
     merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
     merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
@@ -36,7 +36,7 @@ def add_merge_and_export(commands: Any) -> None:
 
 
 def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = None) -> Any:
-    """Of the model of `--model`, or of its `config` that is read already."""
+    """The blueprint of `--model`, or of its `config` if that is already read."""
     from meshlora.loading.blueprint import BaseOptions, make_blueprint
     from meshlora.plan.topology import Topology
 
@@ -89,7 +89,7 @@ def _export(options: argparse.Namespace) -> None:
         raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
     if not options.model and layout == "per-expert":
         raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
-    done: Any  # its text is the number of tensors
+    done: Any  # str() of it is the number of tensors
     if is_file:
         done = _import_loralib(options)
     elif options.model:

@@ -1,7 +1,7 @@
-"""The commands that look at what an adapter learnt: `meshlora evaluate | generate`.
+"""Commands that evaluate a trained adapter: `meshlora evaluate | generate`.
 
-Owns: their arguments, those that every command on a run file has, and what is printed and written. Does not own: losses
-(`train.evaluate`), decoding (`text.decoding`), scores.
+Owns: their arguments, the arguments common to all commands on a run file, and their output. Does not own: losses
+(`train.evaluate`), decoding (`text.decoding`), scores (`text.scores`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshlora.common.reading import path_argument
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
-    """The run file, and what stands in the place of its values."""
+    """Add the run file, and `--set` to override its values."""
     parser.add_argument("file", metavar="RUN.yaml", help="the run file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
@@ -25,12 +25,12 @@ def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e
 
 
 def run_file_words(options: argparse.Namespace) -> list[str]:
-    """The arguments of `add_run_file` as they were given."""
+    """The arguments of `add_run_file` as given, to pass on to ranks."""
     return [options.file, *(word for override in options.overrides for word in ("--set", override))]
 
 
 def check_nproc(options: argparse.Namespace, place: Any) -> None:
-    """place: among the ranks of a launcher."""
+    """Refuse a bad `--nproc`, or one inside a launcher. place: of this process in it, if there is one."""
     if options.nproc is not None and place is not None:
         raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
     if options.nproc is not None and options.nproc < 1:
@@ -38,13 +38,13 @@ def check_nproc(options: argparse.Namespace, place: Any) -> None:
 
 
 def add_evaluate(commands: Any) -> None:
-    """Add both to the commands of the parser."""
+    """Register both commands."""
     evaluate = commands.add_parser("evaluate", help="loss, perplexity and scores of generated text on a held-out set")
     add_run_file(evaluate, example="data.eval=FILE")
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument(
         "--adapter",
-        type=path_argument,  # by itself: a group is no parser of ours
+        type=path_argument,  # explicit: groups are not created by our parser class
         metavar="FOLDER",
         help="default: the finished one in train.output, else adapter of the run file",
     )
@@ -91,7 +91,7 @@ def _generate(options: argparse.Namespace) -> None:
         words |= {"do_sample": True, "temperature": options.temperature}
     try:
         config = GenerateConfig(**words, batch_size=1)
-    except UserError as error:  # said in the words of this command
+    except UserError as error:  # in this command's option names
         given = error.given.replace("generate.", "--").replace("_", "-").replace("=", " ")
         way_out = error.way_out.replace("generate.do_sample", "--temperature").replace(
             "generate.num_beams", "--num-beams"
@@ -133,7 +133,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         config = read_run(options.file, options.overrides)
         given = {override.partition("=")[0] for override in options.overrides}
         if place is None and options.nproc is None and "topology" not in given:
-            config = dataclasses.replace(config, topology="")  # one process, whatever the run had
+            config = dataclasses.replace(config, topology="")  # one process, whatever the run used
         if options.data:
             limit = config.data.eval_limit if "data.eval_limit" in given else None
             config = dataclasses.replace(
@@ -170,7 +170,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _check_writable(file: Path) -> None:
-    """A result is not lost at the end for a folder that could not be written to at the beginning."""
+    """Fail before the work, not after it, if `file` cannot be written."""
     from meshlora.common.files import is_writable
 
     parent = next(folder for folder in file.absolute().parents if folder.exists())
@@ -179,7 +179,7 @@ def _check_writable(file: Path) -> None:
 
 
 def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
-    """(prompts with their references, their token ids)."""
+    """(prompts with references, their token ids)."""
     from meshlora.data import prompts_of, read_records
     from meshlora.text.decoding import encode_prompts
     from meshlora.text.tokenizer import load_tokenizer
@@ -198,7 +198,7 @@ def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
 
 
 def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], file: Path) -> dict[str, Any]:
-    """Continue every prompt on this process, write the texts and compare them with the references."""
+    """Generate from every prompt on this process, write the texts and score them against the references."""
     from meshlora.common.console import Console
     from meshlora.common.files import write_text_atomically
     from meshlora.plan.topology import Topology
@@ -212,7 +212,7 @@ def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], 
     hypotheses: list[str] = []
     with Console().busy("generating") as update:
         for text in continuations(model, tokenizer, encoded, run.config.generate):
-            hypotheses.append(" ".join(text.split()))  # a line each
+            hypotheses.append(" ".join(text.split()))  # one line per text
             update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))

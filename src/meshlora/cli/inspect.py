@@ -1,7 +1,7 @@
-"""`meshlora inspect FOLDER`: what a run left, and whether it is whole.
+"""`meshlora inspect FOLDER`: the files of a run, and whether they are intact.
 
-Owns: showing a run's output, a checkpoint or an adapter, file by file. Does not own: when one is whole
-(`train.checkpoint.manifest`), which one a run goes on with (`train.checkpoint.resuming`). Nothing is written, and no
+Owns: showing a run's output, a checkpoint or an adapter, file by file. Does not own: what makes one intact
+(`train.checkpoint.manifest`), which one a run resumes from (`train.checkpoint.resuming`). Nothing is written, and no
 model is loaded.
 """
 
@@ -22,7 +22,7 @@ _OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
 
 
 def add_inspect(commands: Any) -> None:
-    """Add `inspect` to the commands of the parser."""
+    """Register the command."""
     inspect = commands.add_parser(
         "inspect",
         help="show and check what a run left: its output, a checkpoint or an adapter",
@@ -58,7 +58,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _show_saved(folder: Path, console: Console) -> list[str]:
-    """Show a checkpoint or an adapter; returns what is wrong with it."""
+    """Show a checkpoint or an adapter; returns the problems found."""
     from meshlora.train.checkpoint.manifest import NotWholeError, file_mistake, read_manifest
 
     try:
@@ -74,7 +74,7 @@ def _show_saved(folder: Path, console: Console) -> list[str]:
 
 
 def _rows(saved: Saved) -> list[tuple[str, str]]:
-    """(name, value) of all that a manifest says, but for its files."""
+    """(name, value) of everything in a manifest except its files."""
     from meshlora.train.checkpoint.identity import shown
 
     skipped = f", {saved.step - saved.updates:,} of them left out" if saved.step > saved.updates else ""
@@ -91,7 +91,7 @@ def _rows(saved: Saved) -> list[tuple[str, str]]:
 
 
 def _show_run(output: Path, console: Console) -> list[str]:
-    """Show the output of a run; returns what is wrong, by folder."""
+    """Show the output of a run; returns one problem per broken folder."""
     from meshlora.train.checkpoint.identity import shown
     from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_whole
     from meshlora.train.checkpoint.resuming import FINISHED, FOLDER, step_folders
@@ -125,7 +125,7 @@ def _show_run(output: Path, console: Console) -> list[str]:
 
 
 def show_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
-    """Names and values, one below another."""
+    """Print names and values, one pair per line."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None)

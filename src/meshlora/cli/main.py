@@ -1,8 +1,8 @@
 """The command line: `meshlora train | verify | check | inspect | plan | evaluate | generate | merge | export | plot`.
 
-Owns: arguments, and the edge where an error becomes one line and an exit code: 0 done, 1 it failed, 2 the request was
-wrong. Does not own: anything that happens in between; merge and export (`cli.adapter`), plan (`cli.plan`), evaluate and
-generate (`cli.evaluate`), inspect (`cli.inspect`).
+Owns: arguments, and the edge where an error becomes one line and an exit code: 0 success, 1 failure, 2 a wrong
+request. Does not own: the work itself; merge and export (`cli.adapter`), plan (`cli.plan`), evaluate and generate
+(`cli.evaluate`), inspect (`cli.inspect`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# A hub is never asked: a model is a local folder.
+# The hub is never contacted: a model is a local folder.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from meshlora.cli.adapter import add_merge_and_export
@@ -31,12 +31,12 @@ from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, import_libraries, note_interrupts
 from meshlora.common.reading import path_argument
 
-# Metavars of arguments that name a file or a folder.
+# Metavars of arguments that are paths.
 _PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in our form and exit code 2; what no file can be named is one of them."""
+    """argparse with our error format and exit code 2; rejects strings that cannot be a path."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         if options.get("metavar") in _PATHS:
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        said = MeshloraError(f"{message}; see {self.prog} --help")  # it repeats the arguments
+        said = MeshloraError(f"{message}; see {self.prog} --help")  # escaped: it repeats the arguments
         print(f"error: {said}", file=sys.stderr)
         raise SystemExit(UserError.exit_code)
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
-    """What nobody foresaw, as Python shows it, but fit to print: it may hold a user's values."""
+    """Print an unexpected error with its traceback, escaped: it may contain a user's values."""
     print(report("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
 
 
@@ -214,7 +214,7 @@ def _train(options: argparse.Namespace) -> None:
         if _are_finished(runs, is_main=is_main):
             return
         if not launched_by_us() and is_main:
-            # Joined first, so that the ranks that wait for this one notice when it ends here.
+            # Join first: ranks that wait for this one then notice if it ends here.
             join(next(iter(runs.values())).config.device)
             preflight_runs(runs, skip=options.no_preflight)
             stop_forking()
@@ -225,7 +225,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
-    """Whether nothing is left to do; the first rank says so of each, and makes a merged model that is missing."""
+    """Whether all runs are complete; the main rank then reports each, and writes a merged model that is missing."""
     from meshlora.common.console import Console
     from meshlora.train.run import merge_at_end
 
@@ -271,7 +271,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _fields(overrides: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` -> values, read as YAML."""
+    """Values of `KEY=VALUE`, parsed as YAML."""
     from meshlora.config.file import yaml_value
 
     fields = {}
@@ -314,7 +314,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:
-    """What is known of a prepared run."""
+    """The summary of a prepared run."""
     from meshlora.adapter.targets.resolve import describe_targets
     from meshlora.config.presets import resolved
 

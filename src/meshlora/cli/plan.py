@@ -1,4 +1,4 @@
-"""The command that looks at a model before anything is paid for: `meshlora plan`."""
+"""The command that plans a run before any GPU is used: `meshlora plan`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshlora.common.errors import MeshloraError, UserError
 
 
 def add_plan(commands: Any) -> None:
-    """Add it to the commands of the parser."""
+    """Register the command."""
     plan = commands.add_parser(
         "plan",
         help="show how a model is split on a topology, or which topology is best on so many GPUs",
@@ -122,7 +122,11 @@ def _choose(options: argparse.Namespace) -> None:
 
 
 def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
-    """Run it, show it; fails where the prediction does not hold."""
+    """Simulate a step of `best` and print it.
+
+    Raises:
+        MeshloraError: it differs from the prediction.
+    """
     from meshlora.planner import show
     from meshlora.planner.simulate import simulate
 

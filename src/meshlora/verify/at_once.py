@@ -1,7 +1,7 @@
-"""Several adapters that ranks train at once, each against transformers + peft, which train it by itself on one process.
+"""Several adapters trained together, each compared with transformers + peft training it alone on one process.
 
-Owns: adapters that are unlike in all that may be mixed up, both sides, and how far apart they end. Does not own: the
-proof of one adapter (`verify.proof`), the preflight (`verify.preflight`).
+Owns: adapters that differ in everything that could be mixed up, running both sides, and their largest difference. Does
+not own: the proof of one adapter (`verify.proof`), the preflight (`verify.preflight`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from meshlora.verify.ours import Recorder, run_config
 from meshlora.verify.pool import Pool
 from meshlora.verify.request import as_records
 
-# As of "what the optimizer changed" in a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
+# That of the phase "deltas" of a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6
 
 
 def one_of_several(like: RunConfig, number: int, lora: Mapping[str, Any], output: Path) -> RunConfig:
-    """The run of one adapter: model, loss and LoRA+ are those of `like`, all else its own, so that mixed-up adapters
-    show.
+    """The run of one adapter: model, loss and LoRA+ as in `like`, all else unique, so that mixed-up adapters show.
 
-    Both factors are drawn; of three adapters one has no limit of its norm, one a low and one a high one, and they end
-    one after another. eps is of the size of the gradients: with the usual one AdamW forgets a gradient's scale, and
-    with it a wrong count.
+    Both factors are random; max_grad_norm cycles through none, low and high; step counts differ. eps is as large as
+    the gradients: with the usual one AdamW cancels their scale, and with it a wrong token count.
     """
     same = ("objective", "recompute", "lora_plus_ratio", "lora_plus_embedding_lr")
     options = TrainConfig(
@@ -58,7 +56,7 @@ def one_of_several(like: RunConfig, number: int, lora: Mapping[str, Any], output
         replica_check_every=0,
         **{name: getattr(like.train, name) for name in same},
     )
-    # Two sequences in a row, or three.
+    # Rows hold two or three sequences.
     data = DataConfig("unused", packing=like.data.packing, max_length=2 * max(_lengths(options)))
     lora = {**lora, "init_lora_weights": False}
     return RunConfig(like.model, data, options, lora=lora, topology=like.topology)
@@ -69,7 +67,7 @@ def _lengths(options: TrainConfig) -> list[int]:
 
 
 def _data(run: RunConfig) -> TokenizedDataset:
-    """Records of random tokens."""
+    """Random tokens as records of the objective."""
     config = read_model_config(run.model.path, trust_remote_code=run.model.trust_remote_code)
     vocab, objective, seed = config.get_text_config().vocab_size, run.train.objective, run.train.seed
     lengths = _lengths(run.train) * (1 if objective.per == "token" else 2)
@@ -81,10 +79,10 @@ def _data(run: RunConfig) -> TokenizedDataset:
 
 
 def adapters_of(case: Case, topology: Topology, number: int, folder: Path, *, head: str = "") -> dict[str, RunConfig]:
-    """`number` adapters as that of `case`, of other ranks, scales and dropouts. head: the module that has none."""
+    """Variants of the adapter of `case` with different ranks, scales and dropouts. head: the module without dropout."""
     like, lora = run_config(case, str(topology), folder), LoraConfig(**case.lora)
     like = dataclasses.replace(like, model=dataclasses.replace(like.model, dtype="float64"))
-    # The last one's dropout is below 1 too. There is none with DoRA, on parameters, and on the head.
+    # The last adapter's dropout is below 1 too. DoRA, parameters and the head allow none.
     on_head = head.rpartition(".")[2] in (lora.target_modules or ())
     has_none = lora.use_dora or bool(lora.target_parameters) or on_head
     found, further = {}, 0.0 if has_none else min(0.1, (1 - lora.lora_dropout) / number)
@@ -106,9 +104,9 @@ def compare_at_once(
     mutation: str | None = None,
     timeout_s: float = 300.0,
 ) -> dict[str, Worst]:
-    """Adapter -> what differs most between training at once on `ranks` and by itself in `alone`: a factor or a loss.
+    """Adapter -> the worst factor or loss, trained together on `ranks` against alone in `alone`.
 
-    dropouts: fields of the model's configuration that are not set to 0.
+    dropouts: fields of the model's configuration that keep their rates.
     """
     found = ranks.run(train_at_once, runs, mutation, timeout_s=timeout_s)[0]
     expected = alone.run(train_alone, runs, dropouts, timeout_s=timeout_s)[0]
@@ -125,14 +123,14 @@ def _alone(run: RunConfig) -> Path:
 
 
 def _largest_gap(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference; infinite where the numbers of steps differ, or a loss is no number."""
+    """The largest relative difference; infinite if step counts differ or a loss is not finite."""
     if len(ours) != len(theirs) or not all(map(math.isfinite, ours)):
         return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def train_at_once(runs: Mapping[str, RunConfig], mutation: str | None) -> dict[str, list[float]]:
-    """Train the adapters of all `runs` at once, on the calling ranks; returns the losses of each."""
+    """Train the adapters of all `runs` together on the calling ranks; returns the losses of each."""
     first = next(iter(runs.values()))
     with applied(mutation):
         blueprint = make_blueprint(first.model.path, Topology.parse(first.topology), first.model)
@@ -148,7 +146,7 @@ def train_at_once(runs: Mapping[str, RunConfig], mutation: str | None) -> dict[s
 
 
 def train_alone(runs: Mapping[str, RunConfig], dropouts: Collection[str]) -> dict[str, list[float]]:
-    """Train each adapter by itself with transformers and peft, from where it began on the ranks."""
+    """Train each adapter alone with transformers + peft, from its initial state on the ranks."""
     losses = {}
     for name, run in runs.items():
         begin, steps = Path(run.train.output) / "initial", run.train.steps or 0

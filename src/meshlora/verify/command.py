@@ -1,4 +1,4 @@
-"""`meshlora verify`: run a proof, show it, write it down, and say with the exit code what it found."""
+"""`meshlora verify`: run a proof, print and write its result, and raise if it fails."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from meshlora.verify.report.page import write_report
 from meshlora.verify.report.show import show
 from meshlora.verify.request import DEFAULT_LORA, Proof, Request, prepare_proof
 
-# Columns of what goes into a pipe or a file: there nothing is gained by folding lines.
+# Columns of output to a pipe or a file, where folding lines gains nothing.
 _WIDTH_OF_FILES = 200
 
 
 class NotProvedError(MeshloraError):
-    """Ours differs from the reference, or a deliberate fault was not caught."""
+    """Ours differs from the reference, or a deliberate fault survived."""
 
 
 def verify(
@@ -40,12 +40,11 @@ def verify(
     html_file: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prove `request`, with the result on the terminal and in the files that are asked for.
+    """Prove `request`; the result goes to the terminal and to the given files.
 
     Raises:
         UserError: the request is wrong or refused. NotProvedError: something differs, or a mutation survived.
-        MeshloraError: it broke off, with no verdict where a rank ended, or a file could not be written;
-            KeyboardInterrupt.
+        MeshloraError: no verdict, as a rank died, or a file could not be written; KeyboardInterrupt.
     """
     console = console or _console()
     started = time.perf_counter()
@@ -79,9 +78,9 @@ def verify(
 
 
 def _remember_family(proof: Proof) -> str:
-    """Note for `meshlora.load` that a family was proved with these libraries; returns why that is not possible.
+    """Record for `meshlora.load` that a family is proved with these libraries; returns why that failed, or "".
 
-    Not what was proved of one model, with an adapter or sizes of its own, or less than exactly.
+    Only for a whole family with the default adapter and sizes, in float64.
     """
     request = proof.request
     if request.family is None or request.overrides or request.dtype != "float64" or request.lora != DEFAULT_LORA:
@@ -91,7 +90,7 @@ def _remember_family(proof: Proof) -> str:
 
 
 def _run(proof: Proof, console: Console) -> list[Outcome]:
-    """The outcomes of all runs, with one line on a terminal that says which one is under way."""
+    """The outcomes of all runs, with a progress line on a terminal."""
     line = _Line(sum(1 + len(proof.mutations_on(topology)) for topology in proof.topologies))
     with Processes() as processes, console.busy(line):
         outcomes = []
@@ -102,14 +101,14 @@ def _run(proof: Proof, console: Console) -> list[Outcome]:
 
 
 class _Line:
-    """What is under way, as a line that rich draws again and again: `run 3 of 26, 41 s: tp=2,sp with q_k_swapped`."""
+    """The progress line, which rich redraws: `run 3 of 26, 41 s: tp=2,sp with q_k_swapped`."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
         self._text, self._started = "starting", time.monotonic()
 
     def update(self, text: str) -> None:
-        """Say what begins now."""
+        """Set the run that starts now."""
         self._text = text
 
     def __rich__(self) -> Text:
@@ -119,7 +118,7 @@ class _Line:
 
 
 def _what_differs(outcomes: list[Outcome]) -> str:
-    """The first thing that is not as it should be, in one line."""
+    """The first failure, in one line."""
     wrong = next(outcome for outcome in outcomes if outcome.passed != (outcome.mutation is None))
     if wrong.mutation is not None:
         return f"{wrong.topology}: the mutation {wrong.mutation} was not caught: the proof proves too little"
@@ -137,7 +136,7 @@ def _console() -> Console:
 
 
 def _check_mutations(proof: Proof) -> None:
-    """Each that is asked for by name can show somewhere: a fault that is never put in proves nothing."""
+    """Refuse a named fault that can show on no topology: one that is never injected proves nothing."""
     asked = proof.request.mutations
     if set(asked) == set(MUTATIONS):
         return
@@ -151,7 +150,7 @@ def _check_mutations(proof: Proof) -> None:
 
 
 def _check_files(json_file: str | None, html_file: str | None) -> None:
-    """A proof takes minutes; that its result cannot be written is found before."""
+    """Fail before the proof, which takes minutes, if a result cannot be written."""
     for option, name in (("--json", json_file), ("--html", html_file)):
         if name is None:
             continue
@@ -169,7 +168,7 @@ def _check_files(json_file: str | None, html_file: str | None) -> None:
 
 
 def _write(name: str, write: Callable[[Path], None]) -> str:
-    """Write a file; returns why that is not possible. What the proof found is said all the same."""
+    """Write a file; returns why that failed, or "": the verdict is reported regardless."""
     try:
         write(Path(name))
     except OSError as error:

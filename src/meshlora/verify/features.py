@@ -1,6 +1,6 @@
-"""What a model on a topology with an adapter has for a fault to show.
+"""The features that faults need to show: those of a model, its topology and its adapter.
 
-Owns: the words for it, of a plan and an adapter alone. Does not own: what is of the run (`verify.request`).
+Owns: their names. Does not own: the features of a run (`verify.request`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topolog
 def features_of_model(
     plan: ModelPlan, config: LoraConfig, model: PretrainedConfig, *, has_pieces: bool = False
 ) -> set[str]:
-    """The words are those of `verify.faults.fault.Mutation`.
+    """Names of features, as in `verify.faults.fault.Mutation`.
 
-    plan: of the model with the configuration `model`. config: of the adapter. has_pieces: it is on parts of matrices.
+    plan: of the model configured by `model`. config: of the adapter. has_pieces: it targets parts of matrices.
     """
     topology, text = plan.topology, model.get_text_config()
     has = features_of_topology(topology)
@@ -67,7 +67,7 @@ def features_of_model(
 
 
 def features_of_topology(topology: Topology) -> set[str]:
-    """Those that need neither model nor adapter."""
+    """The features that depend on neither model nor adapter."""
     has = {name for name in (*DENSE_AXES, *EXPERT_AXES) if getattr(topology, name) > 1}
     has |= {field for field in map(field_of, FLAGS) if getattr(topology, field)}
     facts = {
@@ -80,9 +80,9 @@ def features_of_topology(topology: Topology) -> set[str]:
 
 
 def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
-    """Of each region how many targets ride with its input `[..., width]`.
+    """For each region, the number of targets whose low-rank activations are gathered with its input `[..., width]`.
 
-    Of layers above the first one with a target: only where something is trained below a gradient goes back.
+    Only in layers above the first target: below it no gradient flows back.
     """
 
     def layer(name: str) -> int:
@@ -95,7 +95,7 @@ def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
 
 
 def _is_one_run(layout: Layout, tp: int) -> bool:
-    """Whether what a rank holds of a fused matrix are neighbouring rows."""
+    """Whether a rank holds contiguous rows of a fused matrix."""
     runs = layout.runs(rank=0, size=tp)
     return runs[-1].stop - runs[0].start == sum(run.size for run in runs)
 

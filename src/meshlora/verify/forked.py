@@ -1,7 +1,7 @@
-"""What ranks are forked from imports this first: it ends with the process that started it, and its ranks with it.
+"""The first import of the fork server: ties its lifetime, and so that of its ranks, to the process that started it.
 
-Left to itself it takes the whole interpreter down step by step, libraries and all, and ranks would have to look for the
-end of a process that is not their parent.
+Without it the server would tear down the interpreter step by step, and ranks would have to watch a process that is not
+their parent.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Our side of a proof, on one rank: the product's own loader, trainer and file writer, watched from outside.
+"""Our side of a proof on one rank: the product's own loader, trainer and file writer, observed from outside.
 
-Owns: what is recorded where. The code that runs is that of `meshlora train`, its loop included; nothing here computes a
+Owns: what is recorded, and when. It runs the code of `meshlora train`, including its loop; nothing here computes a
 number.
 """
 
@@ -58,13 +58,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_case(case: Case, topology: str, folder: str, mutation: str | None = None) -> None:
-    """Run `case` on the calling ranks; leaves `rank-N.safetensors` and what `oracle.saved` reads in `folder`."""
+    """Run `case` on the calling ranks; writes `rank-N.safetensors` and the files for `oracle.saved` to `folder`."""
     with applied(mutation):
         _run_case(case, Topology.parse(topology), Path(folder))
 
 
 def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
-    """The (file, line) of the product that this rank comes by in a run of `case`."""
+    """The (file, line) of the product that this rank executes in a run of `case`."""
     return reached_lines(lambda: _run_case(case, Topology.parse(topology), Path(folder)))
 
 
@@ -92,7 +92,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
 
 
 def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
-    """Take the steps of `run`, into `trace`; the checkpoint of a run that was stopped, as `case` may say."""
+    """Take the steps of `run`, recorded in `trace`; returns its checkpoint if `case` stops it before the end."""
     trainer = Trainer({"default": run}, model, {"default": Recorder(trace, run.config.train)})
     train_step = trainer.train_step
 
@@ -101,7 +101,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
         at_step(routing, step)
         if case.resumes and run.resume is None and step == case.steps - 2:
             trainer.stop.set()
-        with contextlib.nullcontext() if step == 0 else _in_parts():  # collectives are counted in the first
+        with contextlib.nullcontext() if step == 0 else _in_parts():  # the first step counts collectives
             metrics = train_step(adapters) if step > 0 else _first_step(trainer, train_step, trace)
         after_step(routing, step, case)
         return metrics
@@ -123,7 +123,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
 
 @contextlib.contextmanager
 def _in_parts() -> Iterator[None]:
-    """A twin is so small that all tokens pass the head at once, and messages go in one round: here in several."""
+    """Force several head chunks and message rounds: a twin is small enough for one of each."""
     tokens = mock.patch.object(vocabulary, "_chunk_tokens", return_value=7)
     rounds = mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096)
     with tokens, rounds:
@@ -131,7 +131,7 @@ def _in_parts() -> Iterator[None]:
 
 
 def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], trace: Trace) -> list[StepMetrics]:
-    """The step of which everything is recorded."""
+    """Take the first step, recording everything."""
     logits = _logits(trainer)
     recomputes = trainer.runs["default"].config.train.recompute != "none"
     with _watch(trainer.model, trace, trainer.adapters[0].objective, recomputes=recomputes):
@@ -142,7 +142,7 @@ def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], 
 
 
 class Recorder(Reporter):
-    """What the run says about itself, into the trace instead of a file."""
+    """Records the run's metrics in the trace instead of a file."""
 
     def __init__(self, trace: Trace, options: TrainConfig) -> None:
         super().__init__(Path("unused"), steps=options.steps or 0, log_every=1, is_main=False)
@@ -161,7 +161,7 @@ class Recorder(Reporter):
 
 @torch.no_grad()
 def _logits(trainer: Trainer) -> list[Tensor]:
-    """Of the first step's micro-batches, as anyone gets them who calls the model: the loss makes none."""
+    """Logits of the first step's micro-batches, from a plain call of the model: the loss never forms them."""
     model, (one,) = trainer.model, trainer.adapters
     found = []
     for micro in trainer._micro_batches([(one.run.train_data, one.batches.batch(0))]):
@@ -195,7 +195,7 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         return found
 
     def apart(owner: type, name: str) -> Any:
-        """Counted by itself, and the forwards in it are not those of the step."""
+        """Keep the collectives and forwards of a method out of the step's record."""
         method = getattr(owner, name)
 
         def run(*args: Any) -> Any:
@@ -233,21 +233,21 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
 
 
 def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes: bool) -> Counter[tuple[str, str]]:
-    """(phase, kind) -> how many collectives the plan allows a step."""
+    """(phase, kind) -> collectives that the plan allows per step."""
     plan = runtime(model).plan
     scaled = [f for f in active_factors(model) if f.name.endswith(".lora_magnitude_vector")]
     rows = sum(f.rule.split_dim is None for f in scaled)
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, micro_batches)
-    # Of log-probabilities, unlike of a summed loss, the backward computes the logits once more.
+    # Unlike a summed loss, log-probabilities recompute the logits in the backward.
     if plan.topology.tp > 1 and not isinstance(objective, Sft):
         budget += Counter({("backward", "allgather"): micro_batches})
     return budget + step_budget(plan, [f.rule for f in active_factors(model)])
 
 
 def _locals(model: Any, adapter: str) -> dict[str, Tensor]:
-    """Name -> what this rank holds of each factor."""
+    """Name -> local part of each factor."""
     return {factor.name: copy(factor.parameter) for factor in adapter_factors(model, adapter)}
 
 
@@ -256,13 +256,13 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 
 def _scalings(model: Any, adapter: str) -> dict[str, float]:
-    """Module -> the scale that the adapter is applied with."""
+    """Module -> LoRA scale of the adapter."""
     leaves = parallel_leaves(model)
     return {name: leaf.scaling[adapter] for name, leaf in leaves.items() if adapter in leaf.scaling}
 
 
 def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
-    """The factors of an adapter that is drawn from the user's configuration, "fresh_both" with B drawn too."""
+    """The factors of an adapter newly initialized from the user's configuration; "fresh_both" has a random B too."""
     config: LoraConfig = LoraConfig(**case.lora)
     if case.pieces or case.share_experts:
         config = PieceLoraConfig(**case.lora, pieces=case.pieces, share_experts=case.share_experts)
@@ -280,7 +280,7 @@ def _facts(model: Any) -> dict[str, str]:
 
 
 def _terms(model: Any) -> list[str]:
-    """Modules inside split regions, and what follows the last layer."""
+    """Modules inside split regions, and those around and after the last layer."""
     plan = runtime(model).plan
     split = [f"{region.name}." for region in plan.regions if region.is_split]
     inside = [name for name, _ in model.named_modules() if any(name.startswith(prefix) for prefix in split)]
@@ -290,8 +290,8 @@ def _terms(model: Any) -> list[str]:
 
 
 def run_config(case: Case, topology: str, folder: Path) -> RunConfig:
-    """The run file that a user would have written for this case."""
-    # Two or three sequences in a row.
+    """This case as a run file."""
+    # Rows hold two or three sequences.
     longest = max(len(sequence.input_ids) for sequence in case.data)
     data = DataConfig("unused", eval="unused", packing=case.packing, max_length=2 * longest)
     train = dataclasses.replace(case.train, output=str(folder / Path(LAST).parent))

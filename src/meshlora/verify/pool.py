@@ -1,10 +1,10 @@
-"""A pool of ranks on this machine: the first takes seconds to start, another tenths of them, a call milliseconds.
+"""A pool of ranks on this machine: seconds to start the first, tenths for each further one, milliseconds a call.
 
-Owns: processes that share one group and run functions that this process names, and what becomes of their errors, of
-signals, and of the ranks and their files when this process is gone.
-`pool.run(function, *args)` calls a module-level function on every rank and returns the list of its results. An error on
-one rank comes back with that rank's traceback; a rank that does not answer ends the pool, and the next call starts it
-again. Training has its own launcher (`train.launch`): a pool is for many short runs, one after another.
+Owns: processes that share one group and call functions for this process; their errors, signals, and the cleanup of
+ranks and their files when this process dies. `pool.run(function, *args)` calls a module-level function on every rank
+and returns the list of results. An error on a rank is raised here with its traceback; a rank that does not answer
+ends the pool, and the next call restarts it. Does not own: the launcher of training (`train.launch`): a pool is for
+many short runs in sequence.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from meshlora.common.lifetime import Janitor, end_with
 from meshlora.train.edge import LOST_PEER
 from meshlora.verify.scratch import new_scratch, remove, with_room
 
-# After one rank failed, how long the others may take to fail as well before they are ended.
+# After one rank fails, how long the others may take to fail too before they are killed.
 _GRACE_S = 5.0
-# From the end of a rank's pipe to the end of its process.
+# From the end of a rank's pipe to the exit of its process.
 _EXIT_S = 2.0
 
-# What every rank imports first, and what takes the time: libraries alone, so that the reference has nothing of ours but
-# the package's own few lines, which keep libraries quiet.
+# Imported once, before ranks are forked, as it dominates start-up. Libraries only, to keep the reference free of our
+# code, but for the few lines that silence libraries.
 _LIBRARIES = (
     "meshlora.verify.forked",
     "torch.distributed",
@@ -45,10 +45,10 @@ _LIBRARIES = (
     "peft",
 )
 
-# A socket's path may have 107 bytes; that of multiprocessing's ends in "/listener-" and eight more.
+# A socket's path is limited to 107 bytes; multiprocessing appends "/listener-" and eight characters.
 _LONGEST_FOLDER_OF_SOCKETS = 85
 
-# What an exception says where the machine, and not the code, is at fault.
+# In the text of exceptions that blame the machine, not the code.
 _NO_ROOM = (
     "MemoryError",
     "OutOfMemoryError",
@@ -57,12 +57,12 @@ _NO_ROOM = (
     "No space left on device",
 )
 
-# Whether a call was answered with a result, the result or the traceback, the exception where we raised it on purpose.
+# (success, result or traceback, the exception if it is one of our own).
 Answer = tuple[bool, Any, MeshloraError | None]
 
 
 class RankError(MeshloraError, AssertionError):
-    """A rank of the pool raised; the message is its traceback, `cause` the exception where we raised it on purpose."""
+    """A rank raised; the message is its traceback, `cause` the exception if it is one of our own."""
 
     is_report = True
 
@@ -72,16 +72,16 @@ class RankError(MeshloraError, AssertionError):
 
 
 class RankEndedError(MeshloraError):
-    """A rank did not finish, and no rank named a cause: it was killed, it hangs, or the machine has no room for it.
+    """A rank did not finish and none raised a cause: it was killed, hangs, or the machine ran out of memory or disk.
 
-    It says nothing of what ran there, so it is neither a difference nor a fault that was caught.
+    This is no verdict on the code that ran: neither a difference nor a caught fault.
     """
 
     is_report = True
 
 
 class Pool:
-    """`size` processes that share one process group; alone, a plain process of its own."""
+    """`size` processes that share one process group; of size 1, a plain process."""
 
     def __init__(self, size: int, *, device: str = "cpu") -> None:
         self.size, self.device = size, device
@@ -91,7 +91,7 @@ class Pool:
         self._janitor: Janitor | None = None
 
     def start(self) -> None:
-        """Begin to start the ranks; returns at once."""
+        """Start the ranks without waiting for them."""
         if self._pipes:
             return
         context, folders_of_it = _context(self.device)
@@ -112,8 +112,8 @@ class Pool:
         """Results of `function(*args)` by rank.
 
         Raises:
-            RankError: a rank raised. RankEndedError: a rank ended, or gave no answer in time, and none raised, but
-                for those that missed it. The ranks are ended.
+            RankError: a rank raised. RankEndedError: a rank died or timed out, and none raised but for losing contact.
+                Either way the ranks are killed.
         """
         self.start()
         try:
@@ -124,7 +124,7 @@ class Pool:
 
     @contextlib.contextmanager
     def scratch(self, num_bytes: int) -> Iterator[Path]:
-        """A folder for `num_bytes`, in memory where there is room; it goes with the block, and with the ranks."""
+        """A folder for `num_bytes`, in memory if it fits; removed after the block, or with the ranks."""
         self.start()
         folder = Path(tempfile.mkdtemp(dir=with_room(self._folders, num_bytes)))
         try:
@@ -134,7 +134,7 @@ class Pool:
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # the rank has ended; what it left in its pipe is read below
+            with contextlib.suppress(OSError):  # the rank has died; its pipe is still read below
                 pipe.send((function, args))
         answers: dict[int, Answer] = {}
         ended: dict[int, str] = {}
@@ -170,7 +170,7 @@ class Pool:
         return f"the process was ended by signal {-code} ({signal.Signals(-code).name}){memory}"
 
     def close(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -184,10 +184,10 @@ class Pool:
 
 
 def _first_error(failed: dict[int, Answer], ended: dict[int, str], *, silent: str) -> RankError | RankEndedError:
-    """The error of a call that not every rank answered well.
+    """The error of a call that did not succeed on every rank.
 
-    A rank that only lost contact with another says nothing of the cause: it is as silent as the other. Where a rank
-    raised, the report has who gave no answer, who lost contact, and last, as in a traceback, the first cause.
+    Losing contact with another rank is no cause: such a rank counts as silent. If one raised, the report lists silent
+    ranks, those that lost contact, and last, as in a traceback, the root cause.
     """
     lost = {rank: answer for rank, answer in failed.items() if any(sign in answer[1] for sign in LOST_PEER)}
     raised = {rank: answer for rank, answer in failed.items() if rank not in lost}
@@ -204,13 +204,13 @@ def _first_error(failed: dict[int, Answer], ended: dict[int, str], *, silent: st
 
 
 def _context(device: str) -> tuple[Any, list[Path]]:
-    """(what starts processes, its folders that are left where this process is killed).
+    """(multiprocessing context, its folders that would outlive this process if it is killed).
 
-    Ranks are forked from one process that has imported the libraries, and done nothing else: each saves five seconds.
-    With CUDA they start anew: a library may ask it for devices while it is imported, and a fork cannot use it then.
+    Ranks are forked from a server that has only imported the libraries, which saves five seconds each. With CUDA they
+    are spawned: an import may query devices, after which a fork cannot use CUDA.
     """
     if device == "cpu" and sys.platform == "linux":
-        folder = Path(util.get_temp_dir())  # for the socket by which ranks are asked for
+        folder = Path(util.get_temp_dir())  # of the fork server's socket
         if len(os.fsencode(folder)) <= _LONGEST_FOLDER_OF_SOCKETS:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(list(_LIBRARIES))
@@ -219,23 +219,21 @@ def _context(device: str) -> tuple[Any, list[Path]]:
 
 
 def stop_forking() -> None:
-    """End the process that ranks are forked from, where none of them is left: it holds some 300 MB. The next rank that
-    is started starts it again.
-    """
-    server: Any = vars(forkserver)["_forkserver"]  # its own `_stop` is for tests, and all there is
+    """Kill the fork server, which holds some 300 MB, if no rank is left. The next rank restarts it."""
+    server: Any = vars(forkserver)["_forkserver"]  # `_stop` is meant for tests, and the only way
     if server._forkserver_pid is None or multiprocessing.active_children():
         return
-    os.kill(server._forkserver_pid, signal.SIGKILL)  # it has nothing to put away
+    os.kill(server._forkserver_pid, signal.SIGKILL)  # it has nothing to clean up
     server._stop()
 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """No signal comes between the start of a rank and its entry in the list of those to end.
+    """Block signals between the start of a rank and its entry in the list of ranks to kill.
 
-    The ranks inherit this: Ctrl-C goes to all processes of a terminal, and is for the one that ends them.
+    Ranks inherit the mask: Ctrl-C reaches every process of a terminal, but only this one should act on it.
     """
-    resource_tracker.ensure_running()  # else the first process starts it, which lets the signals through again
+    resource_tracker.ensure_running()  # else starting the first process does, and unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
@@ -244,20 +242,22 @@ def _signals_held() -> Iterator[None]:
 
 
 def _serve(rank: int, size: int, device: str, store: str, pipe: Connection) -> None:
-    """Body of one rank: answer calls until the pipe closes, or the parent is gone."""
+    """Main loop of a rank: answer calls until the pipe closes or the parent dies."""
     end_with(os.getppid())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # with it multiprocessing ends what nobody closed
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM}
+    )  # multiprocessing terminates unclosed processes with it
     with contextlib.suppress(EOFError, ConnectionError):
         try:
             _become_rank(rank, size, store, device)
-        except BaseException as error:  # noqa: BLE001 - it is the answer to the first call
+        except BaseException as error:  # noqa: BLE001 - returned as the answer to the first call
             pipe.send(_failure(error))
             return
         while True:
             function, args = pipe.recv()
             try:
                 answer: Answer = (True, function(*args), None)
-            except BaseException as error:  # noqa: BLE001 - whatever it was, it travels to the caller as text
+            except BaseException as error:  # noqa: BLE001 - returned to the caller as text
                 answer = _failure(error)
             pipe.send(answer)
 

@@ -1,9 +1,8 @@
-"""The preflight: before a run starts, its model's twin is proved on its topology with its adapter, once.
+"""The preflight: before a run, a one-time proof of its model's twin with its adapter on its topology.
 
-Owns: its proof's request and key, and the refusal; of several adapters each by itself, and then that all of them
-together train as each would alone. Does not own: the twin that stands for a run (`verify.stand_in`), what is compared
-of several (`verify.at_once`), the memory of passed proofs (`common.proof_records`). The proof itself is that of
-`meshlora verify`, on CPUs, in float64.
+Owns: the request and key of the proof, and the refusal; several adapters are proved one by one, then together. Does not
+own: the twin of a run (`verify.stand_in`), the comparison of several (`verify.at_once`), records of passed proofs
+(`common.proof_records`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from meshlora.verify.stand_in import StandIn, provable
 
 
 def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
-    """Prove that `run` trains as one process would, or remember that it was proved.
+    """Prove that `run` trains as one process would, unless a record says so.
 
-    skip: take only what is proved for every user of a family, and say what that gives up.
+    skip: accept only families that ship with a proof, and say what is given up.
 
     Raises:
-        UnsupportedError: the twin trains differently, or does not have every kind of block that the model has; with
-            `skip`, a family without a proof. MeshloraError: the proof broke off; KeyboardInterrupt.
+        UnsupportedError: the twin trains differently, or lacks a kind of block of the model; with `skip`, a family
+            without a proof. MeshloraError: the proof broke off; KeyboardInterrupt.
     """
     console = console or Console()
     if skip:
@@ -86,10 +85,10 @@ def _prove_once(
     console: Console,
     cache_dir: Path,
 ) -> None:
-    """Prove `asked`, or remember that it was proved.
+    """Prove `asked` and record it, unless it is on record.
 
-    prove: raises for a difference, and returns what a record of it says besides. Its arguments: a cache of references
-    that can be used, processes, and what says how far it is.
+    prove: called with a usable cache of references, processes and a progress callback; raises for a difference and
+    returns further fields of the record.
     """
     if proved_on(cache_dir, asked):
         return
@@ -104,10 +103,10 @@ def _prove_once(
 
 
 def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
-    """What `meshlora check` says of the preflight of `run`.
+    """The line of `meshlora check` on the preflight of `run`.
 
     Raises:
-        UnsupportedError: it cannot be proved, whatever the numbers are.
+        UnsupportedError: no proof is possible.
     """
     date = proved_on(cache_dir, _asked(*proof_of(run, cache_dir)))
     if date:
@@ -116,7 +115,7 @@ def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
 
 
 def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, folder: Path | None) -> None:
-    """Raise for a failed proof, with its report in `folder`, or where that is None in a new one that stays."""
+    """Raise for a failed proof; its report goes to `folder`, or for None to a new permanent one."""
     folder = folder.expanduser() if folder else Path(tempfile.mkdtemp(prefix="meshlora-report-"))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = folder / f"{key}.html"
@@ -133,7 +132,7 @@ def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, fold
 
 
 def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
-    """The proof that stands for `run`, and the key under which it is remembered."""
+    """The proof that covers `run`, and the key of its record."""
     stand_in = StandIn(run)
     config, topology, options = stand_in.config, stand_in.topology, run.blueprint.options
     request = Request(
@@ -158,7 +157,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
 
 
 def _asked(proof: Proof, key: str) -> dict[str, Any]:
-    """What a record of `proof` must say; of the model its kind, the rest of its configuration is in the key."""
+    """What a record of `proof` must contain; the model type stands for its configuration, which the key covers."""
     request = {name: value for name, value in vars(proof.request).items() if name not in ("model", "cache_dir")}
     request["objective"] = vars(proof.request.objective)
     return {
@@ -172,7 +171,7 @@ def _asked(proof: Proof, key: str) -> dict[str, Any]:
 def preflight_runs(
     runs: Mapping[str, Prepared], *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE
 ) -> None:
-    """`preflight` of each run of a run file, and of several adapters together; arguments and errors as there."""
+    """`preflight` of each run of a run file, and of several adapters together; same arguments and errors."""
     console = console or Console()
     for run in runs.values() if not skip else list(runs.values())[:1]:
         preflight(run, skip=skip, console=console, cache_dir=cache_dir)
@@ -197,7 +196,7 @@ def preflight_runs(
 
 
 def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
-    """What `meshlora check` says of the preflight of a run file."""
+    """The lines of `meshlora check` on the preflight of a run file."""
     states = {name: preflight_state(run, cache_dir=cache_dir) for name, run in runs.items()}
     if "" in runs:
         return states[""]
@@ -207,7 +206,7 @@ def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
 
 
 def _asked_together(runs: Mapping[str, Prepared], cache_dir: Path) -> dict[str, Any]:
-    """What a record of the proof of all `runs` together must say."""
+    """What a record of the joint proof of `runs` must contain."""
     keys = [proof_of(run, cache_dir)[1] for run in runs.values()]
     first = next(iter(runs.values()))
     return {
@@ -219,7 +218,7 @@ def _asked_together(runs: Mapping[str, Prepared], cache_dir: Path) -> dict[str, 
 
 
 def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
-    """`compare_at_once` of adapters as those of `runs`, on the twin."""
+    """`compare_at_once` on the twin, with adapters like those of `runs`."""
     first, stand_in = next(iter(runs.values())), StandIn(*runs.values())
     alone, ranks = processes.reference("cpu"), processes.ranks(topology.world, "cpu")
     alone.start()

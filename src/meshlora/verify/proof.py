@@ -1,7 +1,7 @@
-"""A proof: one reference run, our runs on each topology, and the verdict on each.
+"""A proof: one reference run, our runs on each topology, and a verdict on each.
 
 Owns: the cache of reference runs, the processes, and the order of work. Does not own: the request and its checks
-(`verify.request`), what is compared (`oracle.judge`), what runs on a rank (`verify.ours`), how results are shown
+(`verify.request`), the comparison (`oracle.judge`), our side on a rank (`verify.ours`), showing results
 (`verify.report.show`, `verify.report.page`).
 """
 
@@ -36,7 +36,7 @@ from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
 
-# A rank that has ended is noticed at once; these are for one that hangs. A checkpoint is read, and computed in float64.
+# For a rank that hangs; a dead one is noticed at once. A checkpoint is loaded, and computed in float64.
 _TIMEOUT_OF_TWINS_S, _TIMEOUT_S = 600.0, 7200.0
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Outcome:
     """One run and its verdict.
 
     Attributes:
-        phases: empty where the run broke off. divergence: where ours first leaves the reference, None where nowhere.
-        error: what a rank raised. losses: ours and the reference's, per step.
-        collectives, budget: "phase kind" -> calls on the busiest rank, and what the plan has.
+        phases: empty if the run broke off. divergence: the first difference from the reference, if any. error: the
+            traceback of a rank. losses: ours and the reference's, per step. collectives, budget: "phase kind" -> calls
+            on the busiest rank, and as planned.
     """
 
     topology: Topology
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Processes:
-    """The processes of proofs: one for references, and a pool of ranks for each number of ranks. A context manager."""
+    """A context manager of the processes of proofs: one for references, and a pool per number of ranks."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[int, str], Pool] = {}
@@ -83,22 +83,22 @@ class Processes:
             pool.close()
 
     def reference(self, device: str) -> Pool:
-        """The process of the reference: no layer of meshlora is made in it."""
+        """The process of the reference, which builds no layer of meshlora."""
         return self._pools.setdefault((0, device), Pool(1, device=device))
 
     def ranks(self, number: int, device: str) -> Pool:
-        """`number` ranks of ours."""
+        """A pool of `number` ranks for our side."""
         return self._pools.setdefault((number, device), Pool(number, device=device))
 
 
 def run_proof(
     proof: Proof, processes: Processes, *, progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[Outcome]:
-    """The outcomes as they come: for each topology without a fault, then with each mutation that can show on it.
+    """Yield outcomes: for each topology without a fault, then with each mutation that can show on it.
 
     Raises:
-        RankError: the reference itself could not be computed. UserError: a rank refuses the model.
-        RankEndedError: a rank was killed, hangs, or finds no room: that is no verdict, with or without a mutation.
+        RankError: the reference itself failed. UserError: a rank refuses the model. RankEndedError: a rank was killed,
+            hangs, or ran out of memory or disk: no verdict, with or without a mutation.
     """
     worker = processes.reference(proof.case.device)
     worker.start()
@@ -117,14 +117,14 @@ def _called(topology: Topology, mutation: str | None) -> str:
 
 
 def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
-    """The cached reference, made now where there is none, or none that is whole; the case with its inputs."""
+    """(case with its inputs, reference, its rounded versions) from the cache; computed if missing or incomplete."""
     root = proofs_folder(proof.request.cache_dir)
     root.make()
     folder = root.path / proof.key
-    # Who makes it is ended after its own limit: whoever holds the lock for twice as long hangs.
+    # A maker is stopped after its own limit: one that holds the lock for twice as long hangs.
     with locked(root, f"{proof.key}.lock", "makes the same reference", limit_s=2 * _timeout_s(proof)):
         if not (_is_own(folder) and is_whole(folder)):
-            for remains in root.path.glob(f".{proof.key}.*"):  # of a process that was killed
+            for remains in root.path.glob(f".{proof.key}.*"):  # left by a killed process
                 shutil.rmtree(remains, ignore_errors=True)
             with root.usable():
                 _remove(folder)
@@ -152,7 +152,7 @@ def _make_reference(proof: Proof, worker: Pool, folder: Path) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody but this user can have written a reference."""
+    """Whether only this user can have written the reference."""
     try:
         check_tree(folder)
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder if it is there, or what has its name."""
+    """Remove a folder, or a file or link of that name, if it exists."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -178,7 +178,7 @@ def _timeout_s(proof: Proof) -> float:
 def _adapters(
     proof: Proof, case: Case, topology: Topology, mutation: str | None, pool: Pool, worker: Pool
 ) -> list[Phase]:
-    """The phase of several adapters at once, where the request has several."""
+    """The phase of several adapters trained together, if the request has several."""
     if proof.request.adapters == 1:
         return []
     with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
@@ -244,7 +244,7 @@ def evidence_of(
     *,
     timeout_s: float,
 ) -> Evidence:
-    """Run ours, and put what it left beside the reference."""
+    """Run our side, and pair its traces and files with the reference."""
     with pool.scratch(_room(case, topology)) as folder:
         pool.run(run_case, case, str(topology), str(folder), mutation, timeout_s=timeout_s)
         ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]
@@ -255,6 +255,6 @@ def evidence_of(
 
 
 def _room(case: Case, topology: Topology) -> int:
-    """Bytes that a run may write, roughly: each rank records no more than the reference did, and adapters are small."""
+    """A rough upper limit of bytes written: no rank records more than the reference, and adapters are small."""
     reference = Path(case.adapter).with_name("reference.safetensors")
     return (topology.world + 1) * reference.stat().st_size

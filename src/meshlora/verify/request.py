@@ -1,8 +1,8 @@
-"""What is to be proved: the request in a user's words, checked before any process starts.
+"""The request of a proof, checked before any process starts.
 
-Owns: the rules of a request, which topologies "auto" means, what the default adapter is on, and the sequences that are
-trained on: random tokens, or a user's text. Does not own: running it (`verify.proof`), how many sequences there must be
-(`oracle.case`), the shapes of twins (`plan.families.twin`).
+Owns: the rules of a request, the topologies of "auto", the targets of the default adapter, and the training sequences:
+random tokens, or a user's text. Does not own: running it (`verify.proof`), the number of sequences (`oracle.case`), the
+shapes of twins (`plan.families.twin`).
 """
 
 from __future__ import annotations
@@ -60,35 +60,35 @@ from meshlora.verify.faults.registry import find
 from meshlora.verify.features import features_of_model
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-DROPOUT = 0.12  # what the command proves with, unless told otherwise
-SEED = 3  # 0 is the default of a run
+DROPOUT = 0.12  # the default of the command
+SEED = 3  # not 0, the default of a run
 _AUTO_PROCESSES = 4
-_MAX_LENGTH = 128  # of a sequence of a user's text
+_MAX_LENGTH = 128  # tokens of a sequence of user text
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _DTYPES = ("float64", "float32", "bfloat16")
-# Linears of families with experts that the default adapter is not on: one process gives them no gradient, as what they
-# compute only chooses; and those of state-space mixers that PEFT refuses.
+# Linears that the default adapter excludes in families with experts: those that only select and so get no gradient, and
+# those of state-space mixers that PEFT refuses.
 _LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^nemotron_h\..*\.out_proj$")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be proved.
+    """What to prove.
 
     Attributes:
-        model: folder of a checkpoint, or a configuration that is run with random weights; family: or a `model_type`.
+        model: folder of a checkpoint, or a configuration to run with random weights. family: a `model_type` instead.
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
-        lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default one, where it is not on experts.
-        dtype, steps, seed: of the run. micro_batch_size: sequences that are computed at once. objective,
-            lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers.
-            resume: our side is stopped before its last step, and goes on from its checkpoint. adapters: from 2 on so
-            many are trained at once too, each as by itself.
+        lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default adapter, unless on experts.
+        dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, lora_plus_ratio,
+            lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers. resume: our side
+            stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove that many
+            trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice.
-        router_aux_loss_coef: as in a run file; None: a family that has a load-balancing loss is proved with it.
+        router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         overrides: fields of the twin's configuration.
-        data: files to take sequences from; None: random tokens. nproc: the most processes there may be.
-        mutations: faults to put in, one a run, after the runs without any.
+        data: source of sequences; None: random tokens. nproc: maximum number of processes.
+        mutations: faults to inject, one per run, after the runs without any.
     """
 
     topologies: tuple[str, ...]
@@ -121,7 +121,7 @@ class Request:
 
 
 def same_fields(kind: Any, source: object) -> dict[str, Any]:
-    """The fields of `kind` that `source` has under the same names."""
+    """The fields of `kind` that `source` also has, as keyword arguments."""
     names = (item.name for item in dataclasses.fields(kind))
     return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
@@ -132,7 +132,7 @@ class Proof:
 
     Attributes:
         config: of the model or its twin. plans: topology -> plan, in the order of the runs. case: without the folders
-            of its inputs where these are made for it. key: the hash of all that goes into the reference.
+            of inputs yet to be generated. key: hash of everything that determines the reference.
     """
 
     request: Request
@@ -143,21 +143,21 @@ class Proof:
 
     @property
     def topologies(self) -> list[Topology]:
-        """In the order of the runs."""
+        """The topologies, in the order of the runs."""
         return list(self.plans)
 
     @property
     def is_twin(self) -> bool:
-        """Whether the weights are random, made for this proof."""
+        """Whether the weights are random, generated for this proof."""
         return not self.case.model
 
     def mutations_on(self, topology: Topology) -> list[str]:
-        """Those of the request that can show on `topology` with this model and adapter."""
+        """The requested mutations that can show on `topology` with this model and adapter."""
         has = self.features_on(topology)
         return [name for name in self.request.mutations if find(name).needs <= has]
 
     def features_on(self, topology: Topology) -> set[str]:
-        """What a run on `topology` has for a mutation to show, in the words of `verify.faults.fault.Mutation`."""
+        """The features of a run on `topology`, named as in `verify.faults.fault.Mutation`."""
         case, config = self.case, LoraConfig(**self.case.lora)
         has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
         micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
@@ -187,7 +187,7 @@ class Proof:
 
 
 def prepare_proof(request: Request) -> Proof:
-    """Check a request: everything that can be refused before a process starts.
+    """Check everything about a request that can be refused before a process starts.
 
     Raises:
         UserError: the request is wrong, or a topology is refused.
@@ -209,7 +209,7 @@ def prepare_proof(request: Request) -> Proof:
     lora = _in_full(first.trained.config, first.trained.targets, first.plan)
     pieces = getattr(lora, "pieces", None) or {}
     for name, rule in first.plan.linears.items():
-        for piece in pieces_of(name, pieces):  # what the judge does not know is refused before any process starts
+        for piece in pieces_of(name, pieces):  # refuse early what the judge does not know
             rows_of(config, name, piece, rule.out_features)
     device = _device(request.device, max(t.world for t in plans))
     if request.adapters > 1 and (dtype != "float64" or not is_twin or device != "cpu"):
@@ -236,7 +236,7 @@ def prepare_proof(request: Request) -> Proof:
 
 
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
-    """Topology -> the model with the adapter that is trained there, in the order of the runs."""
+    """Topology -> blueprint with the adapter, in the order of the runs."""
     options = BaseOptions(**same_fields(BaseOptions, request), disable_dropout="unsupported")
     base = make_blueprint(config, given[0] if given else Topology(), options)
     check_recompute(base.model, "full" if request.recompute else "none")
@@ -245,7 +245,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
         lora = _default_adapter(lora, base.plan, dropout=request.default_dropout)
     found = {topology: base.on(topology).with_adapter(lora) for topology in given}
     if "auto" in [text.strip() for text in request.topologies]:
-        # What is refused everywhere is refused with its reason.
+        # First on one process: a refusal there is the reason for all.
         has_experts = bool(base.on(Topology()).with_adapter(lora).plan.experts)
         for topology in _every_topology(request.nproc or _AUTO_PROCESSES, has_experts=has_experts):
             with contextlib.suppress(UserError):
@@ -257,9 +257,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
 
 
 def _default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float) -> LoraConfig:
-    """`lora`, which nobody chose: of a model with experts it is on them too, and else it has dropout: PEFT has none for
-    experts.
-    """
+    """The default adapter `lora`, with experts if the model has any, else with dropout: PEFT has none for experts."""
     if not plan.projections:
         return dataclasses.replace(lora, lora_dropout=dropout)
     left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
@@ -267,10 +265,10 @@ def _default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float) -> Lo
 
 
 def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
-    """All with more than one process, whose number divides `processes`; small ones first.
+    """All topologies of more than one process whose number divides `processes`, small ones first.
 
-    has_experts: each of them also with experts split over ep, over etp and over both, by the smallest number that there
-    is; more ranks on these axes show nothing that two do not.
+    has_experts: each also with experts split over ep, etp and both, by the smallest possible size: more ranks on these
+    axes show nothing new.
     """
     found = []
     for world in divisors(processes)[1:]:
@@ -290,7 +288,7 @@ def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
 
 
 def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> LoraConfig:
-    """An adapter on parameters with all of its targets by their full names, which PEFT takes as they are."""
+    """An adapter on parameters with all targets spelled out in full, which PEFT takes literally."""
     if not lora.target_parameters:
         return lora
     found = copy.copy(with_whole_projections(lora, plan))
@@ -305,7 +303,7 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
 
 
 def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
-    """What `request` asks for as it is asked for, on sequences of its own or of the user."""
+    """The case of `request`, on random sequences or those of the user."""
     objective, number = request.objective, num_sequences_for(batch_size, request.steps)
     found, pad = _sequences(request, config, number if objective.per == "token" else 2 * number)
     data = as_records(found, objective, vocab_size=config.get_text_config().vocab_size, seed=request.seed)
@@ -327,7 +325,7 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
 
 
 def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple[TokenizedDataset, int]:
-    """(`number` sequences, the id of padding).
+    """(`number` sequences, padding token id).
 
     Raises:
         UserError: text without a tokenizer, or too little of it.
@@ -347,7 +345,7 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
 
 
 def as_records(found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int) -> TokenizedDataset:
-    """The sequences `found` as what `objective` trains on."""
+    """Turn the sequences `found` into records of `objective`."""
     if objective.reader == "pairs":
         return as_pairs(found)
     if objective.reader == "feedback":
@@ -358,7 +356,7 @@ def as_records(found: TokenizedDataset, objective: Objective, *, vocab_size: int
 
 
 def _check(request: Request) -> None:
-    """Refuse what is wrong with any model."""
+    """Refuse what is wrong whatever the model."""
     if request.steps < 1:
         raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
     if request.micro_batch_size < 1:
@@ -380,18 +378,18 @@ def _check(request: Request) -> None:
 
 
 def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology, ModelPlan]) -> dict[str, Any]:
-    """The fields of `peft.LoraConfig` that make `lora`, which the user gave as `given`."""
+    """`given`, the adapter `lora` as the user wrote it, as fields that PEFT itself understands."""
     plain = {name: value for name, value in given.items() if name not in ("pieces", "share_experts")}
     if lora.lora_dropout:
         plain["lora_dropout"] = lora.lora_dropout
     if lora.target_parameters:
         plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
     if lora.init_lora_weights in WHOLE_MATRIX:
-        plain["init_lora_weights"] = True  # where training starts is proved by itself, in float32
+        plain["init_lora_weights"] = True  # initial values have their own proof, in float32
     if getattr(lora, "pieces", None):
         plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
     if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
-        plain["fan_in_fan_out"] = True  # or PEFT warns, and does it by itself
+        plain["fan_in_fan_out"] = True  # else PEFT sets it with a warning
     return plain
 
 
@@ -403,7 +401,7 @@ def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topol
 
 
 def _topologies(request: Request) -> list[Topology]:
-    """Those that are given in words; "auto" stands for none yet."""
+    """The topologies spelled out in the request, without "auto"."""
     found = []
     for text in request.topologies:
         if text.strip() == "auto":
@@ -417,7 +415,7 @@ def _topologies(request: Request) -> list[Topology]:
 
 
 def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
-    """(the configuration to run, whether its weights are random)."""
+    """(configuration to run, whether its weights are random)."""
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
@@ -436,7 +434,7 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
             handle_dropout(config, disable="unsupported")
             return config, False
         config = shrink_config(config, tp=tp, block=block) if request.twin else copy.deepcopy(config)
-    handle_dropout(config, disable=False)  # a twin has only what it was given
+    handle_dropout(config, disable=False)  # a twin keeps the dropout it was given
     return config, True
 
 
@@ -444,7 +442,7 @@ def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> Pre
     """The twin of a family.
 
     Raises:
-        UserError: no such family, or an override that is no field of its configuration.
+        UserError: unknown family, or an override that is not a field of its configuration.
     """
     check_numbers(overrides, "--set")
     try:
@@ -455,12 +453,12 @@ def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> Pre
         return twin_config(family, tp=tp, block=block, **overrides) if overrides else config
     except UserError:
         raise
-    except Exception as error:  # families check their own fields, with exceptions of every kind
+    except Exception as error:  # families validate their fields with arbitrary exceptions
         raise UnsupportedError(f"model_type {family!r}", f"no twin of it can be built ({reason(error)})") from error
 
 
 def with_biases(config: PretrainedConfig, given: Collection[str] = ()) -> PretrainedConfig:
-    """The biases that a family can have, switched on: without one a fault in adding it could not show."""
+    """Enable the optional biases of a family: without one, a fault in adding it could not show."""
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, None) is False and name not in given:
             setattr(config, name, True)

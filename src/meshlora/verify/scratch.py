@@ -1,7 +1,7 @@
-"""Folders for what a proof writes and reads again within the second: in memory, where the machine has room there.
+"""Scratch folders for the short-lived files of a proof: in memory if they fit.
 
-Owns: where such folders are, and their removal. The files of a proof are written with fsync, as those of a run: where
-others write to the same disk, a small proof waits for them.
+Owns: their location and removal. A proof writes its files with fsync, as a run does: on a busy disk a small proof would
+wait for other writers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _MEMORY = Path("/dev/shm")
-# Larger runs go to the disk: there it is not the fsync that takes the time, and memory is what they are short of.
+# Larger runs go to disk: fsync does not dominate their time, and memory is scarce.
 _MOST_BYTES = 2**30
-# Of the room in memory a run may take this part: others use it too.
+# A run may take one part in so many of the free memory: others use it too.
 _PART = 4
 _REMOVE_S = 5.0
 
 
 def new_scratch() -> list[Path]:
-    """New folders of this process, the one in memory first; there is none where memory cannot be written.
+    """New folders of this process: one in memory, if that is writable, then one on disk.
 
     Raises:
-        OSError: the folder for temporary files cannot be written.
+        OSError: the folder for temporary files is not writable.
     """
-    # Whose they are: after a crash of the machine somebody has to know.
+    # Names the owner, for whoever cleans up after a crash of the machine.
     prefix = f"meshlora-{os.getpid()}-"
     folders: list[Path] = []
     with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def new_scratch() -> list[Path]:
 
 
 def with_room(folders: list[Path], num_bytes: int) -> Path:
-    """The first of `folders` that has room for `num_bytes`; the last, which is on the disk, where none is sure to."""
+    """The first of `folders` with room for `num_bytes`; by default the last, which is on disk."""
     for folder in folders[:-1]:
         if num_bytes <= min(_MOST_BYTES, shutil.disk_usage(folder).free // _PART):
             return folder
@@ -50,7 +50,7 @@ def with_room(folders: list[Path], num_bytes: int) -> Path:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Remove `folders`, also while another process that is about to end still writes into them."""
+    """Remove `folders`, even while a dying process still writes to them."""
     deadline = time.monotonic() + _REMOVE_S
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

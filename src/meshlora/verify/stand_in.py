@@ -1,7 +1,7 @@
-"""What stands for a run in its preflight: a twin of its model, with its adapter, on its topology or a smaller one.
+"""The stand-in for a run in its preflight: a twin of its model with its adapter, on its topology or a smaller one.
 
-Owns: the twin's likeness, and the refusal of a twin that lacks what the model has. Does not own: the shapes of twins
-(`plan.families.twin`), the proof (`verify.preflight`).
+Owns: mapping a run to its twin, and the refusal of a twin that lacks a feature of the model. Does not own: the shapes
+of twins (`plan.families.twin`), the proof (`verify.preflight`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from meshlora.train.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof
 
-# What a machine can run beside the job: ranks beyond two on an axis show nothing that two do not.
+# What a machine can run beside the job: more than two ranks on an axis show nothing new.
 _MOST_RANKS = 8
-# Of which a CPU computes in float64. What others compute is proved with the choice of transformers.
+# The ones that a CPU can run in float64. Others are proved with the choice of transformers.
 _ATTENTIONS = ("eager", "sdpa")
 _WAY_OUT = "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight"
 
 
 class StandIn:
-    """The twin of what `runs` have in common: its configuration, and the topology that it is proved on.
+    """The twin of the model that `runs` share.
 
     Attributes:
-        config: of the twin, with the dropouts that the runs have. topology: where it is proved.
-        attn_implementation: of the runs, where a CPU has it.
+        config: of the twin, with the dropout rates of the runs. topology: where it is proved.
+        attn_implementation: of the runs, if a CPU supports it.
     """
 
     def __init__(self, *runs: Prepared) -> None:
@@ -52,11 +52,11 @@ class StandIn:
         given, block = copy.deepcopy(self._given), BLOCK if run.plan.quantized else 1
         self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers)
         handle_dropout(given, disable=run.blueprint.options.disable_dropout)
-        for name, rate in dropout_fields(given).items():  # a twin has none of its own
+        for name, rate in dropout_fields(given).items():  # the twin has none by default
             setattr(self.config, name, rate)
 
     def lora(self, run: Prepared) -> dict[str, Any]:
-        """The adapter of `run` on the twin: on each linear what the one that it stands for has."""
+        """The adapter of `run` on the twin: each of its linears has the adapter of its counterpart in the model."""
         trust = run.blueprint.options.trust_remote_code
         options = BaseOptions(dtype="float64", trust_remote_code=trust, disable_dropout="unsupported")
         plan = make_blueprint(self.config, self.topology, options).plan
@@ -99,9 +99,9 @@ class StandIn:
         return on_twin | ({"pieces": pieces} if pieces else {})
 
     def _targets(self, plan: ModelPlan, stood_for: dict[str, str], targets: Mapping[str, Target]) -> dict[str, Target]:
-        """Parameter or module of the twin -> what of `targets` is on the one that it stands for.
+        """Parameter or module of the twin -> target of its counterpart in the model.
 
-        Where no layer of the twin stands for one with an adapter on this kind, all of them have it.
+        If no counterpart of a kind is a target but another module of that kind is, all of the kind in the twin are.
         """
         names = [*stood_for, *plan.projections, *plan.matrices]
         real = self._stood_for(plan, names)
@@ -123,7 +123,7 @@ class StandIn:
         return {name: real(name) for name in names}
 
     def check(self, proof: Proof) -> None:
-        """A proof of the twin says something of the model only where the twin has all that the model has.
+        """Refuse a twin that lacks a feature of the model: its proof would not cover the model.
 
         Raises:
             UnsupportedError: names what it lacks.
@@ -147,13 +147,13 @@ class StandIn:
 
 
 def provable(topology: Topology) -> Topology:
-    """`topology`, or where it needs more than a machine can spare one with as few ranks on dp and on the axes of
-    experts as have all that it has: more than one rank on the same axes, and experts that sum over other ranks than the
-    rest does.
+    """`topology`, or if it is too large for a machine, a smaller one that keeps as many of its features as possible.
+
+    It shrinks dp and the axes of experts; features are axes of more than one rank, and experts with other dp groups.
     """
     if topology.world <= _MOST_RANKS:
         return topology
-    least = min(2, topology.dp)  # a sum over one rank shows nothing
+    least = min(2, topology.dp)  # a sum over one rank proves nothing
     smaller = [
         dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
         for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp))
@@ -169,12 +169,12 @@ def provable(topology: Topology) -> Topology:
 
 
 def _few(size: int) -> list[int]:
-    """The least numbers above 1 that divide `size`, at most two of them."""
+    """The smallest divisors of `size` above 1, at most two."""
     return divisors(size)[1:3] or [1]
 
 
 def _adapters_of_layers(runs: Iterable[Prepared]) -> dict[int, Hashable]:
-    """Layer -> what the adapters are on in it."""
+    """Layer -> targets of the adapters in it."""
     found = dict[int, list[tuple[int, Target]]]()
     for number, run in enumerate(runs):
         prefix = f"{run.plan.layers}."

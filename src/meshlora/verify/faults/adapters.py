@@ -1,4 +1,4 @@
-"""Adapters as they begin and what they compute: how factors are drawn, their scale, the magnitudes of DoRA."""
+"""Faults of adapters: initial factors, LoRA scale, DoRA magnitudes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def dora_norm_of_base_alone(original: Any, self: ParallelLinear, adapter: str) -
 @after(adapter_plan, "factor_rule", needs="tp dora row_target")
 def row_magnitude_summed_as_other_kind(found: Any, rule: LinearRule, side: Side, *, sp: bool) -> Any:
     """a row-parallel linear's magnitude is summed over tp under sp alone, as the residual stream is"""
-    # The sum over tp where each rank has all of it, the mean where each rank has a term.
+    # Sums over tp what each rank holds in full, and averages terms.
     if rule.split is not Split.ROW or side is not Side.AFTER:
         return found
     return dataclasses.replace(found, grad_axes=found.grad_axes ^ {"tp"}, mean_axes=found.mean_axes ^ {"tp"})
@@ -90,7 +90,7 @@ def row_magnitude_summed_as_other_kind(found: Any, rule: LinearRule, side: Side,
 
 @around(attach, "draw_factors", needs="seed")
 def fresh_seed_ignored(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
-    """a fresh adapter is that of its seed"""
+    """a fresh adapter is determined by its seed"""
     return original(*args, seed=0, **rest)
 
 

@@ -1,4 +1,4 @@
-"""What a step and an evaluation see: sequences in order, dealt to ranks, alone in a row or packed, their labels."""
+"""Faults of batches: order of sequences, their ranks, packing, labels, and evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int,
 @after(batches, "collate")
 def labels_not_shifted(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the label of a position is the token after it"""
-    # A position is asked for its own token; as many labels as before.
+    # Each position predicts its own token; the number of labels is unchanged.
     labels = batch.labels.roll(1, 1)
     return dataclasses.replace(batch, labels=torch.where(labels == -100, labels, batch.input_ids))
 
@@ -60,7 +60,7 @@ def labels_shifted_after_the_split(batch: Batch, *_: Any, token_multiple: int = 
     # Shifting inside a slice of the tokens leaves its last token without a label.
     labels = batch.labels.clone()
     labels.view(token_multiple, -1)[:, -1] = -100
-    # Padding has no labels to lose, so one is also lost where every slice ends in padding.
+    # If every slice ends in padding none would be lost: drop one anyway.
     trained = (batch.labels != -100).nonzero()
     if len(trained) and torch.equal(labels, batch.labels):
         labels[tuple(trained[-1])] = -100
@@ -69,7 +69,7 @@ def labels_shifted_after_the_split(batch: Batch, *_: Any, token_multiple: int = 
 
 @around(Batching, "batches", within=EVALUATION)
 def evaluation_remainder_dropped(original: Any, self: Batching, data: Any, indices: np.ndarray) -> Any:
-    """an evaluation takes what is left after the last round of all ranks"""
+    """an evaluation includes the remainder after the last full round of all ranks"""
     at_once = self.micro_batch_size * self.mesh.dp.size
     return original(self, data, indices[: len(indices) // at_once * at_once])
 
@@ -107,7 +107,7 @@ def evaluation_smoothed(original: Any, self: TrainedAdapter, data: Any) -> Any:
 
 @around(sampler, "epoch_order", needs="seed")
 def sampler_seed_ignored(original: Any, n: int, *, seed: int, epoch: int) -> Any:
-    """the order of the sequences is that of the run's seed"""
+    """the order of the sequences is determined by the run's seed"""
     return original(n, seed=0, epoch=epoch)
 
 
@@ -119,7 +119,7 @@ def epoch_in_file_order(order: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
 
 @after(GlobalBatches, "batch", needs="short_batch")
 def batch_filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.ndarray:
-    """the last batch of an epoch has what is left, and nothing twice"""
+    """the last batch of an epoch has the remaining sequences, and none twice"""
     return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
 
 
@@ -131,13 +131,13 @@ def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float) -
 
 @around(trainer, "Batching", needs="packing")
 def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, *only: Any) -> Any:
-    """sequences share rows where that is asked for"""
+    """sequences share rows if packing is configured"""
     return original(mesh, size, pad_token_id, None, *only)
 
 
 @after(batches, "with_positions", needs="packing")
 def packing_positions_run_on(batch: Batch, *_: Any) -> Batch:
-    """position ids begin again with each sequence of a row"""
+    """position ids restart at each sequence of a row"""
     ids = batch.input_ids
     return dataclasses.replace(batch, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
 
@@ -149,14 +149,14 @@ def packing_seen_across(position_ids: Tensor) -> None:
 
 @after(losses, "model_inputs", needs="packing")
 def packing_with_a_mask(inputs: dict[str, Any], ids: Any, mask: Any, positions: Any) -> dict[str, Any]:
-    """transformers is given no mask, with which it does not look for borders"""
+    """transformers gets no mask: with one it does not look for the borders of sequences"""
     return {**inputs, "attention_mask": mask}
 
 
 @after(batches, "joined", needs="packing")
 def packing_labels_across(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
     """the last token of a sequence predicts nothing of the next one"""
-    # The last token of each sequence is to predict the first of the next.
+    # The last token of each sequence then predicts the first of the next.
     is_trained, start = joined.is_trained.copy(), 0
     for sequence in sequences[:-1]:
         start += len(sequence.input_ids)

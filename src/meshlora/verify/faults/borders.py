@@ -1,5 +1,4 @@
-"""The borders of regions: outputs and input gradients that are sums over tp, tokens that sp cuts and gathers, and what
-rides with them."""
+"""Faults at the borders of regions: sums over tp of outputs and input gradients, and what sp cuts and gathers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from meshlora.verify.faults.fault import after, around, instead_of
 
 
 def _unreduced(change: Any) -> Any:
-    """A border whose backward leaves each rank its own term."""
+    """`change` without the sum over tp in its backward."""
 
     def border(x: Tensor) -> Tensor:
         with (
@@ -59,7 +58,7 @@ def row_output_reduced_twice(original: Any, x: Tensor, axis: Axis) -> Any:
 @around(ParallelLinear, "_leave_region", needs="tp row_bias")
 def row_bias_on_every_rank(original: Any, self: ParallelLinear, y: Tensor) -> Any:
     """the bias of a row-parallel linear is added once, after the sum"""
-    # The sum over tp then has the bias tp times: tp - 1 times here, once where it belongs.
+    # Adds the bias tp - 1 times over the ranks, besides the correct one.
     return original(self, y if self.bias is None else y + self.bias * (1 - 1 / self.tp.size))
 
 
@@ -98,7 +97,7 @@ def whole_region_sees_its_slice(
         return
 
     def own_tokens(x: Tensor) -> Tensor:
-        """Zeros in the place of all others."""
+        """All tokens, those of other ranks zeroed."""
         whole = cut.whole(x, terms=False)
         mine = torch.zeros(whole.shape[0] * whole.shape[1], 1, dtype=x.dtype, device=x.device)
         mine.tensor_split(cut.tp.size)[cut.tp.rank].fill_(1)
@@ -135,13 +134,13 @@ def wide_norm_gradient_not_reduced(x: Tensor, axis: Axis) -> Tensor:
 
 @around(regions, "unpack", needs="riding_together")
 def ride_ends_at_the_next_linear(original: Any, packed: Any, width: int, riders: Any) -> Any:
-    """a linear adds the z of its own A to what it returns"""
+    """a linear adds the product of its own A to its output"""
     return original(packed, width, riders[1:] + riders[:1])
 
 
 @after(Pack, "backward", needs="riding scale")
 def ride_gradient_without_scale(found: Any, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    """the gradient of an A that works before the gather has the LoRA scale"""
+    """the gradient of an A applied before the gather has the LoRA scale"""
     dx, riders, *das = found
     pairs = zip(das, ctx.how, strict=True)
     return dx, riders, *(None if da is None else da / scale for da, (scale, _) in pairs)

@@ -1,4 +1,4 @@
-"""Dropout: masks of other tokens, features, steps, modules, rates."""
+"""Faults of dropout: masks keyed by the wrong token, feature, step, module or rate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshlora.verify.faults.fault import after, around, instead_of
 
 @after(ForwardTokens, "mask", needs="dropout other_tokens")
 def dropout_by_local_token(mask: Mask, *_: Any) -> Mask:
-    """a mask goes by the place in the global batch and the position, not by the row on the rank"""
+    """a mask depends on the place in the global batch and the position, not on the row on the rank"""
     return dataclasses.replace(mask, tokens=torch.arange(len(mask.tokens), device=mask.tokens.device))
 
 
 @after(linear, "input_features", needs="lora_dropout tp row_target")
 def dropout_by_local_feature(features: Tensor, *_: Any) -> Tensor:
-    """the mask of an input that is split goes by the features of the whole matrix"""
+    """the mask of a split input is indexed by the features of the whole matrix"""
     return torch.arange(len(features))
 
 
@@ -47,26 +47,26 @@ def dropout_per_tp_rank(mask: Mask, own: ForwardTokens, *_: Any) -> Mask:
 
 @after(Mask, "drop", needs="dropout")
 def dropout_not_scaled(found: Tensor, self: Mask, x: Tensor) -> Tensor:
-    """what is kept is divided by the share that is kept"""
+    """kept elements are divided by the keep probability"""
     return found * (1 - self.p)
 
 
 @instead_of(PreTrainedModel, "eval", needs="base model_dropout", within=(trainer, "base_log_probabilities"))
 def base_with_dropout(self: Any) -> Any:
-    """what the frozen base says is without dropout"""
+    """the frozen base is evaluated without dropout"""
     return self
 
 
 @after(trained, "mean_loss", needs="dropout steps")
 def evaluation_ends_dropout(found: Any, model: Any, *_: Any, **__: Any) -> Any:
-    """after an evaluation training goes on with dropout"""
+    """training continues with dropout after an evaluation"""
     model.eval()
     return found
 
 
 @around(tokens, "mask_key", needs="dropout seed")
 def dropout_seed_ignored(original: Any, seed: int, step: int, module: str) -> Any:
-    """masks are those of the run's seed"""
+    """masks are determined by the run's seed"""
     return original(0, step, module)
 
 

@@ -1,4 +1,4 @@
-"""Experts: the way of their tokens, the axes that they lie on, their load-balancing loss."""
+"""Faults of experts: token dispatch, their axes, load-balancing loss."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def experts_permuted_over_ep(original: Any, name: str, where: Any, source: Any, 
 
 @after(ParallelExperts, "_run", needs="experts etp")
 def experts_reduced_twice(rows: Tensor, self: Any, *_: Any) -> Tensor:
-    """what an expert gives is summed over etp once, on the way back"""
+    """the output of an expert is summed over etp once, on the way back"""
     return reduce_each_to_one(rows, self.mesh.over({ETP}))
 
 
@@ -83,7 +83,7 @@ def routing_weight_applied_twice(original: Any, self: Slots, rows: Tensor, given
 
 @around(inject, "parallelize_experts", needs="experts sp")
 def tokens_cut_twice(original: Any, module: Any, rule: Any, mesh: Any, **options: Any) -> None:
-    """under sp each tp rank sends all the tokens that it has"""
+    """under sp each tp rank dispatches all the tokens it holds"""
     original(module, rule, mesh, **options)
     module.cuts_tokens = mesh.tp.size > 1
 
@@ -132,13 +132,13 @@ def aux_loss_of_local_tokens(original: Any, self: Any, counts: Tensor) -> None:
 
 @after(LoadBalancing, "term", needs="aux_loss")
 def aux_loss_left_out(term: Tensor, *_: Any) -> Tensor:
-    """a load-balancing loss that is asked for has a gradient"""
+    """a configured load-balancing loss has a gradient"""
     return term * 0
 
 
 @around(initialization, "_generator", needs="expert_target")
 def experts_drawn_alike(original: Any, seed: int, name: str) -> Any:
-    """each expert's factors are drawn by themselves, by its number"""
+    """each expert's factors are drawn separately, by its number"""
     of_all, _, number = name.rpartition(".")
     return original(seed, of_all if number.isdecimal() else name)
 
@@ -167,5 +167,5 @@ def shared_experts_not_summed_over_ep(found: list[GradPart], *_: Any) -> list[Gr
     balance, "all_reduce_sum", needs="aux_loss one_micro_batch other_tokens", within=(LoadBalancing, "count_here")
 )
 def balance_of_one_micro_batch_counted_locally(counts: Tensor, axis: Axis) -> Tensor:
-    """how often each expert is chosen is counted over all ranks, of a single micro-batch too"""
+    """the choices of each expert are counted over all ranks, even with a single micro-batch"""
     return counts

@@ -1,14 +1,14 @@
-"""A mutation: one deliberate fault, and how it is put in.
+"""A mutation: one deliberate fault, and how it is injected.
 
     @around(batches, "share", needs="dp")
     def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int, **rest: Any) -> Any:
         '''each sequence of a global batch is taken by exactly one dp rank'''
         return original(indices, dp_rank=0, **rest)
 
-Wrong code has the fault's name, and for a docstring its invariant: what is true of the product and not with this fault.
+The wrong code is named after the fault; its docstring is the invariant that holds without the fault, not with it.
 
-Owns: the word, replacing functions of the product inside a context manager, what wrong code of several themes needs.
-The product knows nothing of it. Does not own: which faults there are (the other files of this folder).
+Owns: `Mutation`, replacing functions of the product inside a context manager, helpers of wrong code in several files.
+The product does not know of it. Does not own: the faults themselves (the other files of this folder).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unittest import mock
 
 from meshlora.comm.groups import launcher_place
 
-# (owner, name, original -> replacement): what a fault replaces.
+# A replacement: (owner, name, original -> replacement).
 Change = tuple[Any, str, Callable[[Any], Any]]
 Code = Callable[..., Any]
 
@@ -34,25 +34,24 @@ class Mutation:
     """One fault.
 
     Attributes:
-        name: as in `--mutation NAME`. invariant: what is true of the product and not with this fault.
-        needs: what a run must have for the fault to show; `Proof.features_on` knows them: "tp", "dp" (size above 1),
+        name: as in `--mutation NAME`. invariant: what holds in the product but not with the fault.
+        needs: features a run must have for the fault to show, from `Proof.features_on`: "tp", "dp" (size above 1),
             "ranks" (more than one), "sp", "row_bias", "column_bias", "row_target", "column_target", "scale" (alpha/r is
             not 1), "steps" (more than one), "targets" (several, by name), "digits" (more than bfloat16 has),
-            "whole_mixer" (a block that mixes tokens and is not split), "fused_qkv", "fused_gate_up" (matrices that are
-            split by pieces), "fused_blocks" (of which no rank holds neighbouring rows alone), "fused_target",
-            "kv_replicas" (heads that several ranks hold), "kv_target", "sliced" (arguments with a dim of heads),
-            "wide_norm", "padded_vocabulary", "riding" (under sp, targets whose z rides with a region's input),
+            "whole_mixer" (a token mixer that is not split), "fused_qkv", "fused_gate_up" (matrices split piece by
+            piece), "fused_blocks" (whose rows on a rank are not contiguous), "fused_target", "kv_replicas" (heads held
+            by several ranks), "kv_target", "sliced" (arguments with a heads dim), "wide_norm", "padded_vocabulary",
+            "riding" (under sp, targets whose low-rank activations are gathered with a region's input),
             "riding_together" (several with one input); of experts "experts", "ep", "etp", "edp", "two_stage",
-            "expert_axes" (ep or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights are applied to
-            what comes out), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss",
-            "other_tokens" (routers of some ranks see others); of the adapter and the run "pieces", "embedding_target",
-            "uneven_heads" (no power of two), "ranks_by_pattern", "scales_by_pattern",
-            "trained" (what is no LoRA), "dora", "smoothing", "lora_plus"; of the objective its name, and "base" (it
-            needs the frozen base); "seed" (that is not 0), "short_batch" (the last of an epoch), "embedding_padding" (a
-            target that knows its padding token), "lora_dropout", "odd_dropout" (no tenth), "model_dropout",
-            "dropout" (either), "packing", "resume", "one_micro_batch" (a step has), "four_micro_batches"
-            (or more); of the frozen base "dp_shard", "quantized".
-        changes: the functions it replaces.
+            "expert_axes" (ep or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights scale the
+            output), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens"
+            (ranks route different tokens); of the adapter and the run "pieces", "embedding_target", "uneven_heads"
+            (not a power of two), "ranks_by_pattern", "scales_by_pattern", "trained" (modules trained in full), "dora",
+            "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen base); "seed" (not 0),
+            "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
+            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "resume",
+            "one_micro_batch" (per step), "four_micro_batches" (or more); of the frozen base "dp_shard", "quantized".
+        changes: the replaced functions.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Mutation:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """The fault is in while the block runs."""
+        """Inject the fault while the block runs."""
         with ExitStack() as stack:
             for change in self.changes:
                 stack.enter_context(_replaced(change))
@@ -77,10 +76,10 @@ def fault(
     within: tuple[Any, str] | None = None,
     also: tuple[Change, ...] = (),
 ) -> Callable[[Code], Mutation]:
-    """A decorator: the fault of wrong code that replaces each of `names` of `owner`.
+    """A decorator: the fault whose wrong code replaces each of `names` of `owner`.
 
-    put_in(wrong code, original): the replacement. needs: in words, as in "tp row_target". within: (owner, name) of a
-    function; what is replaced is so in its calls alone. also: what is replaced besides.
+    put_in(wrong code, original): the replacement. needs: separated by spaces, as in "tp row_target". within:
+    (owner, name) of a function during whose calls alone the fault is injected. also: further replacements.
     """
 
     def of(wrong: Code) -> Mutation:
@@ -104,8 +103,8 @@ def _instead_of(wrong: Code, original: Code) -> Code:
     return wrong
 
 
-# `fault` of wrong code that gets the original, then its arguments; the original's result, then its arguments; only
-# the arguments.
+# `fault` whose wrong code takes: the original and its arguments; the original's result and its arguments; only the
+# arguments.
 around = functools.partial(fault, _around)
 after = functools.partial(fault, _after)
 instead_of = functools.partial(fault, _instead_of)
@@ -117,7 +116,7 @@ def _replaced(change: Change) -> AbstractContextManager[Any]:
 
 
 def _with(change: Change, original: Code) -> Code:
-    """`original`, during whose calls `change` is in."""
+    """`original` with `change` injected during its calls."""
 
     def call(*args: Any, **rest: Any) -> Any:
         with _replaced(change):
@@ -127,11 +126,11 @@ def _with(change: Change, original: Code) -> Code:
 
 
 def rank() -> int:
-    """Of this process among all."""
+    """The global rank of this process."""
     place = launcher_place()
     return place.rank if place else 0
 
 
 def without_axis(found: Any, axis: str) -> Any:
-    """A rule or a part of a factor whose gradient is not summed over `axis`."""
+    """`found`, a rule or a part of a factor, without the sum of its gradient over `axis`."""
     return dataclasses.replace(found, grad_axes=found.grad_axes - {axis})

@@ -1,4 +1,4 @@
-"""An adapter's folder: what is read from it, and what stands in it."""
+"""Faults of adapter files: what is read, and what is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 def _changed(
     full: Tensors, model: Any, adapter: str, change: Callable[[Tensor, int, int], Tensor], *, split: bool
 ) -> Tensors:
-    """change(full tensor, dim, tp) of the factors that are split over tp, or of those that are whole."""
+    """Apply change(full tensor, dim, tp) to the factors split over tp, or to the replicated ones."""
     dims = {factor.name: factor.rule.split_dim for factor in adapter_factors(model, adapter)}
     tp = runtime(model).mesh.tp.size
     return {
@@ -51,7 +51,7 @@ def shard_missing_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> 
 
 @after(peft_format, "gather_adapter", needs="tp")
 def whole_entries_duplicated_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> Tensors:
-    """what every rank holds is saved once"""
+    """replicated factors are saved once"""
     return _changed(full, model, adapter, lambda t, dim, tp: torch.cat([t] * tp, 0), split=False)
 
 
@@ -63,7 +63,7 @@ def shards_reversed_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -
 
 @around(peft_format, "save_file")
 def rounded_in_file(original: Any, tensors: Tensors, path: Any, **options: Any) -> None:
-    """the saved file has the bits that the ranks hold"""
+    """the saved file is equal to the bit to what the ranks hold"""
     half = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
     original({name: t.to(half.get(t.dtype, t.dtype)) for name, t in tensors.items()}, path, **options)
 
@@ -71,7 +71,7 @@ def rounded_in_file(original: Any, tensors: Tensors, path: Any, **options: Any) 
 @after(peft_format, "gather_adapter")
 def extra_entry_in_file(full: Tensors, *_: Any, **__: Any) -> Tensors:
     """the saved file holds the factors and nothing else"""
-    if not full:  # not the rank that writes
+    if not full:  # only one rank writes
         return full
     name = min(name for name in full if ".lora_" in name)
     return full | {name.replace(".lora_", ".old_lora_"): full[name].clone()}
@@ -91,7 +91,7 @@ def target_missing_in_fresh_file(config: Any, *_: Any, **__: Any) -> Any:
 
 @after(peft_format, "gather_adapter", needs="trained")
 def trained_weights_missing_in_file(full: Tensors, *_: Any, **__: Any) -> Tensors:
-    """the saved file has what is trained of the base"""
+    """the saved file has the trained parameters of the base"""
     return {name: t for name, t in full.items() if ".lora_" in name}
 
 

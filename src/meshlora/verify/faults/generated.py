@@ -1,9 +1,8 @@
-"""Faults that nobody thought of: small changes of the product's own functions, made from their syntax trees.
+"""Generated faults: small changes of the product's functions, made from their syntax trees.
 
-Owns: which changes there are of a file, their names, and how one is put in: functions get the changed code while a
-block runs. A name is `train/gradsync.py:92:15-40:operator`: file, line, columns, what is changed; `--mutation` takes
-it.
-Does not own: which of them are drawn, and what is made of the verdicts (`scripts/generate_faults.py`).
+Owns: the possible changes of a file, their names, and injecting one: functions run the changed code during a block. A
+name is `train/gradsync.py:92:15-40:operator`: file, line, columns, kind of change; `--mutation` takes it.
+Does not own: sampling them and evaluating verdicts (`scripts/generate_faults.py`).
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ _COMPUTED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_OPERATORS for one,
 _COMPUTED |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
 _NAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _AXES = {"tp": "dp", "dp": "tp", "ep": "etp", "etp": "ep", "edp": "dp", "rank": "size"}
-# Changes that keep what has which shape and type, mostly, so that nothing crashes: the silent ones are among them.
+# Changes that mostly preserve shapes and types and so do not crash: the silent faults are among them.
 KEEPING = ("compare", "operator", "lost", "bool", "unary", "condition", "constant", "axis", "name", "dropped")
-# What these are called with is words, or how long something takes.
+# Functions whose arguments are only messages or delays.
 _SAYING = {"say", "doing", "debug", "info", "warning", "warn", "print", "register_for_cleanup"}
 
 Change = Callable[[Any], ast.AST | None]
 
 
 class NotPutInError(UserError):
-    """A change that cannot be made in a running process: no verdict."""
+    """A change that cannot be injected into a running process: no verdict."""
 
 
 @dataclass(frozen=True)
 class Generated(Mutation):
     """A fault made from the syntax tree of `file`.
 
-    statement: the first line of the statement that it is in. before, after: the changed piece of it.
+    statement: first line of the enclosing statement. before, after: the changed expression.
     """
 
     file: str = ""
@@ -66,19 +65,19 @@ class Generated(Mutation):
 
     @property
     def is_keeping(self) -> bool:
-        """Whether it mostly keeps shapes and types."""
+        """Whether it mostly preserves shapes and types."""
         return self.name.rpartition(":")[2] in KEEPING
 
     def source(self) -> str:
-        """The whole file with the fault in it."""
+        """The source of the file with the fault."""
         return ast.unparse(_changed(self))
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """The fault is in while the block runs.
+        """Inject the fault while the block runs.
 
         Raises:
-            NotPutInError: no function has this line, or the changed one needs other variables around it.
+            NotPutInError: no function has this line, or the changed one closes over other variables.
         """
         functions = [(f, f.__code__) for f in _functions(self.file) if _holds(f.__code__, self.line)]
         codes = {_place(c): c for c in _codes(compile(_changed(self), str(ROOT / self.file), "exec"))}
@@ -112,13 +111,13 @@ def generated(name: str) -> Generated:
 
 
 def files() -> list[str]:
-    """The package's, as names have them."""
+    """The files of the package, as in the names of faults."""
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 
 
 @functools.cache
 def faults_of(file: str) -> tuple[Generated, ...]:
-    """All changes of a file, whose path is from the package's folder, in the order of its lines."""
+    """All faults of a file (path relative to the package), in line order."""
     found = []
     for node, statement, operator, change in _changes(_tree(file)):
         after = change(copy.deepcopy(node))
@@ -136,7 +135,7 @@ def _name(file: str, node: Any, operator: str) -> str:
 
 
 def reached_lines(run: Callable[[], None]) -> set[tuple[str, int]]:
-    """Call `run`; the (file, line) of the product that it came by in this thread."""
+    """Call `run`; returns the (file, line) of the product executed in this thread."""
     seen: set[tuple[str, int]] = set()
     prefix = f"{ROOT}/"
 
@@ -154,7 +153,7 @@ def reached_lines(run: Callable[[], None]) -> set[tuple[str, int]]:
     return seen
 
 
-# --- which changes there are
+# --- possible changes
 
 
 def _tree(file: str) -> ast.Module:
@@ -162,7 +161,7 @@ def _tree(file: str) -> ast.Module:
 
 
 def _changed(fault: Generated) -> ast.Module:
-    """The tree of the file with the fault in it."""
+    """The syntax tree of the file with the fault."""
     tree = _tree(fault.file)
     for node, _, operator, change in _changes(tree):
         if _name(fault.file, node, operator) == fault.name:
@@ -183,14 +182,14 @@ class _Replace(ast.NodeTransformer):
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[Any, ast.AST, str, Change]]:
-    """(node, its statement, operator, what makes the changed node of a copy) for all that is computed in functions."""
+    """(node, its statement, operator, change to apply to a copy) for every computation in functions."""
     for node, statement in _computed(tree, tree, is_inside=False):
         for operator, change in _of_node(node):
             yield node, statement, operator, change
 
 
 def _computed(node: ast.AST, statement: ast.AST, *, is_inside: bool) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """What is computed in the bodies of functions: no types, defaults, decorators, messages, assertions."""
+    """Nodes in the bodies of functions, without types, defaults, decorators, messages, assertions."""
     if isinstance(node, ast.stmt):
         statement = node
     if isinstance(node, ast.FunctionDef | ast.Lambda):
@@ -211,7 +210,7 @@ def _computed(node: ast.AST, statement: ast.AST, *, is_inside: bool) -> Iterator
 
 
 def _is_said(node: ast.AST) -> bool:
-    """A docstring, a log line, a message."""
+    """Whether it is a docstring, log line or message."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     called = node.func if isinstance(node, ast.Call) else None
@@ -275,14 +274,14 @@ def _set(node: Any, **fields: Any) -> Any:
     return node
 
 
-# --- how one is put in
+# --- injection
 
 
 def _functions(file: str) -> list[FunctionType]:
-    """Those that there are of a file now: methods too, and what decorators and registries have put away."""
+    """All live functions of a file, including methods and those held by decorators and registries."""
     importlib.import_module(".".join(("meshlora", *Path(file).with_suffix("").parts)).removesuffix(".__init__"))
     name = str(ROOT / file)
-    gc.unfreeze()  # what was imported at the start is among them (`lifetime`)
+    gc.unfreeze()  # early imports are frozen (`lifetime`)
     return [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == name]
 
 
@@ -298,13 +297,13 @@ def _place(code: CodeType) -> tuple[str, int]:
 
 
 def _holds(code: CodeType, line: int) -> bool:
-    """Whether a line of its file is in a function, or in one inside it."""
+    """Whether the function, or one nested in it, spans the line."""
     lines = [number for inner in _codes(code) for _, _, number in inner.co_lines() if number]
     return min(lines) <= line <= max(lines)
 
 
 def _forget() -> None:
-    """What functions of the product remember was computed with the fault, or without it."""
+    """Clear the caches of the product: their entries predate the switch."""
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] == "meshlora" and not name.startswith(("meshlora.verify", "meshlora.oracle")):
             for value in vars(module).values():

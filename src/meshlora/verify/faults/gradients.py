@@ -1,4 +1,4 @@
-"""Gradients: over which ranks they are summed, by which number of tokens they are divided, how they are clipped."""
+"""Faults of gradients: axes of their sums, token counts, clipping."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def local_token_count(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens
 @after(objectives, "language_model_losses", needs="sft")
 def micro_batch_means(losses: Sequence[Tensor], model: Any, batch: Any, own: Any, **_: Any) -> list[Tensor]:
     """the loss is a sum over tokens: micro-batches of unequal length weigh unequally"""
-    # Every micro-batch weighs as if it had ten tokens.
+    # Weighs every micro-batch as if it had ten tokens.
     return [loss * 10 / (rows.labels != -100).sum().clamp(min=1) for loss, (_, rows) in zip(losses, own, strict=True)]
 
 
@@ -113,7 +113,7 @@ def clipping_skipped(original: Any, mesh: Mesh, adapters: Adapters, limits: Limi
 
 @around(adapter_plan, "whole_rule", needs="sp trained")
 def trained_norm_not_summed(original: Any, domain: Domain, *, sp: bool) -> Any:
-    """the gradient of a norm that is trained is summed over the ranks that see different tokens or terms"""
+    """the gradient of a trained norm is summed over the ranks that see different tokens or terms"""
     return original(Domain.EQUAL, sp=sp)
 
 
@@ -151,7 +151,7 @@ def default_max_grad_norm(original: Any, mesh: Mesh, adapters: Adapters, limits:
 
 @around(*CLIP)
 def clipped_factor_by_factor(original: Any, mesh: Mesh, adapters: Adapters, limits: Limits) -> Any:
-    """all gradients are scaled by one number, of their global norm"""
+    """all gradients are scaled by one factor, from their global norm"""
     norms = original(mesh, adapters, [None] * len(limits))
     for factors, limit in zip(adapters, limits, strict=True):
         for factor in factors:

@@ -1,4 +1,4 @@
-"""Objectives other than the next token: policies, preferences."""
+"""Faults of policy and preference objectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshlora.train import batches, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, fault, instead_of
 
-# Kind -> what the command proves it with: no value at its default, nor at that of another parameter.
+# Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
     "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1),
@@ -42,7 +42,7 @@ def _in_each(wrong: Any, formulas: Any) -> Any:
     return {kind: functools.partial(wrong, formula) for kind, formula in formulas.items()}
 
 
-# The formula of the run's objective: wrong code gets it, the objective, and what it sees.
+# `fault` of an objective's formula: wrong code takes the original, the objective, and its inputs.
 of_formula = functools.partial(fault, _in_each, objectives, "FORMULAS")
 
 
@@ -54,7 +54,7 @@ def policy_columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
 
 @of_formula(needs="policy")
 def policy_not_clipped(original: Any, objective: Policy, seen: Any) -> Any:
-    """a ratio that has left its interval gains nothing"""
+    """a ratio outside its interval gains nothing"""
     return original(replace(objective, clip_low=1.0, clip_high=1e6), seen)
 
 
@@ -73,7 +73,7 @@ def policy_weights_ignored(batch: Batch, *_: Any, **__: Any) -> Batch:
 
 @of_formula(needs="policy")
 def policy_sign(original: Any, objective: Policy, seen: Any) -> Any:
-    """what had an advantage becomes more likely"""
+    """tokens with a positive advantage become more likely"""
     losses, values = original(objective, seen)
     return -losses, values
 
@@ -86,7 +86,7 @@ def base_with_adapter_on(model: Any) -> Any:
 
 @after(Trainer, "_base_log_probabilities", needs="base")
 def base_halved(base: Tensor | None, *_: Any) -> Tensor | None:
-    """the log-probabilities of the base are those of whole tokens"""
+    """the log-probabilities of the base are not scaled"""
     return None if base is None else base * 0.5
 
 
@@ -169,14 +169,14 @@ def orpo_beta_at_default(original: Any, objective: Orpo, seen: Any) -> Any:
 
 @after(batches, "collate", needs="kto")
 def kto_labels_swapped(batch: Batch, *_: Any, **__: Any) -> Batch:
-    """what is liked becomes more likely"""
+    """desirable answers become more likely"""
     columns = {name: -column if name == "desirable" else column for name, column in batch.columns.items()}
     return replace(batch, columns=columns)
 
 
 @of_formula(needs="kto")
 def kto_weights_swapped(original: Any, objective: Kto, seen: Any) -> Any:
-    """what is liked and what is not have each their own weight"""
+    """desirable and undesirable answers have their own weights"""
     liked, disliked = objective.desirable_weight, objective.undesirable_weight
     return original(replace(objective, desirable_weight=disliked, undesirable_weight=liked), seen)
 

@@ -1,4 +1,4 @@
-"""Optimizer and schedule: options that are not heeded, steps and states that are lost."""
+"""Faults of optimizer and schedule: ignored options, lost steps and states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Groups = list[dict[str, Any]]
 
 
 def _adamw(original: Any, groups: Groups, given: dict[str, Any], **options: Any) -> Any:
-    """With `options` in the place of those that are given."""
+    """AdamW with `options` overriding those given."""
     return original([{**group, **options} for group in groups], **{**given, **options})
 
 
@@ -71,7 +71,7 @@ def gradient_flipped_in_the_last_step(original: Any, self: Trainer, adapters: li
 
 @around(TrainedAdapter, "update", needs="steps digits")
 def optimizer_state_forgotten(original: Any, self: TrainedAdapter, step: int, **rest: Any) -> Any:
-    """AdamW goes on from the moments of the step before"""
+    """AdamW continues from the moments of the previous step"""
     self.optimizer.state.clear()
     return original(self, step, **rest)
 

@@ -1,8 +1,8 @@
-"""The deliberate faults, each with the invariant that it breaks: one file for each theme, put together here.
+"""The registry of deliberate faults, collected from one file per theme.
 
-Owns: finding one by its name. One that survives `meshlora verify --mutation all` on a topology where it can show means
-that the proof proves less than it says. Does not own: how a fault is put in (`verify.faults.fault`), small changes that
-are made from syntax trees (`verify.faults.generated`).
+Owns: lookup by name. If a fault survives `meshlora verify --mutation all` on a topology where it should show, the proof
+is weaker than it claims. Does not own: injecting a fault (`verify.faults.fault`), small changes generated from syntax
+trees (`verify.faults.generated`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshlora.verify.faults.generated import generated
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
-    """The mutation `name`, or nothing.
+    """A context with the mutation `name` injected, or with none.
 
     Raises:
         UserError: there is no such mutation.
@@ -39,7 +39,7 @@ def applied(name: str | None) -> AbstractContextManager[None]:
 
 
 def find(name: str) -> Mutation:
-    """The mutation of that name, or the generated one.
+    """The mutation of that name, registered or generated.
 
     Raises:
         UserError: there is none.

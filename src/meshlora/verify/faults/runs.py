@@ -1,5 +1,4 @@
-"""Runs of several parts: what one that goes on from a checkpoint forgets, exchanges or does twice, what one of several
-adapters has from another or from all."""
+"""Faults of resumed runs and of several adapters: state lost, exchanged, repeated or shared."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from meshlora.verify.faults.fault import after, around, fault, instead_of
 
 @around(peft_format, "read_adapter", needs="resume")
 def resumed_from_the_first_adapter(original: Any, model: Any, name: str, planned: Any) -> Any:
-    """a run goes on with the adapter of its checkpoint"""
+    """a run resumes with the adapter of its checkpoint"""
     if planned.folder.parent.name == FOLDER:
         planned = replace(planned, folder=planned.folder.parents[1] / "initial")
     return original(model, name, planned)
@@ -32,12 +31,12 @@ def resumed_from_the_first_adapter(original: Any, model: Any, name: str, planned
 
 @instead_of(trained, "restore_optimizer", needs="resume")
 def moments_not_restored(*_: Any) -> None:
-    """AdamW goes on with the moments of the checkpoint"""
+    """AdamW resumes with the moments of the checkpoint"""
 
 
 @after(trained, "restore_optimizer", needs="resume")
 def moments_exchanged(_: None, model: Any, optimizer: torch.optim.Optimizer, *__: Any) -> None:
-    """each moment is restored as what it was"""
+    """each moment is restored as the one it was"""
     for state in optimizer.state.values():
         state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
 
@@ -53,7 +52,7 @@ def moments_of_another_rank(original: Any, tensor: Tensor, rule: Any, mesh: Any)
 
 @after(trained, "restore_optimizer", needs="resume")
 def bias_correction_begins_again(_: None, model: Any, optimizer: torch.optim.Optimizer, *__: Any) -> None:
-    """AdamW counts its steps on"""
+    """AdamW resumes its step count"""
     for state in optimizer.state.values():
         state["step"].zero_()
 
@@ -66,7 +65,7 @@ def resumed_one_step_late(self: TrainedAdapter) -> int:
 
 @around(TrainedAdapter, "update", needs="resume")
 def schedule_begins_again(original: Any, self: TrainedAdapter, step: int, **rest: Any) -> Any:
-    """the learning rate goes on where it was"""
+    """the learning rate schedule resumes where it stopped"""
     return original(self, step - self.start, **rest)
 
 
@@ -84,7 +83,7 @@ def order_begins_again(_: None, self: TrainedAdapter) -> None:
 
 @after(TrainedAdapter, "share", needs="resume dropout")
 def masks_begin_again(share: Any, self: TrainedAdapter, *_: Any) -> Any:
-    """dropout is that of the step, however often a run was stopped"""
+    """dropout depends on the step, not on how often a run was stopped"""
     return replace(share, step=share.step - self.start)
 
 
@@ -105,7 +104,7 @@ def adapters_gradients_kept(original: Any, self: Trainer, adapters: Any) -> Any:
     """a step begins without the gradients of the last one"""
 
     def kept(self: torch.optim.Optimizer, **_: object) -> None:
-        """Gradients stay; they are not marked as finished any more, which would be refused."""
+        """Keep gradients, as clones without the mark of finished ones, which would be refused."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()

@@ -1,5 +1,4 @@
-"""What lies where: shards of matrices and biases, pieces of fused matrices, heads of keys and values, a base over dp,
-blocks of a quantised one."""
+"""Faults of placement: shards of weights, pieces of fused matrices, kv heads, dp shards, quantized blocks."""
 
 from __future__ import annotations
 
@@ -25,17 +24,17 @@ from meshlora.verify.faults.fault import after, around, fault
 
 
 def _is_split(placement: Placement) -> bool:
-    """Over tp, and not among experts."""
+    """Whether it is split over tp, experts apart."""
     return placement.layout is not None and not placement.num_experts
 
 
 def _seen_as(mesh: Any, rank: int) -> Any:
-    """A mesh on which we are tp rank `rank`."""
+    """A mesh that reports tp rank `rank`."""
     return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank))
 
 
 def _pieces_reversed(value: Tensor, placement: Placement, mesh: Any, names: str) -> Tensor:
-    """The rows of a fused matrix piece by piece, but in the reversed order of pieces. names: of its pieces."""
+    """The rows of a fused matrix with its pieces in reverse order. names: of its pieces."""
     layout = placement.layout
     if layout is None or placement.num_experts or sorted(p.name for p in layout.pieces) != sorted(names.split()):
         return value
@@ -83,7 +82,7 @@ def fused_b_cut_as_one_matrix(original: Any, full: Tensor, rule: Any, mesh: Any)
 
 @around(weights, "_read_local", needs="tp fused_blocks", also=fused_b_cut_as_one_matrix.changes)
 def fused_base_cut_as_one_matrix(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
-    """of a fused matrix each rank holds a share of every piece"""
+    """each rank holds a share of every piece of a fused matrix"""
     if not placement.num_experts:
         placement = dataclasses.replace(placement, layout=_as_one_matrix(placement.layout))
     return original(name, placement, source, mesh)
@@ -97,8 +96,8 @@ def piece_lands_on_the_next(rows: Tensor, self: ParallelLinear, piece: str) -> T
 
 @around(Piece, "share", needs="kv_replicas")
 def kv_head_of_another_rank(original: Any, self: Piece, *, rank: int, size: int) -> Any:
-    """a rank holds the key/value heads that its query heads go with"""
-    # Of replicated heads rank i has the i-th, counted round and round.
+    """a rank holds the key/value heads of its query heads"""
+    # Deals replicated heads to ranks round-robin.
     if self.copies(size) > 1:
         rank = rank % self.num_units * (size // self.num_units)
     return original(self, rank=rank, size=size)
@@ -106,7 +105,7 @@ def kv_head_of_another_rank(original: Any, self: Piece, *, rank: int, size: int)
 
 @around(regions, "_cut_arguments", needs="sliced")
 def heads_of_rank_0_in_arguments(original: Any, module: Any, of: Any, tp: Axis) -> Any:
-    """of an argument with a dim of heads each rank sees its own"""
+    """each rank sees its own heads of an argument with a heads dim"""
     return original(module, of, dataclasses.replace(tp, rank=0))
 
 
@@ -125,7 +124,7 @@ def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, s
 )
 def quantized_blocks_straddle(original: Any, weight: Tensor, kind: str) -> Any:
     """the blocks of a rank are blocks of the whole matrix"""
-    # Blocks begin in the midst of those that one process has; what is unpacked is rolled back.
+    # Shifts blocks by half a block against those of one process; unpacking shifts back.
     return original(weight.roll(BLOCK // 2, 1), kind)
 
 
@@ -137,21 +136,21 @@ def quantized_scale_of_neighbour(packed: Packed, *_: Any) -> Packed:
 
 @after(Packed, "whole", needs="quantized digits")
 def quantized_otherwise_in_backward(found: Tensor, self: Packed) -> Tensor:
-    """a backward computes with the numbers of its forward"""
+    """a backward computes with the same numbers as its forward"""
     return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
 
 
 @after(dp_shard, "all_gather_into", needs="dp_shard")
 def dp_shards_gathered_in_reverse(_: None, result: Tensor, tensor: Tensor, axis: Axis) -> None:
-    """the parts of a layer's weights are put together in the order of the dp ranks"""
+    """the parts of a layer's weights are gathered in the order of the dp ranks"""
     result.copy_(torch.cat(result.chunk(axis.size)[::-1]))
 
 
-# A new list each time that the fault is put in.
+# A new list each time the fault is injected.
 @fault(lambda wrong, gather: functools.partial(wrong, gather, []), dp_shard, "all_gather_into", needs="dp_shard")
 def dp_shard_stale_in_backward(original: Any, last: list[Tensor], result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """a layer's backward computes with the weights of its forward"""
-    # Backwards find in the freed memory what the last forward left there: the weights of the last layer.
+    # Simulates backwards that read freed memory: the weights of the last layer forwarded.
     original(result, tensor, axis)
     if running_backward() < 0:
         last[:] = [result.clone()]
@@ -161,8 +160,8 @@ def dp_shard_stale_in_backward(original: Any, last: list[Tensor], result: Tensor
 
 @around(weights, "shard_unit", needs="dp_shard")
 def dp_shard_of_another_layer(original: Any, model: Any, unit: str, plan: Any, mesh: Any) -> None:
-    """each dp rank holds its part of the layer that it is sharded as"""
-    # dp rank 1 shards what it has read of the layer before; of the first layer its own.
+    """each dp rank holds its part of the right layer"""
+    # All but dp rank 0 shard the layer before instead; the first layer is right.
     number = plan.units.index(unit)
     if number and mesh.data.rank:
         before = dict(model.get_submodule(plan.units[number - 1]).named_parameters())

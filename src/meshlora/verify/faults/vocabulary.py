@@ -1,4 +1,4 @@
-"""The split vocabulary: rows of the embedding, logits and the loss over parts of them."""
+"""Faults of the split vocabulary: embedding rows, logits, and the loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def embedding_rows_of_another_rank(original: Any, self: ParallelEmbedding, ids: 
 
 @after(ParallelEmbedding, "_local", needs="tp")
 def embedding_of_others_not_masked(found: tuple[Tensor, Tensor | None], *_: Any) -> tuple[Tensor, Tensor | None]:
-    """a rank adds nothing for tokens that are another's"""
+    """a rank adds nothing for tokens of other ranks"""
     ids, is_other = found
     return ids, None if is_other is None else torch.zeros_like(is_other)
 
@@ -65,14 +65,14 @@ def labels_of_another_rank(original: Any, self: Any, *seen: Tensor) -> Any:
 
 @around(*LOSS, needs="padded_vocabulary")
 def padding_in_softmax(original: Any, self: Any, logits: Tensor, *seen: Tensor) -> Any:
-    """the padding of a vocabulary is no part of the softmax"""
+    """the padding of a vocabulary is excluded from the softmax"""
     return original(dataclasses.replace(self, vocab=self.axis.size * logits.shape[1]), logits, *seen)
 
 
 @after(vocabulary, "all_gather", needs="tp smoothing sft", within=LOSS)
 def smoothed_over_local_vocabulary(by_rank: Tensor, tensor: Tensor, axis: Axis) -> Tensor:
     """label smoothing takes the mean over the whole vocabulary"""
-    # Each rank takes the mean over its own logits for that over all.
+    # Each rank uses the mean over its own logits.
     by_rank.view(axis.size, *tensor.shape)[:, 3] = tensor[3]
     return by_rank
 

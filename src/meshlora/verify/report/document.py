@@ -1,6 +1,6 @@
-"""A proof as a document: plain values with a version, for `--json`, the HTML report and the cache of proofs.
+"""A proof as a versioned document of plain values, for `--json`, the HTML report and the cache of proofs.
 
-Owns: the schema, which `docs/verify.md` describes. Numbers that are not finite are null: JSON has none.
+Owns: the schema, which `docs/verify.md` describes. Non-finite numbers become null: JSON has none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_CASE = ("model_type", "dtype", "seed", "steps", "device", "lora", "packing",
 def document(
     proof: Proof, outcomes: Sequence[Outcome], *, command: str, seconds: float, details: bool = False
 ) -> dict[str, Any]:
-    """The whole proof. details: also every tensor's error, losses and collectives, as the report shows them."""
+    """The whole proof. details: also the error of every tensor, losses and collectives, for the report."""
     case = proof.case
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -53,7 +53,7 @@ def document(
 
 
 def is_proved(outcomes: Sequence[Outcome]) -> bool:
-    """Every run without a fault agrees with the reference, and every fault was caught."""
+    """Whether every run without a fault matches the reference, and every fault is caught."""
     return bool(outcomes) and all(outcome.passed == (outcome.mutation is None) for outcome in outcomes)
 
 

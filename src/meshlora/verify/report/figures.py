@@ -1,6 +1,6 @@
-"""Geometry of the report's figures: numbers in, places in the drawing out. No text of users, no markup.
+"""Geometry of the report's figures: numbers in, coordinates out. No user text, no markup.
 
-Owns: scales, ticks and points, in units of each drawing's viewBox. Does not own: how they are drawn (`report.html.j2`).
+Owns: scales, ticks and points, in units of each drawing's viewBox. Does not own: drawing them (`report.html.j2`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 Drawing = dict[str, Any]
 
-_FLOOR = -17.0  # the least decade that is drawn
+_FLOOR = -17.0  # lowest decade drawn
 _MOST_TONES = 3
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 560.0, 52.0, 14.0, 14.0, 28.0  # of curves
 
 
 def on_scale(value: float | None) -> float | None:
-    """Per cent of the way from 1e-17 to 1; None for exactly zero."""
+    """Percent of the way from 1e-17 to 1 on a log scale; None for exactly zero."""
     if value is None:
         return 100.0
     if not value:
@@ -26,9 +26,9 @@ def on_scale(value: float | None) -> float | None:
 
 
 def spread(tensors: list[Drawing]) -> Drawing | None:
-    """How many tensors have which error: bars of half a decade, with zero and infinity at the ends.
+    """Histogram of tensor errors: bars of half a decade, with zero and infinity at the ends.
 
-    Limits are lines, with a tone of bars for each; where every tensor has its own (low precision), they are a band.
+    Each limit is a line with its own tone of bars; if tensors have many limits (low precision), these form a band.
     """
     if not tensors:
         return None
@@ -47,7 +47,7 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
         totals[place] += count
     tops: dict[int, float] = {}
     bars: list[Drawing] = []
-    for (place, kind), count in sorted(counts.items(), key=lambda item: item[0][1], reverse=True):  # alarming on top
+    for (place, kind), count in sorted(counts.items(), key=lambda item: item[0][1], reverse=True):  # failures on top
         size = max((base - top) * count / max(totals.values()), 2.0)
         tops[place] = tops.get(place, base) - size
         bars.append(
@@ -81,7 +81,7 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
 
 
 def _slot(relative: float | None, first: int, last: int) -> int:
-    """0: zero. 1: free. Then half decades. The last: infinity."""
+    """0: zero. 1: a gap. Then half decades. Last: infinity."""
     if relative is None:
         return last - first + 3
     if not relative:
@@ -99,7 +99,7 @@ def _range(place: int, first: int, last: int) -> tuple[float | None, float | Non
 
 
 def curve(losses: dict[str, list[float | None]]) -> Drawing | None:
-    """Both losses over the steps; None where a run has none."""
+    """Both losses over the steps; None if a run has none."""
     there = [value for values in losses.values() for value in values if value is not None]
     if not there:
         return None
@@ -119,7 +119,7 @@ def curve(losses: dict[str, list[float | None]]) -> Drawing | None:
 
 
 def gaps(run: Drawing) -> Drawing | None:
-    """The relative gap of the losses at each step, on a log scale that begins at 1e-17."""
+    """The relative difference of the losses at each step, on a log scale from 1e-17."""
     values = [_gap(a, b) for a, b in zip(run["losses"]["ours"], run["losses"]["reference"], strict=False)]
     if not values:
         return None
@@ -156,7 +156,7 @@ def _gap(ours: float | None, reference: float | None) -> float | None:
 
 
 def _frame(num_steps: int, *, height: float) -> Drawing:
-    """What both drawings over the steps have."""
+    """The part common to both drawings over steps."""
     every = next(e for e in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if num_steps / e <= 8)
     steps = sorted({1, *range(every, num_steps + 1, every)})
     return {
@@ -172,13 +172,13 @@ def _frame(num_steps: int, *, height: float) -> Drawing:
 
 
 def _x(index: int, number: int) -> float:
-    """Steps are spread over the drawing, a little inside its ends."""
+    """The x of a step: evenly spaced, slightly inset."""
     inside = _WIDTH - _LEFT - _RIGHT - 24
     return _r(_LEFT + 12 + inside * (index / (number - 1) if number > 1 else 0.5))
 
 
 def _nice_ticks(low: float, high: float) -> list[float]:
-    """About four round numbers around low..high."""
+    """About four round numbers that span low..high."""
     if high - low <= 1e-9 * max(abs(high), 1e-300):
         margin = max(abs(high), 1e-3) * 0.05
         low, high = low - margin, high + margin

@@ -1,7 +1,7 @@
-"""The map of the report: modules down, phases across, and how bad each cell is.
+"""The heat map of the report: modules down, phases across, shaded by error.
 
-Owns: which tensor belongs into which cell, the layers that can be folded, and the shade of an error. Does not own: the
-colours (`report.css`) and the markup (`report.html.j2`).
+Owns: assigning tensors to cells, folding layers, and the shade of an error. Does not own: colours (`report.css`) and
+markup (`report.html.j2`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 Tensor = dict[str, Any]  # an entry of the document: name, relative, limit, passed, note
-Key = tuple[str, str]  # phase, and factor: "" where the phase is of modules
+Key = tuple[str, str]  # (phase, factor; "" for phases of whole modules)
 
 COLUMNS = (
     ("forward", "", "forward"),
@@ -30,9 +30,9 @@ _LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 
 class HeatMap:
-    """The map of one run, as the template draws it. decades: how far below the limit the calmest shade begins.
+    """The heat map of one run, as the template draws it. decades: below the limit, where the calmest shade begins.
 
-    A group is one layer with its modules, or one module by itself; its heads are the worst cells inside, by column.
+    A group is a layer with its modules, or a single module; its heads are the worst cells inside, per column.
     """
 
     def __init__(self, run: dict[str, Any], *, decades: float) -> None:
@@ -50,7 +50,7 @@ class HeatMap:
             group["is_open"] = True
 
     def _usual_limit(self, key: Key) -> float:
-        """The limit that most cells of a column have: the others carry their own."""
+        """The most common limit of a column; cells with another one carry it."""
         counts = Counter(row[key]["limit"] for row in self._rows.values() if key in row)
         return counts.most_common(1)[0][0] if counts else 0.0
 
@@ -73,7 +73,7 @@ class HeatMap:
         }
 
     def _worst(self, name: str, modules: list[str], column: int) -> Tensor | None:
-        """of: the module inside the layer `name` that is worst."""
+        """The worst cell of a column in layer `name`, with its module as `of`."""
         key = COLUMNS[column][:2]
         inside = [(module, self._rows[module][key]) for module in modules if key in self._rows[module]]
         if not inside:
@@ -82,7 +82,7 @@ class HeatMap:
         return self._cell(tensor, column, of=module.removeprefix(f"{name}.") if module != name else "")
 
     def _cells(self, module: str) -> list[Tensor | None]:
-        """A cell a column; what is of a whole module where factors are shown takes the columns of both."""
+        """One cell per column; a whole module in columns of factors spans both."""
         row, cells = self._rows[module], list[Tensor | None]()
         for column, (phase, side, _) in enumerate(COLUMNS):
             if not side or (phase, "") not in row:
@@ -92,13 +92,13 @@ class HeatMap:
         return cells
 
     def _cell(self, tensor: Tensor, column: int, *, of: str = "", span: int = 1) -> Tensor:
-        """`tensor` with its shade; limit: None where it is that of the column."""
+        """`tensor` with its shade; limit: None if it is that of the column."""
         limit = None if tensor["limit"] == self.limits[column] else tensor["limit"]
         return tensor | {"shade": shade_of(tensor, decades=self._decades), "limit": limit, "of": of, "span": span}
 
 
 def _rows(tensors: dict[str, list[Tensor]]) -> dict[str, dict[Key, Tensor]]:
-    """Module -> its tensors, modules in execution order. Of two with one name, the one that fails."""
+    """Module -> its tensors, modules in execution order. Of two with one name, the failing one."""
     rows: dict[str, dict[Key, Tensor]] = {}
     for phase in ("forward", "logits", "backward", "gradients", "deltas", "saved_file"):
         for tensor in tensors.get(phase, []):
@@ -114,14 +114,14 @@ def _rows(tensors: dict[str, list[Tensor]]) -> dict[str, dict[Key, Tensor]]:
 
 
 def excess(relative: float | None, limit: float | None) -> float:
-    """How many times the limit; infinite where it is not finite, or must be exact and is not."""
+    """Error over limit; infinite if the error is not finite, or not zero where it must be."""
     if relative is None or (relative and not limit):
         return math.inf
     return relative / limit if limit else 0.0
 
 
 def shade_of(tensor: Tensor, *, decades: float) -> str:
-    """z: exactly zero; c0..c11: the decades below the limit; a0..a6: from the limit to 1."""
+    """z: exactly zero; c0..c11: decades below the limit; a0..a6: from the limit up to 1."""
     relative, limit = tensor["relative"], tensor["limit"]
     if tensor["passed"]:
         if not relative or not limit:
@@ -137,7 +137,7 @@ def _step(place: float, shades: int) -> int:
 
 
 def scale(runs: list[dict[str, Any]], *, decades: float) -> list[tuple[str, float, float, float]]:
-    """The shades in numbers: (what, where the calm ones begin, the least and the greatest limit)."""
+    """The legend: (phases, where calm shades begin, smallest and largest limit)."""
     kinds: dict[str, set[float]] = {}
     for run in runs:
         for phase, tensors in run.get("tensors", {}).items():

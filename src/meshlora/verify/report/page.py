@@ -1,11 +1,11 @@
-"""The report: one HTML file of a proof, to look at rather than to read.
+"""The report: a proof as one self-contained HTML file.
 
-Owns: what the page shows, as plain values, and writing it. Does not own: how it looks (`report.html.j2`, `report.css`,
-`report.js`), the map of modules (`verify.report.heatmap`), the geometry of its figures (`verify.report.figures`), what
-the numbers mean (`verify.report.document`).
+Owns: the values that the page shows, and writing it. Does not own: its looks (`report.html.j2`, `report.css`,
+`report.js`), the heat map (`verify.report.heatmap`), the geometry of figures (`verify.report.figures`), the meaning of
+the numbers (`verify.report.document`).
 
-The file needs nothing from anywhere: its policy (CSP) allows no request and no script but its own. Every text is
-escaped by the template; there is no other way in. Without JavaScript everything is shown, unfolded.
+Its content security policy allows no request and no script but its own. The template escapes all text. Without
+JavaScript everything is shown, unfolded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MAX_LISTED = 12
 
 
 def write_report(document: Document, path: Path) -> None:
-    """Write the report of `document(..., details=True)` to `path`, whole or not at all."""
-    # A command line may hold bytes that are not UTF-8 (surrogates): shown, never an error.
+    """Write the report of `document(..., details=True)` to `path` atomically."""
+    # A command line may contain bytes that are not UTF-8 (surrogates): shown, never an error.
     page = render(document).encode("utf-8", "backslashreplace")
     write_atomically(path, lambda temporary: temporary.write_bytes(page))
 
 
 def render(document: Document) -> str:
-    """The page."""
+    """The page as text."""
     script = _part("report.js")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -60,12 +60,12 @@ def render(document: Document) -> str:
 
 
 def _page(document: Document) -> dict[str, Any]:
-    """Everything that the template shows beside the document itself."""
+    """The values of the template besides the document itself."""
     plain = [run for run in document["runs"] if run["mutation"] is None]
     mutated = [run for run in document["runs"] if run["mutation"] is not None]
     differing = [run for run in plain if not run["passed"]]
     decades = 6.0 if document["dtype"] == "float64" else 2.0
-    kills: dict[str, dict[str, Document]] = {}  # mutation -> topology -> run, where it can show
+    kills: dict[str, dict[str, Document]] = {}  # mutation -> topology -> run, if it can show
     for run in mutated:
         kills.setdefault(run["mutation"], {})[run["topology"]] = run
     return {
@@ -100,7 +100,7 @@ def _model(document: Document) -> str:
 
 
 def _worst(plain: list[Document]) -> Document | None:
-    """The tensor that is furthest beyond, or nearest to, its limit."""
+    """The tensor with the largest error relative to its limit."""
     found = [
         {"run": run, "phase": name, "name": p["worst_name"], "relative": p["worst_relative"], "limit": p["limit"]}
         for run in plain
@@ -111,12 +111,12 @@ def _worst(plain: list[Document]) -> Document | None:
 
 
 def _measured(run: Document) -> list[Document]:
-    """Tensors with an error to measure: what must be exact has none, unless it is wrong."""
+    """Tensors whose error counts: exact ones only if they are wrong."""
     return [t for tensors in run.get("tensors", {}).values() for t in tensors if t["limit"] or not t["passed"]]
 
 
 def _phases(plain: list[Document]) -> list[Document]:
-    """A row a phase, with that of each topology."""
+    """One row per phase, with a cell per topology."""
     result = []
     for name in dict.fromkeys(name for run in plain for name in run["phases"]):
         cells = [run["phases"].get(name) for run in plain]
@@ -135,7 +135,7 @@ def _phases(plain: list[Document]) -> list[Document]:
 
 
 def _differing(run: Document) -> Document:
-    """Of a run that fails: what failed by phase, and the first tensors of it."""
+    """A failing run: counts of failed tensors by phase, and the first of them."""
     failed = [
         tensor | {"phase": phase}
         for phase, tensors in run.get("tensors", {}).items()
@@ -150,7 +150,7 @@ def _differing(run: Document) -> Document:
 
 
 def number(value: float | None) -> str:
-    """`3.0e-15`, `0`, `0.70`, or `∞` for what is not finite."""
+    """`3.0e-15`, `0`, `0.70`, or `∞` if not finite."""
     if value is None or not math.isfinite(value):
         return "∞"
     if not value:
@@ -162,7 +162,7 @@ def number(value: float | None) -> str:
 
 
 def limit_text(value: float | None) -> str:
-    """A limit; zero means that not a bit may differ."""
+    """A limit; zero means equal to the bit."""
     return "–" if value is None else number(value).replace(".0e", "e") if value else "exact"
 
 

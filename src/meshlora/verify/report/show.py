@@ -1,4 +1,4 @@
-"""A proof on the terminal: one table of phases, one of mutations, and in words what went wrong."""
+"""A proof on the terminal: a table of phases, one of mutations, and an explanation of failures."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from meshlora.verify.faults.registry import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
 
-# Columns that one topology takes in the table of phases: a number such as 1.2e-15, and its border.
+# Width of a topology in the table of phases: a number such as 1.2e-15 and its border.
 _NUMBER = 10
-# The other columns of that table, folded and on one line each.
+# Width of its other columns, folded and unfolded.
 _NARROW, _WIDE = 46, 62
-# What lies between and beside the two columns of the kill table.
+# Width of the borders of the kill table.
 _KILL_BORDER = 4
 _SURVIVED = "SURVIVED"
 
 
 def show(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
-    """Everything that a person wants to see of a finished proof."""
+    """Print a finished proof."""
     plain = [outcome for outcome in outcomes if outcome.mutation is None]
     _phases(console, proof, plain)
     for outcome in plain:
@@ -40,7 +40,7 @@ def show(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
 
 
 def _phases(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
-    """The table of phases, or as many as the width of the terminal asks for."""
+    """The table of phases, split into several if the terminal is narrow."""
     case = proof.case
     what = f"twin of {case.model_type}" if not case.model else case.model
     console.say(f"{what}, {case.dtype}, {case.steps} steps: worst relative error against one process")
@@ -103,7 +103,7 @@ def _explain(console: Console, outcome: Outcome) -> None:
 
 
 def divergence_lines(found: Divergence) -> list[str]:
-    """Place, size and likely cause, a line each."""
+    """Location, size and likely cause, a line each."""
     ratio = f", {found.ratio:.4g} times the reference" if found.ratio is not None else ""
     ranks = f" on rank{'s' if len(found.ranks) > 1 else ''} {', '.join(map(str, found.ranks))}" if found.ranks else ""
     others = f" (and {found.num_failed - 1} more)" if found.num_failed > 1 else ""
@@ -115,7 +115,7 @@ def divergence_lines(found: Divergence) -> list[str]:
 
 
 def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
-    """The kill table of every topology, and what could not show on it."""
+    """The kill table of every topology, and the faults that cannot show on it."""
     for topology in proof.topologies:
         own = [outcome for outcome in outcomes if outcome.topology == topology]
         console.say(f"\ndeliberate faults on {topology}")
@@ -130,9 +130,7 @@ def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
 
 
 def _kill_table(outcomes: Sequence[Outcome], width: int) -> Table:
-    """Two lines a mutation, which a terminal of 80 columns can hold: its name and the phase that caught it, then what
-    it breaks and the tensor that showed it.
-    """
+    """Two lines per mutation, to fit 80 columns: its name and the phase that caught it; the invariant and tensor."""
     rows = [_caught(outcome) for outcome in outcomes]
     room = width - _KILL_BORDER
     names = max(len(left[0]) for left, _ in rows)
