@@ -74,21 +74,21 @@ def test_combination_is_proved_once_and_again_when_anything_changes(
 ) -> None:
     proved, cache = _count(monkeypatch), tmp_path / "cache"
     run = _prepared(tmp_path)
-    assert preflight_state(run, cache_dir=cache).startswith("preflight: train will prove this")
-    preflight(run, cache_dir=cache)
+    assert preflight_state({"": run}, cache_dir=cache).startswith("preflight: train will prove this")
+    preflight({"": run}, cache_dir=cache)
     assert "proved in" in capsys.readouterr().out
-    assert preflight_state(run, cache_dir=cache).startswith("preflight: proved, 20")
-    preflight(run, cache_dir=cache)
-    preflight(_prepared(tmp_path, train={"output": str(tmp_path / "other"), "steps": 7}), cache_dir=cache)
+    assert preflight_state({"": run}, cache_dir=cache).startswith("preflight: proved, 20")
+    preflight({"": run}, cache_dir=cache)
+    preflight({"": _prepared(tmp_path, train={"output": str(tmp_path / "other"), "steps": 7})}, cache_dir=cache)
     assert capsys.readouterr().out == ""
     assert proved == ["tp=2,sp"]
 
     other_lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     for changes in ({"topology": "tp=2"}, {"lora": other_lora}):
-        preflight(_prepared(tmp_path, **changes), cache_dir=cache)
+        preflight({"": _prepared(tmp_path, **changes)}, cache_dir=cache)
     with monkeypatch.context() as patch:
         patch.setattr(module, "own_sources", lambda: ["other code"])
-        preflight(run, cache_dir=cache)
+        preflight({"": run}, cache_dir=cache)
     assert proved == ["tp=2,sp", "tp=2", "tp=2,sp", "tp=2,sp"]
 
 
@@ -135,33 +135,33 @@ def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
     prepared, cache = _prepared(tmp_path), tmp_path / "cache"
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="does not train as one process would") as caught:
-            preflight(prepared, cache_dir=cache)
+            preflight({"": prepared}, cache_dir=cache)
     assert "row-parallel output averaged over tp instead of summed" in str(caught.value)
     report = Path(re.findall(r"the report is (\S+\.html);", str(caught.value))[0])
     assert "row-parallel output averaged" in report.read_text()
-    assert preflight_state(prepared, cache_dir=cache).startswith("preflight: train will prove")
+    assert preflight_state({"": prepared}, cache_dir=cache).startswith("preflight: train will prove")
 
 
 def test_record_of_a_proof_of_something_else_is_no_proof(tmp_path: Path) -> None:
     """`{"passed": true}` of nobody counted; what a record must be is in tests/unit/test_proof_records.py."""
     run, cache = _prepared(tmp_path), tmp_path / "cache"
-    proof, key = module.proof_of(run, cache)
-    assert remember(cache, module._asked(proof, key), {}) == ""
-    assert preflight_state(run, cache_dir=cache).startswith("preflight: proved, 20")
-    record = record_of(cache, key)
+    (claim,) = module._claims({"": run}, cache)
+    assert remember(cache, claim.asked, {}) == ""
+    assert preflight_state({"": run}, cache_dir=cache).startswith("preflight: proved, 20")
+    record = record_of(cache, claim.asked["key"])
     other = _prepared(tmp_path, lora={"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]})
     shutil.copy(record, record_of(cache, module.proof_of(other, cache)[1]))
-    assert preflight_state(other, cache_dir=cache).startswith("preflight: train will prove")
+    assert preflight_state({"": other}, cache_dir=cache).startswith("preflight: train will prove")
     for content in ("", "{", '{"passed": true, "date": "2026-01-01 00:00"}'):
         record.write_text(content)
-        assert preflight_state(run, cache_dir=cache).startswith("preflight: train will prove"), content
+        assert preflight_state({"": run}, cache_dir=cache).startswith("preflight: train will prove"), content
 
 
 def test_cache_that_cannot_be_written_does_not_stop_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    preflight(_prepared(tmp_path), cache_dir=tmp_path / "file" / "proofs")
+    preflight({"": _prepared(tmp_path)}, cache_dir=tmp_path / "file" / "proofs")
     said = capsys.readouterr().out
     assert "not remembered, so the next run proves it again: " in said
     assert "cannot be written (Not a directory)" in said
@@ -173,7 +173,7 @@ def test_proof_that_breaks_off_is_not_called_a_difference(tmp_path: Path, monkey
 
     monkeypatch.setattr(module, "run_proof", run)
     with pytest.raises(MeshloraError, match=r"the proof broke off \(MemoryError: no memory\); the report is") as caught:
-        preflight(_prepared(tmp_path), cache_dir=tmp_path / "cache")
+        preflight({"": _prepared(tmp_path)}, cache_dir=tmp_path / "cache")
     assert caught.value.exit_code == 1
 
 
@@ -181,11 +181,11 @@ def test_skipping_says_what_it_gives_up_and_takes_only_families_that_are_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proved, run = _count(monkeypatch), _prepared(tmp_path)
-    preflight(run, skip=True, console=Console())
+    preflight({"": run}, skip=True, console=Console())
     assert "is not proved on this machine" in capsys.readouterr().out
     monkeypatch.setattr("meshlora.plan.families.proved.PROVED", frozenset({"qwen2"}))
     with pytest.raises(UnsupportedError, match="not proved against one process"):
-        preflight(run, skip=True)
+        preflight({"": run}, skip=True)
     assert proved == []
 
 
@@ -196,7 +196,7 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
     plan = dataclasses.replace(run.plan, linears={**run.plan.linears, odd.name: odd})
     odd_run = dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, plan=plan))
     with pytest.raises(UnsupportedError, match=r"model\.layers\.\*\.self_attn\.extra_proj \(column\): its twin has no"):
-        preflight_state(odd_run, cache_dir=tmp_path / "cache")
+        preflight_state({"": odd_run}, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_twin_that_lacks_what_the_model_has_is_refused(tmp_path: Path, monkeypat
     has = stand_in.features_of_model
     monkeypatch.setattr(stand_in, "features_of_model", lambda *args, **kw: has(*args, **kw) | {"padded_vocabulary"})
     with pytest.raises(UnsupportedError, match=r"llama on tp=2: padded_vocabulary: its twin on tp=2 has none of it"):
-        preflight_state(run, cache_dir=tmp_path / "cache")
+        preflight_state({"": run}, cache_dir=tmp_path / "cache")
 
 
 def _odd_model(folder: Path) -> None:
@@ -278,7 +278,7 @@ def test_numbers_that_ranks_cannot_share_evenly_are_those_of_the_twin(
     proof, _ = module.proof_of(run, tmp_path / "cache")
     twin = proof.config
     assert (twin.vocab_size % 4, twin.num_attention_heads, twin.num_key_value_heads) == (1, 12, 2)
-    preflight(run, cache_dir=tmp_path / "cache")
+    preflight({"": run}, cache_dir=tmp_path / "cache")
 
     def faulty(proof: Any, processes: Processes, **_: Any) -> Iterator[Outcome]:
         request = dataclasses.replace(proof.request, mutations=("padding_in_softmax",))
@@ -287,7 +287,7 @@ def test_numbers_that_ranks_cannot_share_evenly_are_those_of_the_twin(
 
     monkeypatch.setattr(module, "run_proof", faulty)
     with pytest.raises(UnsupportedError, match="does not train as one process would"):
-        preflight(run, cache_dir=tmp_path / "other")
+        preflight({"": run}, cache_dir=tmp_path / "other")
 
 
 def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> None:

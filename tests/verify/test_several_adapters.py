@@ -23,8 +23,9 @@ from meshlora.train.prepare import Prepared
 from meshlora.train.together import prepare_runs
 from meshlora.verify import preflight as module
 from meshlora.verify.faults.objectives import PROVED, as_proved
-from meshlora.verify.preflight import compare_on_twin, preflight_runs, runs_state
-from meshlora.verify.proof import Processes
+from meshlora.verify.preflight import compare_on_twin, preflight, preflight_state
+from meshlora.verify.proof import Outcome, Processes
+from meshlora.verify.request import Proof
 from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
@@ -136,27 +137,32 @@ def test_what_one_adapter_may_have_several_may(case: str, prove: Prove) -> None:
 def test_together_is_proved_once_and_a_difference_refuses_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gap, calls, singles = [1e-13], [], []
+    gap, calls, singles = [1e-13], list[str](), list[str]()
 
     def compared(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
         calls.append(str(topology))
         return {name: Worst("q_proj.lora_A", gap[0] if name == "some" else 0.0) for name in runs}
 
     monkeypatch.setattr(module, "compare_on_twin", compared)
-    monkeypatch.setattr(module, "preflight", lambda run, **options: singles.append(run.config.train.output))
+
+    def proved(proof: Proof, *_: Any, **__: Any) -> list[Outcome]:
+        singles.append(proof.key)
+        return [Outcome(proof.topologies[0], None, [], None, 1.0)]
+
+    monkeypatch.setattr(module, "run_proof", proved)
     runs, cache = _runs(tmp_path, "tp=2"), tmp_path / "cache"
-    assert runs_state(runs, cache_dir=cache).endswith("together: preflight: train will prove it")
+    assert preflight_state(runs, cache_dir=cache).endswith("together: preflight: train will prove it")
     gap[0] = 1e-3
     with pytest.raises(
         UnsupportedError, match=r"on the twin some does not train as it would by itself \(q_proj.lora_A"
     ):
-        preflight_runs(runs, cache_dir=cache)
+        preflight(runs, cache_dir=cache)
     gap[0] = 1e-13
-    preflight_runs(runs, cache_dir=cache)
-    preflight_runs(runs, cache_dir=cache)
+    preflight(runs, cache_dir=cache)
+    preflight(runs, cache_dir=cache)
     assert calls == ["tp=2", "tp=2"]
-    assert len(singles) == 3 * len(runs)
+    assert len(singles) == len(set(singles)) == len(runs)
     assert "3 adapters at once on tp=2 proved in" in capsys.readouterr().out
-    assert "together: preflight: proved, 20" in runs_state(runs, cache_dir=cache)
-    preflight_runs(dict(list(runs.items())[:2]), cache_dir=cache, console=Console(file=io.StringIO()))
+    assert "together: preflight: proved, 20" in preflight_state(runs, cache_dir=cache)
+    preflight(dict(list(runs.items())[:2]), cache_dir=cache, console=Console(file=io.StringIO()))
     assert calls == ["tp=2"] * 3, "other adapters are another combination"

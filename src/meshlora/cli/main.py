@@ -177,7 +177,7 @@ def _train(options: argparse.Namespace) -> None:
     from meshlora.train.run import train
     from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
-    from meshlora.verify.preflight import preflight_runs
+    from meshlora.verify.preflight import preflight
 
     place = launcher_place()
     check_nproc(options, place)
@@ -191,7 +191,7 @@ def _train(options: argparse.Namespace) -> None:
         with holding_outputs(runs, resume=resume, despite=despite) as runs:
             if _are_finished(runs):
                 return
-            preflight_runs(runs, skip=options.no_preflight)
+            preflight(runs, skip=options.no_preflight)
             stop_forking()
             words = ["train", *run_file_words(options)]
             words += ["--resume", resume] if resume is not None else []
@@ -216,7 +216,7 @@ def _train(options: argparse.Namespace) -> None:
         if not launched_by_us() and is_main:
             # Join first: ranks that wait for this one then notice if it ends here.
             join(next(iter(runs.values())).config.device)
-            preflight_runs(runs, skip=options.no_preflight)
+            preflight(runs, skip=options.no_preflight)
             stop_forking()
         if place is not None and place.rank > 0:
             goes_on = any(run.resume is not None for run in runs.values())
@@ -290,7 +290,7 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.train.optimizer import learning_rate
     from meshlora.train.together import prepare_runs
     from meshlora.train.watch.plot import plot_schedule
-    from meshlora.verify.preflight import runs_state
+    from meshlora.verify.preflight import preflight_state
 
     runs = prepare_runs(read_runs(options.file, options.overrides))
     if options.plot and "" not in runs:
@@ -309,7 +309,7 @@ def _check(options: argparse.Namespace) -> None:
         plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
     command = shlex.join(["meshlora", "train", *run_file_words(options), "--nproc", str(run.topology.world)])
-    console.say(runs_state(runs))
+    console.say(preflight_state(runs))
     console.say(f"ready: {command}")
 
 

@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,78 @@ from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.stand_in import StandIn, provable
 
 
-def preflight(run: Prepared, *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE) -> None:
-    """Prove that `run` trains as one process would, unless a record says so.
+@dataclass(frozen=True)
+class _Claim:
+    """What one proof of a preflight shows.
 
-    skip: accept only families that ship with a proof, and say what is given up.
+    Attributes:
+        name: the adapter; empty for the only one. what, doing, when: words of messages. asked: what its record must
+            contain. prove: called with a usable cache of references, processes and a progress
+            callback; raises for a difference and returns further fields of the record.
+    """
+
+    name: str
+    what: str
+    doing: str
+    when: str
+    asked: dict[str, Any]
+    prove: Callable[[Path, Processes, Callable[[str], None]], Mapping[str, Any]]
+
+
+def preflight(
+    runs: Mapping[str, Prepared], *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE
+) -> None:
+    """Prove that each of `runs`, by adapter, trains as one process would, and that several do together.
+
+    What is on record is not proved again. skip: accept only families that ship with a proof, and say what is given up.
 
     Raises:
-        UnsupportedError: the twin trains differently, or lacks a kind of block of the model; with `skip`, a family
+        UnsupportedError: a twin trains differently, or lacks a kind of block of the model; with `skip`, a family
             without a proof. MeshloraError: the proof broke off; KeyboardInterrupt.
     """
     console = console or Console()
     if skip:
+        run = next(iter(runs.values()))
         check_proved_here(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
         console.say(
             "no preflight: that this model, adapter and topology train as one process would is not proved on this "
             "machine"
         )
         return
+    for claim in _claims(runs, cache_dir):
+        if proved_on(cache_dir, claim.asked):
+            continue
+        started = time.perf_counter()
+        console.say(f"preflight: {claim.doing}")
+        with signals_end_what_was_started(), usable_cache(cache_dir) as (usable, why_not):
+            with Processes() as processes, console.busy("preflight") as update:
+                details = claim.prove(usable, processes, update)
+            why_not = why_not or remember(cache_dir, claim.asked, details)
+        lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
+        console.say(f"preflight: {claim.what} proved in {time.perf_counter() - started:.0f} s{lost}")
+
+
+def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
+    """The lines of `meshlora check` on the preflight of `runs`.
+
+    Raises:
+        UnsupportedError: no proof is possible.
+    """
+    lines = []
+    for claim in _claims(runs, cache_dir):
+        date = proved_on(cache_dir, claim.asked)
+        state = f"proved, {date}" if date else f"train will prove {claim.when}"
+        lines.append(f"{claim.name}: preflight: {state}" if claim.name else f"preflight: {state}")
+    return "\n".join(lines)
+
+
+def _claims(runs: Mapping[str, Prepared], cache_dir: Path) -> list[_Claim]:
+    """One for each run; of several a last one for all together."""
+    claims = [_of_one(name, run, cache_dir) for name, run in runs.items()]
+    return claims if "" in runs else [*claims, _of_all(runs, [claim.asked["key"] for claim in claims])]
+
+
+def _of_one(name: str, run: Prepared, cache_dir: Path) -> _Claim:
     proof, key = proof_of(run, cache_dir)
     what = f"{run.plan.model_type} on {proof.topologies[0]}"
 
@@ -72,46 +128,42 @@ def preflight(run: Prepared, *, skip: bool = False, console: Console | None = No
             )
         return details()
 
-    how = f"a twin of {what} against transformers + peft on one process (once; about half a minute)"
-    _prove_once(what, f"proving {how}", _asked(proof, key), prove, console=console, cache_dir=cache_dir)
+    # The model type stands for its configuration, which the key covers.
+    request = {key: value for key, value in vars(proof.request).items() if key not in ("model", "cache_dir")}
+    asked = {
+        "key": key,
+        "model_type": proof.case.model_type,
+        "topology": str(proof.topologies[0]),
+        "request": request | {"objective": vars(proof.request.objective)},
+    }
+    doing = f"proving a twin of {what} against transformers + peft on one process (once; about half a minute)"
+    return _Claim(name, what, doing, "this combination first (about half a minute)", asked, prove)
 
 
-def _prove_once(
-    what: str,
-    doing: str,
-    asked: Mapping[str, Any],
-    prove: Callable[[Path, Processes, Callable[[str], None]], Mapping[str, Any]],
-    *,
-    console: Console,
-    cache_dir: Path,
-) -> None:
-    """Prove `asked` and record it, unless it is on record.
+def _of_all(runs: Mapping[str, Prepared], keys: list[str]) -> _Claim:
+    """keys: those of the claims of each."""
+    first = next(iter(runs.values()))
+    topology = provable(first.topology)
+    what = f"{len(runs)} adapters at once on {topology}"
 
-    prove: called with a usable cache of references, processes and a progress callback; raises for a difference and
-    returns further fields of the record.
-    """
-    if proved_on(cache_dir, asked):
-        return
-    started = time.perf_counter()
-    console.say(f"preflight: {doing}")
-    with signals_end_what_was_started(), usable_cache(cache_dir) as (usable, why_not):
-        with Processes() as processes, console.busy("preflight") as update:
-            details = prove(usable, processes, update)
-        why_not = why_not or remember(cache_dir, asked, details)
-    lost = f"; not remembered, so the next run proves it again: {why_not}" if why_not else ""
-    console.say(f"preflight: {what} proved in {time.perf_counter() - started:.0f} s{lost}")
+    def prove(_: Path, processes: Processes, __: Callable[[str], None]) -> Mapping[str, Any]:
+        worst = compare_on_twin(runs, topology, processes)
+        adapter, found = max(worst.items(), key=lambda item: item[1].relative)
+        if not found.relative <= LIMIT:
+            raise UnsupportedError(
+                what,
+                f"on the twin {adapter} does not train as it would by itself ({found.name}: {found.relative:.1e} off)",
+                "train the adapters one by one",
+            )
+        return {"worst": found.relative}
 
-
-def preflight_state(run: Prepared, *, cache_dir: Path = CACHE) -> str:
-    """The line of `meshlora check` on the preflight of `run`.
-
-    Raises:
-        UnsupportedError: no proof is possible.
-    """
-    date = proved_on(cache_dir, _asked(*proof_of(run, cache_dir)))
-    if date:
-        return f"preflight: proved, {date}"
-    return "preflight: train will prove this combination first (about half a minute)"
+    asked = {
+        "key": digest(["several adapters at once", *keys]),
+        "model_type": first.plan.model_type,
+        "topology": str(topology),
+        "request": keys,
+    }
+    return _Claim("together", what, f"{what} against each by itself (once; seconds)", "it", asked, prove)
 
 
 def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, folder: Path | None) -> None:
@@ -154,67 +206,6 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
     proof = prepare_proof(request)
     stand_in.check(proof)
     return proof, digest([proof.key, str(topology), json.dumps(versions()), *own_sources()])
-
-
-def _asked(proof: Proof, key: str) -> dict[str, Any]:
-    """What a record of `proof` must contain; the model type stands for its configuration, which the key covers."""
-    request = {name: value for name, value in vars(proof.request).items() if name not in ("model", "cache_dir")}
-    request["objective"] = vars(proof.request.objective)
-    return {
-        "key": key,
-        "model_type": proof.case.model_type,
-        "topology": str(proof.topologies[0]),
-        "request": request,
-    }
-
-
-def preflight_runs(
-    runs: Mapping[str, Prepared], *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE
-) -> None:
-    """`preflight` of each run of a run file, and of several adapters together; same arguments and errors."""
-    console = console or Console()
-    for run in runs.values() if not skip else list(runs.values())[:1]:
-        preflight(run, skip=skip, console=console, cache_dir=cache_dir)
-    if skip or "" in runs:
-        return
-    topology = provable(next(iter(runs.values())).topology)
-    what = f"{len(runs)} adapters at once on {topology}"
-
-    def prove(_: Path, processes: Processes, __: Callable[[str], None]) -> Mapping[str, Any]:
-        worst = compare_on_twin(runs, topology, processes)
-        adapter, found = max(worst.items(), key=lambda item: item[1].relative)
-        if not found.relative <= LIMIT:
-            raise UnsupportedError(
-                what,
-                f"on the twin {adapter} does not train as it would by itself ({found.name}: {found.relative:.1e} off)",
-                "train the adapters one by one",
-            )
-        return {"worst": found.relative}
-
-    doing = f"{what} against each by itself (once; seconds)"
-    _prove_once(what, doing, _asked_together(runs, cache_dir), prove, console=console, cache_dir=cache_dir)
-
-
-def runs_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
-    """The lines of `meshlora check` on the preflight of a run file."""
-    states = {name: preflight_state(run, cache_dir=cache_dir) for name, run in runs.items()}
-    if "" in runs:
-        return states[""]
-    date = proved_on(cache_dir, _asked_together(runs, cache_dir))
-    together = f"proved, {date}" if date else "train will prove it"
-    return "\n".join([*(f"{name}: {state}" for name, state in states.items()), f"together: preflight: {together}"])
-
-
-def _asked_together(runs: Mapping[str, Prepared], cache_dir: Path) -> dict[str, Any]:
-    """What a record of the joint proof of `runs` must contain."""
-    keys = [proof_of(run, cache_dir)[1] for run in runs.values()]
-    first = next(iter(runs.values()))
-    return {
-        "key": digest(["several adapters at once", *keys]),
-        "model_type": first.plan.model_type,
-        "topology": str(provable(first.topology)),
-        "request": keys,
-    }
 
 
 def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:
