@@ -109,6 +109,8 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
     clip = trainer_module.clip_gradients_on_device
 
     def recording_clip(mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Tensor:
+        if not trace.clipped:
+            trace.gradients = _gradients(model)
         raised = case.max_grad_norm_at(len(trace.clipped)) / case.max_grad_norm
         norms = clip(mesh, adapters, [limit and limit * raised for limit in limits])
         trace.clipped.append(_gradients(model))
@@ -173,14 +175,9 @@ def _logits(trainer: Trainer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) -> Iterator[None]:
-    """Record forwards, backwards, finished gradients and collectives of one optimizer step."""
-    clip, finish = trainer_module.clip_gradients_on_device, trainer_module.finish_gradients_on_device
-    losses = Trainer._losses
+    """Record forwards, backwards and collectives of one optimizer step."""
+    finish, losses = trainer_module.finish_gradients_on_device, Trainer._losses
     counter = CollectiveCounter()
-
-    def recording_clip(*given: Any) -> Tensor:
-        trace.gradients = _gradients(model)
-        return clip(*given)
 
     def counted_finish(*given: Any) -> Tensor:
         counter.phase = "step"
@@ -216,7 +213,6 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         end = model.register_forward_hook(set_phase("loss"))
         stack.callback(begin.remove)
         stack.callback(end.remove)
-        stack.enter_context(mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip))
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish))
         stack.enter_context(mock.patch.object(Trainer, "_losses", counted_losses))
         capture = stack.enter_context(Capture(model))
