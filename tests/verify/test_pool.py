@@ -23,7 +23,6 @@ from meshlora.comm.groups import open_mesh
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.plan.topology import Topology
 from meshlora.verify import pool as module
-from meshlora.verify import scratch
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from tests.processes import Started, wait_until
 
@@ -249,17 +248,17 @@ def test_ranks_are_forked_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_scratch_is_in_memory_only_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(scratch, "_MEMORY", tmp_path / "memory")
-    folders = scratch.new_scratch()
+    monkeypatch.setattr(module, "_MEMORY", tmp_path / "memory")
+    folders = module.new_scratch()
     memory, disk = folders
     assert memory.parent == tmp_path / "memory"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(4000, 0, 4000))  # type: ignore[attr-defined]
-    assert scratch.with_room(folders, 1000) == memory
-    assert scratch.with_room(folders, 1001) == disk
+    assert module.with_room(folders, 1000) == memory
+    assert module.with_room(folders, 1001) == disk
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**50, 0, 2**50))  # type: ignore[attr-defined]
-    assert scratch.with_room(folders, 2**30) == memory
-    assert scratch.with_room(folders, 2**30 + 1) == disk
-    scratch.remove(folders)
+    assert module.with_room(folders, 2**30) == memory
+    assert module.with_room(folders, 2**30 + 1) == disk
+    module.remove(folders)
     assert not memory.exists()
     assert not disk.exists()
 
@@ -267,8 +266,8 @@ def test_scratch_is_in_memory_only_where_there_is_room(tmp_path: Path, monkeypat
 def test_without_memory_that_can_be_written_the_disk_is_scratch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "_MEMORY", tmp_path / "nowhere")
-    folders = scratch.new_scratch()
+    monkeypatch.setattr(module, "_MEMORY", tmp_path / "nowhere")
+    folders = module.new_scratch()
     assert len(folders) == 1
-    assert scratch.with_room(folders, 1) == folders[0]
-    scratch.remove(folders)
+    assert module.with_room(folders, 1) == folders[0]
+    module.remove(folders)

@@ -1,10 +1,10 @@
 """A pool of ranks on this machine: seconds to start the first, tenths for each further one, milliseconds a call.
 
-Owns: processes that share one group and call functions for this process; their errors, signals, and the cleanup of
-ranks and their files when this process dies. `pool.run(function, *args)` calls a module-level function on every rank
-and returns the list of results. An error on a rank is raised here with its traceback; a rank that does not answer
-ends the pool, and the next call restarts it. Does not own: the launcher of training (`train.launch`): a pool is for
-many short runs in sequence.
+Owns: processes that share one group and call functions for this process; their errors, signals, scratch folders, and
+their cleanup when this process dies. `pool.run(function, *args)` calls a module-level function on every rank and
+returns the list of results. An error on a rank is raised here with its traceback; a rank that does not answer ends the
+pool, and the next call restarts it. Does not own: the launcher of training (`train.launch`): a pool is for many short
+runs in sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,12 +28,21 @@ from typing import Any
 from meshlora.common.errors import MeshloraError
 from meshlora.common.lifetime import Janitor, end_with
 from meshlora.train.edge import LOST_PEER
-from meshlora.verify.scratch import new_scratch, remove, with_room
 
 # After one rank fails, how long the others may take to fail too before they are killed.
 _GRACE_S = 5.0
 # From the end of a rank's pipe to the exit of its process.
 _EXIT_S = 2.0
+
+# Scratch folders are in memory if they fit: a proof writes its files with fsync, as a run does, and on a busy disk a
+# small one would wait for other writers.
+_MEMORY = Path("/dev/shm")
+# Larger runs go to disk: fsync does not dominate their time, and memory is scarce.
+_MOST_BYTES = 2**30
+# A run may take one part in so many of the free memory: others use it too.
+_PART = 4
+# How long dying processes may go on writing to a folder that is removed.
+_REMOVE_S = 5.0
 
 # Imported once, before ranks are forked, as it dominates start-up. Libraries only, to keep the reference free of our
 # code, but for the few lines that silence libraries.
@@ -282,3 +291,40 @@ def _failure(error: BaseException) -> Answer:
     if any(sign in said for sign in _NO_ROOM):
         return False, traceback.format_exc(), RankEndedError(f"the machine has no room for it ({said})")
     return False, traceback.format_exc(), error if isinstance(error, MeshloraError) else None
+
+
+def new_scratch() -> list[Path]:
+    """New folders of this process: one in memory, if that is writable, then one on disk.
+
+    Raises:
+        OSError: the folder for temporary files is not writable.
+    """
+    # Names the owner, for whoever cleans up after a crash of the machine.
+    prefix = f"meshlora-{os.getpid()}-"
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):
+        folders.append(Path(tempfile.mkdtemp(prefix=prefix, dir=_MEMORY)))
+    try:
+        folders.append(Path(tempfile.mkdtemp(prefix=prefix)))
+    except OSError:
+        remove(folders)
+        raise
+    return folders
+
+
+def with_room(folders: list[Path], num_bytes: int) -> Path:
+    """The first of `folders` with room for `num_bytes`; by default the last, which is on disk."""
+    for folder in folders[:-1]:
+        if num_bytes <= min(_MOST_BYTES, shutil.disk_usage(folder).free // _PART):
+            return folder
+    return folders[-1]
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Remove `folders`, even while a dying process still writes to them."""
+    deadline = time.monotonic() + _REMOVE_S
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        while folder.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shutil.rmtree(folder, ignore_errors=True)
