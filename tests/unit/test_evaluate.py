@@ -189,7 +189,7 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     [
         (["--hypotheses", "x"], ("--hypotheses x", "no effect without --generate")),
         (["--json", "nowhere/x"], ("nowhere/x", "no folder nowhere")),
-        (["--json", "tests"], ("tests: it cannot be written", "another file")),
+        (["--json", "tests"], ("tests: it is a folder", "name of a file")),
         (["--adapter", "nowhere"], ("nowhere", "no such folder")),
         (["--data", "nowhere.txt"], ("nowhere.txt", "no such file")),
         (["--nproc", "0"], ("--nproc 0", "at least 1")),

@@ -114,14 +114,14 @@ def test_file_that_cannot_be_written_is_refused_before_any_process_starts(
 
 def _refuse_files_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modes do not stop root."""
-    original = command.tempfile.TemporaryFile
+    original = Path.touch
 
-    def temporary(*args: Any, dir: Path, **options: Any) -> Any:
-        if Path(dir) == folder:
+    def touch(self: Path, *args: Any, **options: Any) -> None:
+        if self.parent == folder:
             raise PermissionError(13, "Permission denied")
-        return original(*args, dir=dir, **options)
+        original(self, *args, **options)
 
-    monkeypatch.setattr(command.tempfile, "TemporaryFile", temporary)
+    monkeypatch.setattr(Path, "touch", touch)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -111,7 +111,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import launcher_place, leave, on_gpus
-    from meshlora.common.files import write_json_atomically
+    from meshlora.common.files import check_result_file, write_json_atomically
     from meshlora.config.file import read_run
     from meshlora.text.scores import check_scorers
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
@@ -122,10 +122,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     check_nproc(options, place)
     if options.hypotheses and not options.generate:
         raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
-    for file in (options.json, options.hypotheses):
-        if file and not Path(file).parent.is_dir():
-            raise UserError(file, f"there is no folder {Path(file).parent}")
     with rank_edge() if place is not None else contextlib.nullcontext():
+        for file in filter(None, (options.json, options.hypotheses)):
+            check_result_file(Path(file), file)
         if options.generate and place is not None:
             raise UserError(
                 "--generate inside a launcher", "texts are generated on one process", "use --nproc N for it"
@@ -145,9 +144,8 @@ def _evaluate(options: argparse.Namespace) -> None:
             on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world)
         texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
-        for file in filter(None, (options.json, texts if options.generate else None)):
-            _check_writable(Path(file))
         if options.generate:
+            check_result_file(texts, f"{texts}", makes_folder=True)
             check_scorers()
         prompts, encoded = _prompts(run) if options.generate else ([], [])
         if options.nproc is not None:
@@ -167,15 +165,6 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.json:
             write_json_atomically(Path(options.json), result)
         leave()
-
-
-def _check_writable(file: Path) -> None:
-    """Fail before the work, not after it, if `file` cannot be written."""
-    from meshlora.common.files import is_writable
-
-    parent = next(folder for folder in file.absolute().parents if folder.exists())
-    if file.is_dir() or not parent.is_dir() or not is_writable(parent):
-        raise UserError(f"{file}", "it cannot be written", "choose another file")
 
 
 def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:

@@ -100,15 +100,34 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
 
 
-def is_writable(folder: Path) -> bool:
-    """Whether files can be made in `folder`: tried, as modes do not tell."""
+def why_not_writable(folder: Path) -> str:
+    """Why files cannot be made in `folder`, or "": tried, as modes do not tell."""
     probe = folder / ".meshlora-probe"
     try:
         probe.touch()
         probe.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.strerror or f"{error}"
+    return ""
+
+
+def check_result_file(file: Path, given: str, *, makes_folder: bool = False) -> None:
+    """Refuse, before the work, a file that could not be written after it. makes_folder: its folder may be missing.
+
+    Raises:
+        UserError: about `given`.
+    """
+    folder = file.absolute().parent
+    while makes_folder and not folder.exists():
+        folder = folder.parent
+    if file.is_dir():
+        raise UserError(given, "it is a folder", "give the name of a file")
+    if not folder.is_dir():
+        raise UserError(given, f"there is no folder {file.parent}", "give another file, or make the folder")
+    if file.exists() and not file.is_file():
+        raise UserError(given, "it is not a file that can be replaced", "give the name of a file")
+    if why_not := why_not_writable(folder):
+        raise UserError(given, f"it cannot be written ({why_not})", "choose another file")
 
 
 def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:

@@ -19,7 +19,7 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGH
 from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.files import is_writable
+from meshlora.common.files import why_not_writable
 from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.loading.blueprint import Blueprint
@@ -288,7 +288,7 @@ def _check_output(config: RunConfig, *, resumes: bool) -> None:
         raise UserError(
             f"train.output={output}", f"it is in the folder of model.path={config.model.path}", "choose another folder"
         )
-    if not is_writable(parent):
+    if why_not_writable(parent):
         raise UserError(f"train.output={output}", f"{parent} is not writable", "choose another")
 
 

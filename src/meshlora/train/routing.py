@@ -24,7 +24,7 @@ from torch import Tensor
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.common.errors import MeshloraError, UserError
-from meshlora.common.files import is_writable, write_atomically
+from meshlora.common.files import why_not_writable, write_atomically
 from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.plan.rules import ModelPlan
@@ -140,7 +140,7 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
             raise UserError(option, f"{parent} is a file, a folder is needed", "choose another")
         if _step_files(folder) and not may_overwrite:
             raise UserError(option, "it holds a record already", "choose another, or --set train.overwrite=true")
-        if not is_writable(parent):
+        if why_not_writable(parent):
             raise UserError(option, f"{parent} is not writable", "choose another")
         return
     there = {step for step in _step_files(folder) if step < steps}  # few, however many steps the run has

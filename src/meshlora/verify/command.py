@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UserError
-from meshlora.common.files import write_json_atomically
+from meshlora.common.files import check_result_file, write_json_atomically
 from meshlora.common.proof_records import remember, usable_cache
 from meshlora.plan.families.proved import proof_of_family
 from meshlora.train.launch import signals_end_what_was_started
@@ -152,17 +151,8 @@ def _check_mutations(proof: Proof) -> None:
 def _check_files(json_file: str | None, html_file: str | None) -> None:
     """Fail before the proof, which takes minutes, if a result cannot be written."""
     for option, name in (("--json", json_file), ("--html", html_file)):
-        if name is None:
-            continue
-        given, file = f"{option} {name}", Path(name).absolute()
-        if not name or file.is_dir() or not file.parent.is_dir():
-            raise UserError(given, "it is a folder, or its folder does not exist", "give the name of a file")
-        if file.exists() and not file.is_file():
-            raise UserError(given, "it is not a file that can be replaced", "give the name of a file")
-        try:
-            tempfile.TemporaryFile(dir=file.parent).close()
-        except OSError as error:
-            raise UserError(given, f"its folder cannot be written ({error.strerror})", "choose another one") from None
+        if name is not None:
+            check_result_file(Path(name), f"{option} {name}")
     if json_file is not None and html_file is not None and Path(json_file).absolute() == Path(html_file).absolute():
         raise UserError(f"--json and --html {html_file}", "they are two files", "give two names")
 

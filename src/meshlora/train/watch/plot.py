@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.common.files import write_atomically
+from meshlora.common.files import check_result_file, write_atomically
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 _PAGE = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>meshlora</title>\n{}\n</html>\n'
@@ -125,10 +125,7 @@ def _pyplot(file: Path) -> Any:
     """matplotlib without a display, after checking that `file` can be drawn."""
     if file.suffix.lower() not in FORMATS:
         raise UserError(f"{file}", f"a picture ends in one of {', '.join(FORMATS)}", did_you_mean(file.suffix, FORMATS))
-    if file.is_dir():
-        raise UserError(f"{file}", "it is a folder", "give the name of a file")
-    if not file.parent.is_dir():
-        raise UserError(f"{file}", f"there is no folder {file.parent}")
+    check_result_file(file, f"{file}")
     try:
         import matplotlib
     except ImportError:
