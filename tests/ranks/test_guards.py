@@ -163,7 +163,7 @@ def test_interrupted_overwrite_never_pairs_a_config_with_other_weights(
     model = meshlora.load(twin_config("llama"), lora=LORA)
     meshlora.save_adapter(model, tmp_path / "adapter")
     (tmp_path / "adapter" / "README.md").write_text("mine")
-    model.meshlora.adapters["default"].config.lora_alpha = 64
+    model.meshlora.adapters["default"].plan.stored.lora_alpha = 64
     replace = Path.replace
     calls = 0
 

@@ -419,6 +419,6 @@ def test_an_adapter_that_experts_share_is_read_back_as_such(tmp_path: Path) -> N
     model = meshlora.load(twin_config("qwen3_moe"), lora=lora_config(given, "lora"))
     meshlora.save_adapter(model, tmp_path / "adapter")
     again = meshlora.load(twin_config("qwen3_moe"), adapter=tmp_path / "adapter")
-    first, second = (one.meshlora.adapters["default"] for one in (model, again))
-    assert second.config.share_experts
+    first, second = (one.meshlora.adapters["default"].plan for one in (model, again))
+    assert second.stored.share_experts
     assert second.targets == first.targets

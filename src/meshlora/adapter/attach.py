@@ -7,6 +7,7 @@ Does not own: files (`adapter.formats.peft_format`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,19 +32,10 @@ from meshlora.plan.rules import ModelPlan
 
 @dataclass(frozen=True)
 class Adapter:
-    """One named adapter: its plan, and the base parameters it trains.
+    """The plan of one adapter, and its own copies of base parameters by name, in use while it is active."""
 
-    trained: name of a base parameter -> the adapter's own copy of it, in use while the adapter is.
-    """
-
-    name: str
     plan: AdapterPlan
-    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
-
-    @property
-    def config(self) -> LoraConfig:
-        """The configuration to store."""
-        return self.plan.stored
+    trained: Mapping[str, nn.Parameter]
 
     @property
     def targets(self) -> Mapping[str, Target]:
@@ -104,10 +96,7 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
 def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
     """Attach the new adapter `planned`: drawn from `seed`, or decomposed from the base (PiSSA, OLoRA)."""
     init = planned.config.init_lora_weights
-
-    def drawn(target: Target) -> Mapping[str, Tensor]:
-        return draw_factors(target, init=init, seed=seed)
-
+    drawn = functools.partial(draw_factors, init=init, seed=seed)
     attach(model, name, planned, None if init in WHOLE_MATRIX else drawn)
 
 
@@ -154,7 +143,7 @@ def attach(
         if trained is not None:
             value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
         copies[of_base] = nn.Parameter(value, requires_grad=False)
-    state.adapters[name] = Adapter(name, planned, copies)
+    state.adapters[name] = Adapter(planned, copies)
 
 
 def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
@@ -163,7 +152,7 @@ def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
         raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
     if not name or "." in name or "/" in name:
         raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
-    others = [config, *(adapter.config for adapter in state.adapters.values())]
+    others = [config, *(adapter.plan.stored for adapter in state.adapters.values())]
     if state.adapters and any(other.init_lora_weights in WHOLE_MATRIX for other in others):
         raise UserError(
             "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
@@ -197,10 +186,15 @@ def set_adapters(model: Any, names: Sequence[str]) -> None:
 
 
 def _activate(model: Any, name: str | None) -> None:
-    runtime(model).active = name
+    """Make `name` active, its copies in place of the base parameters; None: the base with its own."""
+    state = runtime(model)
+    state.active = name
     for leaf in parallel_leaves(model).values():
         leaf.active = name
-    _use_copies(model, name)
+    copies = state.adapters[name].trained if name is not None else {}
+    for parameter_name, base in state.base.items():
+        owner, _, leaf_name = parameter_name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf_name, copies.get(parameter_name, base))
 
 
 @contextlib.contextmanager
@@ -214,22 +208,14 @@ def in_use(model: Any, name: str | None) -> Iterator[None]:
         _activate(model, before)
 
 
-def _use_copies(model: Any, name: str | None) -> None:
-    """Put the copies of adapter `name` in place of the base parameters; None: restore the base's own."""
-    state = runtime(model)
-    copies = state.adapters[name].trained if name is not None else {}
-    for parameter_name, base in state.base.items():
-        owner, _, leaf = parameter_name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, copies.get(parameter_name, base))
-
-
 @contextlib.contextmanager
 def disable_adapter(model: Any) -> Iterator[None]:
     """Run the base model inside the block; the active and trainable adapters are restored afterwards."""
     for adapter in runtime(model).adapters.values():
-        if adapter.config.init_lora_weights in WHOLE_MATRIX:
+        init = adapter.plan.stored.init_lora_weights
+        if init in WHOLE_MATRIX:
             raise UserError(
-                f"disable_adapter with init_lora_weights={adapter.config.init_lora_weights!r}",
+                f"disable_adapter with init_lora_weights={init!r}",
                 "the base has given its principal part to the adapter",
                 "load the base without it",
             )

@@ -67,7 +67,10 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     """
     folder, target = Path(adapter), Path(out)
     check_new(target)
-    names = _names(plan)
+    if not plan.experts:
+        why = f"{plan.model_type!r} has no routed experts"
+        raise UserError("--layout per-expert", why, "engines read its adapters in PEFT's form")
+    names = engine_names(plan.model_type)
     config = read_config(folder, ignore_dropout=True)
     tensors = read_tensors(folder / WEIGHTS_FILE)
     if is_per_expert(tensors):
@@ -127,16 +130,6 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     }
     write_folder(target, written, stored, own_words(config))
     return len(written)
-
-
-def _names(plan: ModelPlan) -> EngineNames:
-    if not plan.experts:
-        raise UserError(
-            "--layout per-expert",
-            f"{plan.model_type!r} has no routed experts",
-            "engines read its adapters in PEFT's form",
-        )
-    return engine_names(plan.model_type)
 
 
 def _check_targets(folder: Path, targets: Mapping[str, Target], plan: ModelPlan) -> None:
