@@ -15,6 +15,7 @@ from meshlora.common.errors import (
     UnsupportedError,
     UserError,
     did_you_mean,
+    numbered,
     reason,
 )
 from meshlora.verify.pool import RankError
@@ -63,6 +64,12 @@ def test_all_parts_long_have_equal_room() -> None:
     error = UserError("a" * 10**5, "b" * 10**5, "c" * 10**5)
     assert {len(error.given), len(error.rule), len(error.way_out)} == {652}
     assert len(str(error)) < 1_980
+
+
+def test_numbers_beyond_the_most_that_are_shown_are_counted() -> None:
+    assert numbered("rank", [3]) == "rank 3"
+    assert numbered("rank", range(16)).endswith("14, 15")
+    assert numbered("rank", range(18)) == f"ranks {', '.join(map(str, range(16)))} and 2 more"
 
 
 def test_long_message_keeps_its_end() -> None:

@@ -95,6 +95,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return "known: " + one_line(", ".join(each[:_LONGEST_QUOTE] for each in known[:_LONGEST_QUOTE]), _LONGEST_QUOTE)
 
 
+def numbered(what: str, numbers: Sequence[int], *, most: int = 16) -> str:
+    """`ranks 0, 1 and 6 more`: the first `most` of `numbers`."""
+    shown = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"{what}{'s' if len(numbers) != 1 else ''} {shown}{more}"
+
+
 def reason(error: BaseException) -> str:
     """What a library says of its own failure, on one line of bounded length."""
     # "KeyError: 'rope'" says more than "'rope'"; the messages of these two are whole sentences.

@@ -49,16 +49,12 @@ def _kind(name: str, num_dims: int, swapped: set[str]) -> str:
     if ".lora_embedding_" in name:
         return "embedding"
     if ".lora_A" in name or ".lora_B" in name:
-        return _letter(name, swapped)
+        module, _, part = name.rpartition(".lora_")
+        is_a = (part[0] == "A") != (module in swapped)  # PEFT swaps input and output of some experts
+        return "A" if is_a else "B"
     if name.endswith(".lora_magnitude_vector"):
         return "B"
     return "A" if num_dims > 1 else "vector"
-
-
-def _letter(name: str, swapped: set[str]) -> str:
-    """PEFT's letter for a factor: the other one for experts whose input and output it swaps."""
-    module, _, part = name.rpartition(".lora_")
-    return ("B" if part[0] == "A" else "A") if module in swapped else part[0]
 
 
 def _is_undecayed(model: Any, name: str) -> bool:

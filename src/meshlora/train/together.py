@@ -79,7 +79,8 @@ def prepare_runs(
             runs[name] = prepare_run(config, world=world, resume=resume, despite=despite, base=base)
         base = runs[name].blueprint
     if "" not in runs:
-        _check_base(runs[name].blueprint)
+        if runs[name].blueprint.dtype == torch.float16:
+            raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
         for name, run in runs.items():
             check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
@@ -171,13 +172,3 @@ def _check_options(config: RunConfig) -> None:
     for option, is_given in given.items():
         if is_given:
             raise UnsupportedError(option, "it is not supported with several adapters", _WAY_OUT)
-
-
-def _check_base(base: Blueprint) -> None:
-    """Refuse a base that is not proved for several adapters.
-
-    Raises:
-        UnsupportedError: names the dtype.
-    """
-    if base.dtype == torch.float16:
-        raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")

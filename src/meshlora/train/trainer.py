@@ -118,7 +118,7 @@ class Trainer:
             if one.objective.trained_row is not None:
                 with one.in_use():
                     one.point = one.reference_point(data, indices)
-        with self._routed(adapters, steps):
+        with self.routing.step(adapters[0].done, steps[0][1]) if self.routing is not None else contextlib.nullcontext():
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)
             for number, micro in enumerate(batches):
@@ -193,11 +193,6 @@ class Trainer:
             [adapters[own.number].share(own.batch.tokens) for own in micro.owners],
             [one.adapter for one in adapters],
         )
-
-    def _routed(self, adapters: list[TrainedAdapter], steps: list[Step]) -> contextlib.AbstractContextManager[None]:
-        if self.routing is None:
-            return contextlib.nullcontext()
-        return self.routing.step(adapters[0].done, steps[0][1])
 
     def _log_probabilities(self, number: int, micro: MicroBatch) -> Tensor:
         """A plain forward of a micro-batch, independent of the objective."""

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_gather
+from meshlora.common.errors import numbered
 from meshlora.plan.topology import SEQUENCES
 from meshlora.train.batches import MicroBatch
 
 _FINITE, _FORWARD, _LOSS, _GRADIENT = range(4)
-_MOST_SHOWN = 16
 
 
 @dataclass
@@ -77,7 +77,7 @@ def find_not_finite(
         what = f"the output of {names[which]}"
     elif kind == _GRADIENT:
         what = f"the gradient of {factors[which].name}, of a finite loss"
-    return f"in {_words(sequences)} of the training data (from 0), first {what}"
+    return f"in {numbered('sequence', sequences)} of the training data (from 0), first {what}"
 
 
 @contextlib.contextmanager
@@ -114,9 +114,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _is_finite(tensor: Tensor | None) -> bool:
     return tensor is None or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _words(sequences: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sequences[:_MOST_SHOWN]))
-    more = f" and {len(sequences) - _MOST_SHOWN} more" if len(sequences) > _MOST_SHOWN else ""
-    return f"sequence{'s' if len(sequences) != 1 else ''} {shown}{more}"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_gather
-from meshlora.common.errors import MeshloraError
+from meshlora.common.errors import MeshloraError, numbered
 from meshlora.plan.grads import GradPart, part_of
 from meshlora.plan.topology import Topology, size_of_copies
 
@@ -30,7 +30,6 @@ from meshlora.plan.topology import Topology, size_of_copies
 _CHUNK = 2**18
 # 5 modulo 8: differences of its powers have few factors of 2, so swapped chunks are always seen.
 _CHUNK_FACTOR = 6364136223846793005
-_MOST_RANKS_SHOWN = 16
 # Not nondeterministic kernels: all copies get their gradient from the same sum.
 _LIKELY_CAUSE = (
     "a GPU with memory errors, unlike hardware or library versions on the ranks, or code that changes parameters on "
@@ -134,17 +133,12 @@ def _who(values: Tensor, axes: frozenset[str], topology: Topology) -> str:
         most, *others = sorted(holders.values(), key=len, reverse=True)
         if others and len(most) > len(others[0]):
             odd = sorted(rank for group in others for rank in group)
-            found.append(f"{_ranks(odd)} against the {len(most)} of the majority")
+            found.append(f"{numbered('rank', odd)} against the {len(most)} of the majority")
         elif others:
-            found.append(" against ".join(map(_ranks, holders.values())) + ", without a majority")
+            sides = (numbered("rank", group) for group in holders.values())
+            found.append(" against ".join(sides) + ", without a majority")
     return ", and ".join(found)
 
 
 def _words(axes: frozenset[str]) -> str:
     return " and ".join(sorted("tp (key/value heads)" if size_of_copies(axis) else axis for axis in axes))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS_SHOWN]))
-    more = f" and {len(ranks) - _MOST_RANKS_SHOWN} more" if len(ranks) > _MOST_RANKS_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
