@@ -253,9 +253,8 @@ def _signals_held() -> Iterator[None]:
 def _serve(rank: int, size: int, device: str, store: str, pipe: Connection) -> None:
     """Main loop of a rank: answer calls until the pipe closes or the parent dies."""
     end_with(os.getppid())
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGTERM}
-    )  # multiprocessing terminates unclosed processes with it
+    # multiprocessing terminates unclosed processes with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     with contextlib.suppress(EOFError, ConnectionError):
         try:
             _become_rank(rank, size, store, device)
