@@ -1,8 +1,8 @@
-"""An objective: one value with all of its parameters, which is handed whole to the trainer and to the judge.
+"""Training objectives as values with all of their parameters, shared by the trainer and the judge.
 
-Owns: parameters and their rules; and of each objective which records it trains on, whether it needs the frozen base,
-and what its loss is a mean over. Does not own: formulas. The trainer has one (`train.objectives`), and the judge its
-own (`oracle.objectives`).
+Owns: parameters and their rules; for each objective the records it trains on, whether it needs the frozen base, and
+what its loss is a mean over. Does not own: formulas. The trainer has its own (`train.objectives`), and so has the
+judge (`oracle.objectives`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import ClassVar, Literal, get_args
 
 from meshlora.common.errors import UserError
 
-# What a loss is a mean over; pairs and records have rows of their own, which nothing else shares.
+# The unit that a loss is a mean over; pairs and records do not share rows with others.
 Per = Literal["token", "pair", "record"]
-COUNTED: dict[Per, str] = {"token": "trained_tokens", "pair": "pairs", "record": "records"}  # as a result names them
+COUNTED: dict[Per, str] = {"token": "trained_tokens", "pair": "pairs", "record": "records"}  # keys in results
 _LARGEST = 1e6  # far above any use
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Objective:
-    """reader: of its records (`data.READERS`). per: what the loss is a mean over. is_of_text: it is one of plain text.
+    """reader: key of `data.READERS`. per: the unit the loss is a mean over. is_of_text: it trains on plain text.
 
-    trained_row: of the two rows of an example the one that is trained on; the loss then has a reference point, the
+    trained_row: the one row of an example's two that is trained on; the loss then has a reference point, the
     divergence from the base over the other rows of all examples of the step. None: all rows are trained on.
-    always_needs_base: whatever its parameters.
+    always_needs_base: for any parameters.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class _Objective:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the loss compares with what the frozen base says: the model with its adapter off."""
+        """Whether the loss uses outputs of the frozen base: the model with its adapter off."""
         return self.always_needs_base
 
     def _must(self, is_so: bool, name: str, rule: str) -> None:
@@ -50,7 +50,7 @@ class _Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(_Objective):
-    """Cross-entropy of text. label_smoothing: the share of it that goes to all tokens of the vocabulary alike."""
+    """Cross-entropy of text. label_smoothing: the probability mass spread uniformly over the vocabulary."""
 
     kind: Literal["sft"] = "sft"
     label_smoothing: float = 0.0
@@ -64,8 +64,8 @@ class Sft(_Objective):
 class Policy(_Objective):
     """Clipped policy gradient from rollouts.
 
-    clip_low, clip_high: how far below and above 1 the ratio to the old policy counts. kl_coef: how much the divergence
-    from the frozen base weighs.
+    clip_low, clip_high: the ratio to the old policy is clipped to [1 - clip_low, 1 + clip_high]. kl_coef: weight of
+    the divergence from the frozen base.
     """
 
     kind: Literal["policy"] = "policy"
@@ -76,7 +76,7 @@ class Policy(_Objective):
 
     @property
     def needs_base(self) -> bool:
-        """Only to be held to it."""
+        """Only for the KL penalty."""
         return self.kl_coef > 0
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Policy(_Objective):
 class Dpo(_Objective):
     """Direct preference optimisation over pairs. beta: how closely the policy is held to the base.
 
-    label_smoothing: the share of pairs that are labelled the wrong way round.
+    label_smoothing: the assumed fraction of pairs with swapped labels.
     """
 
     kind: Literal["dpo"] = "dpo"
@@ -109,7 +109,7 @@ class Dpo(_Objective):
 class Orpo(_Objective):
     """Odds-ratio preference optimisation over pairs, without the base.
 
-    beta: how much the odds ratio weighs beside the cross-entropy of the chosen answer (lambda in the paper).
+    beta: weight of the odds ratio relative to the cross-entropy of the chosen answer (lambda in the paper).
     """
 
     kind: Literal["orpo"] = "orpo"
@@ -123,9 +123,9 @@ class Orpo(_Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class Kto(_Objective):
-    """Kahneman-Tversky optimisation of single answers that were liked or not.
+    """Kahneman-Tversky optimisation over single answers labelled desirable or not.
 
-    beta: how closely the policy is held to the base. desirable_weight, undesirable_weight: of the loss of either kind.
+    beta: how closely the policy is held to the base. desirable_weight, undesirable_weight: loss weights of either kind.
     """
 
     kind: Literal["kto"] = "kto"

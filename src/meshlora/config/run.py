@@ -1,7 +1,7 @@
-"""What a run file says: a tree of dataclasses.
+"""The content of a run file as a tree of dataclasses.
 
-Owns: names, types, defaults and the rules between fields that need no file and no model; of objectives
-`config.objective`. Does not own: YAML (`config.file`), whether model, data and topology fit together (`train.prepare`).
+Owns: names, types, defaults, and rules that need no file and no model. Does not own: objectives (`config.objective`),
+YAML (`config.file`), whether model, data and topology fit together (`train.prepare`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshlora.common.reading import check_path
 from meshlora.config.objective import Objective, Sft
 from meshlora.plan.topology import Topology
 
-# The most of each: far above any use, and below where arithmetic or a library fails.
+# Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
 _MOST: dict[str, float] = {
     "data.max_length": 10**8,
@@ -40,7 +40,7 @@ _MOST: dict[str, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
-    """How a base model is built and stored. See `meshlora.load` for what each field does."""
+    """How a base model is built and stored. See `meshlora.load` for the fields."""
 
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
@@ -62,14 +62,14 @@ class ModelConfig(BaseOptions):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text. Files are JSONL, `context||completion` text, CSV, parquet, or a saved `datasets` folder.
+    """The data. Files are JSONL, `context||completion` text, CSV, parquet, or a saved `datasets` folder.
 
     Attributes:
         train, eval: a path or a list of paths. columns: our field names -> theirs.
-        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens, kept
-            apart; a sequence sees what it sees alone. loss_on: which tokens are trained.
-        cache_dir: where token files are kept.
-        eval_limit: only the first N examples of eval. sample_prompts: what is continued at `train.sample_every`;
+        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens;
+            they do not attend to each other. loss_on: which tokens are trained.
+        cache_dir: folder of tokenised files.
+        eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
     """
 
@@ -97,13 +97,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """How text is generated: what transformers' `generate` calls by the same names, and their defaults there.
+    """How text is generated: options of transformers' `generate`, with its names and defaults.
 
     Attributes:
-        max_new_tokens: the most tokens of a continuation. num_beams: 1 is no beam search.
-        length_penalty: of beam search, the exponent of the length that a beam's score is divided by.
-        no_repeat_ngram_size: no n tokens of a sequence occur in it twice; 0: they may.
-        do_sample: draw tokens, from the distribution at temperature, of the most likely that make up top_p.
+        max_new_tokens: maximum tokens of a continuation. num_beams: 1 is no beam search.
+        length_penalty: in beam search, the exponent of the length that divides a beam's score.
+        no_repeat_ngram_size: no n-gram of this size occurs twice in a sequence; 0: no such rule.
+        do_sample: sample with temperature and top_p (nucleus).
         batch_size: prompts at once. seed: of do_sample.
     """
 
@@ -138,35 +138,34 @@ class TrainConfig:
     """The loop. All sizes are in sequences and global: they do not change with the topology.
 
     Attributes:
-        output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: it may hold a run already.
+        output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: allow a folder with a run.
         steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
-        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank, with packing
-            rows of several.
-        lr: peak learning rate. schedule: how it goes on after a linear warm-up over warmup_steps, by optimizer step
-            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
-            linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
+        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: sequences (with packing: rows) at
+            once on one dp rank.
+        lr: peak learning rate. schedule: its course by optimizer step after a linear warm-up over warmup_steps
+            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
+            linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
             cycle, without lr and warm-up.
-        max_grad_norm: of the global gradient; 0 turns clipping off.
-        objective: what is trained, with its parameters: docs/objectives.md.
-        router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
-        recompute: which decoder layers compute their activations once more in the backward instead of keeping them:
-            none, full, or a number n: every n-th.
-        routing_record: folder to write the experts that every token of every step went to; routing_replay: folder of
-            such a record, whose experts are taken instead of the routers' own.
+        max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
+        objective: the training objective with its parameters: docs/objectives.md.
+        router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
+        recompute: activation checkpointing of decoder layers: none, full, or a number n: every n-th layer.
+        routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
+            whose experts replace the routers' choices.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
-        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
-        keep_last: how many of the newest checkpoints stay, 0: all; keep_best: the one with the lowest
-            evaluation loss stays too.
-        on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: whether a loss or a
-            gradient that is not finite stops it, or the step is left out.
-        timeout_s: seconds that a rank waits for the others in a collective.
-        replica_check_every: steps between comparisons of the copies of each factor, which are compared before every
-            save too; 0: never.
-        decay_biases_and_norms: weight decay is of biases and of the weights of norms too.
-        sample_every: steps between continuations of some prompts, greedy; 0: never.
-        merge_at_end: at the end also write the whole model with the adapter in its weights.
-        track: trackers that get every number of metrics.jsonl too (`train.watch.tracking`).
+        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
+        keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
+            evaluation loss.
+        on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
+            gradient that is not finite, or skip the step.
+        timeout_s: timeout of collectives in seconds.
+        replica_check_every: steps between comparisons of the replicas of each factor, which are also compared before
+            every save; 0: never.
+        decay_biases_and_norms: apply weight decay to biases and norm weights too.
+        sample_every: steps between greedy continuations of some prompts; 0: never.
+        merge_at_end: finally also write the whole model with the adapter merged.
+        track: trackers that also receive the metrics (`train.watch.tracking`).
     """
 
     output: str
@@ -253,7 +252,7 @@ class TrainConfig:
         return max(self.cycle.values()) if self.schedule == "cycle" else self.lr
 
     def _check_keeping(self) -> None:
-        """What stays of checkpoints is said where there are any."""
+        """Rules of the options that keep checkpoints, and of timeout_s."""
         _require(self.keep_last >= 0, "train.keep_last", self.keep_last, "not negative")
         _require(self.timeout_s > 0, "train.timeout_s", self.timeout_s, "above 0")
         if self.keep_best and not self.eval_every:
@@ -262,7 +261,7 @@ class TrainConfig:
             raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
 
     def _check_objective(self) -> None:
-        """A step that runs the base too has two routings."""
+        """Routing replay needs one forward per step: an objective that also runs the base has two."""
         if self.objective.needs_base and (self.routing_record or self.routing_replay):
             raise UserError(
                 "train.routing_record or train.routing_replay",
@@ -271,7 +270,7 @@ class TrainConfig:
             )
 
     def _check_schedule(self) -> None:
-        """What only one schedule reads is given where that is the schedule."""
+        """Rules of the options of each schedule."""
         ends = ("linear", "cosine", "warmup_stable_decay")
         readers = {"min_lr": ends, "decay_steps": ends[2:], "cycle": ("cycle",)}
         for name, schedules in readers.items():
@@ -294,9 +293,9 @@ class TrainConfig:
             _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 
-# What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
+# Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
-# What the adapters of one run may each have for themselves: all else is said once, for all of them.
+# Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
     "data": {"train", "eval", "columns", "max_length", "loss_on", "eval_limit"},
     "train": {
@@ -312,11 +311,11 @@ class RunConfig:
     """A whole run.
 
     Attributes:
-        lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to go on from.
-        topology: as in `dp=2,tp=2,sp`; a missing dp is what the number of processes leaves.
+        lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to continue from.
+        topology: as in `dp=2,tp=2,sp`; a missing dp is inferred from the number of processes.
         device: where ranks compute.
-        generate: how `meshlora evaluate --generate` generates.
-        preset: a recipe whose values stand where this file has none (`presets`); they are filled in already.
+        generate: options of `meshlora evaluate --generate`.
+        preset: a recipe for values missing in the file (`config.presets`), already filled in here.
     """
 
     model: ModelConfig

@@ -1,7 +1,7 @@
 """From files to batches: records, tokens, order, tensors.
 
-Owns: everything up to the tensors of one micro-batch. Does not own: processes; all of this is a pure function of the
-data, the options, and (in `share`) which dp rank asks.
+Owns: everything up to the tensors of one micro-batch. Does not own: processes; all of it is a pure function of the
+data, the options, and (in `share`) the dp rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def _read_text(source: Any, tokenizer: Any, *, columns: Any, say: Any, **options
     return tokenize(read_records(source, columns=columns, say=say), tokenizer, say=say, **options)
 
 
-# How the records of an objective are read, by the name that it gives: paths and a tokenizer in, tokens out.
+# Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.
 READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "text": _read_text,
     "rollouts": read_rollouts,
