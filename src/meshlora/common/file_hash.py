@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from meshlora.common.errors import MeshloraError, UserError
-from meshlora.common.private import PrivateFolder, open_own, write_own
+from meshlora.common.private import PrivateFolder, open_own
 
 CACHE = Path("~/.cache/meshlora/hashes")
 # Smaller files take milliseconds and are read every time.
@@ -126,5 +126,5 @@ def _known(cache: Path, found: os.stat_result) -> str | None:
 def _remember(cache: Path, found: os.stat_result, sha256: str) -> None:
     with contextlib.suppress(OSError, RuntimeError, UserError):  # without a cache entry the file is only read again
         folder = cache.expanduser()
-        PrivateFolder(folder, f"{folder}", "").make()
-        write_own(folder / _name(found), json.dumps({"file": _entry(found), "sha256": sha256}).encode())
+        content = json.dumps({"file": _entry(found), "sha256": sha256}).encode()
+        PrivateFolder(folder, f"{folder}", "").write(_name(found), content)

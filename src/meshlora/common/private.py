@@ -86,6 +86,13 @@ class PrivateFolder:
         except OSError as error:
             raise UserError(self.name, f"it cannot be written ({error.strerror or error})", self.way_out) from error
 
+    def write(self, name: str, content: bytes) -> None:
+        """Atomically write file `name`, which only this user may read and write. Raises: UserError."""
+        self.make()
+        with self.usable():
+            # Atomic although writers hold a lock: on some network file systems locks do not work.
+            write_atomically(self.path / name, lambda temporary: temporary.write_bytes(content), mode=0o600)
+
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     """Open for reading a file that only this user can have written. flags: of `os.open`, if more than reading.
@@ -107,16 +114,6 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def write_own(path: Path, content: bytes) -> None:
-    """Atomically write a file that only this user may read and write.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    # Atomic although writers hold a lock: on some network file systems locks do not work.
-    write_atomically(path, lambda temporary: temporary.write_bytes(content), mode=0o600)
 
 
 def check_tree(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.common.errors import UserError
-from meshlora.common.private import NotOwnError, PrivateFolder, open_own, write_own
+from meshlora.common.private import NotOwnError, PrivateFolder, open_own
 
 CACHE = Path("~/.cache/meshlora/proofs")
 # Roughly what the proof of a twin writes, so that a full disk is noticed before it.
@@ -66,9 +66,7 @@ def remember(cache_dir: Path, asked: Mapping[str, Any], details: Mapping[str, An
     content = {**details, **asked, "passed": True, "date": time.strftime(_DATE)}
     folder = PrivateFolder(record.parent, f"the cache of proofs, {record.parent}", "remove it")
     try:
-        folder.make()
-        with folder.usable():
-            write_own(record, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        folder.write(record.name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
     except UserError as error:
         return str(error)
     return ""

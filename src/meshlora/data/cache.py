@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshlora.common.errors import reason
-from meshlora.common.private import NotOwnError, PrivateFolder, locked, open_own, write_own
+from meshlora.common.private import NotOwnError, PrivateFolder, locked, open_own
 from meshlora.data.records import Record
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def load_or_make(
         if (arrays := load(says_why_not=True)) is not None:
             return arrays
         arrays = make()
-        content = save(arrays, metadata={"key": key, "sha256": _checksum(arrays)})
-        with folder.usable():
-            write_own(path, content)
+        folder.write(path.name, save(arrays, metadata={"key": key, "sha256": _checksum(arrays)}))
         return arrays
 
 
