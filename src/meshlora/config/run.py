@@ -7,7 +7,7 @@ YAML (`config.file`), whether model, data and topology fit together (`train.prep
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,24 +18,18 @@ from meshlora.plan.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
-_MOST: dict[str, float] = {
-    "data.max_length": 10**8,
-    "data.eval_limit": 10**12,
-    **dict.fromkeys(("train.steps", "train.log_every", "train.replica_check_every", "train.keep_last"), _STEPS),
-    **dict.fromkeys(("train.eval_every", "train.save_every", "train.sample_every"), _STEPS),
-    **dict.fromkeys(("train.warmup_steps", "train.decay_steps"), _STEPS),
-    **dict.fromkeys(("train.epochs", "train.batch_size", "train.micro_batch_size", "train.recompute"), 10**6),
-    **dict.fromkeys(("train.lr", "train.lora_plus_embedding_lr", "train.weight_decay", "train.eps"), _RATE),
-    **dict.fromkeys(("train.router_aux_loss_coef", "train.lora_plus_ratio"), _FACTOR),
-    "train.max_grad_norm": 1e30,
-    "train.timeout_s": 10**7,
-    "generate.max_new_tokens": 10**8,
-    "generate.no_repeat_ngram_size": 10**8,
-    "generate.num_beams": 10**4,
-    "generate.batch_size": 10**6,
-    "generate.temperature": _FACTOR,
-    "generate.length_penalty": _RATE,
+_HOLDS: dict[str, Callable[[float], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "not negative": lambda value: value >= 0,
+    "above 0": lambda value: value > 0,
+    "above 0, at most 1": lambda value: 0 < value <= 1,
+    "in [0, 1)": lambda value: 0 <= value < 1,
 }
+
+
+def _number(default: float | str | None, rule: str = "", *, most: float | None = None) -> Any:
+    """A field whose value satisfies `rule`, a key of `_HOLDS`, and is at most `most`, unless it is the default."""
+    return field(default=default, metadata={"rule": rule, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +70,11 @@ class DataConfig:
     train: str | list[str]
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
-    max_length: int = 1024
+    max_length: int = _number(1024, most=10**8)
     packing: bool = False
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = "~/.cache/meshlora/tokens"
-    eval_limit: int | None = None
+    eval_limit: int | None = _number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -88,11 +82,9 @@ class DataConfig:
             for path in [given] if isinstance(given, str) else given or ():
                 check_path(name, path)
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
-        _check_most("data", self)
-        if self.eval_limit is not None:
-            _require(self.eval_limit >= 1, "data.eval_limit", self.eval_limit, "at least 1")
-            if self.eval is None:
-                raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
+        _check_numbers("data", self)
+        if self.eval_limit is not None and self.eval is None:
+            raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
 
 
 @dataclass(frozen=True)
@@ -107,25 +99,19 @@ class GenerateConfig:
         batch_size: prompts at once. seed: of do_sample.
     """
 
-    max_new_tokens: int = 64
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    max_new_tokens: int = _number(64, "at least 1", most=10**8)
+    num_beams: int = _number(1, "at least 1", most=10**4)
+    length_penalty: float = _number(1.0, most=_RATE)
+    no_repeat_ngram_size: int = _number(0, "not negative", most=10**8)
     do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    batch_size: int = 16
-    seed: int = 0
+    temperature: float = _number(1.0, "above 0", most=_FACTOR)
+    top_p: float = _number(1.0, "above 0, at most 1")
+    batch_size: int = _number(16, "at least 1", most=10**6)
+    seed: int = _number(0, "not negative")
 
     def __post_init__(self) -> None:
-        _check_most("generate", self)
-        for name in ("max_new_tokens", "num_beams", "batch_size"):
-            _require(getattr(self, name) >= 1, f"generate.{name}", getattr(self, name), "at least 1")
-        for name in ("no_repeat_ngram_size", "seed"):
-            _require(getattr(self, name) >= 0, f"generate.{name}", getattr(self, name), "not negative")
+        _check_numbers("generate", self)
         _require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
-        _require(0 < self.temperature < math.inf, "generate.temperature", self.temperature, "above 0")
-        _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "above 0, at most 1")
         if self.length_penalty != 1.0 and self.num_beams == 1:
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
         for name in ("temperature", "top_p"):
@@ -169,70 +155,56 @@ class TrainConfig:
     """
 
     output: str
-    steps: int | None = None
-    epochs: float | None = None
-    batch_size: int = 16
-    micro_batch_size: int = 4
-    lr: float = 2e-4
+    steps: int | None = _number(None, "at least 1", most=_STEPS)
+    epochs: float | None = _number(None, "above 0", most=10**6)
+    batch_size: int = _number(16, "at least 1", most=10**6)
+    micro_batch_size: int = _number(4, "at least 1", most=10**6)
+    lr: float = _number(2e-4, "above 0", most=_RATE)
     schedule: Literal["linear", "cosine", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"] = "linear"
-    warmup_steps: int = 0
-    min_lr: float = 0.0
-    decay_steps: int = 0
+    warmup_steps: int = _number(0, "not negative", most=_STEPS)
+    min_lr: float = _number(0.0, "not negative")
+    decay_steps: int = _number(0, "not negative", most=_STEPS)
     cycle: dict[int, float] = field(default_factory=dict)
-    weight_decay: float = 0.0
+    weight_decay: float = _number(0.0, "not negative", most=_RATE)
     decay_biases_and_norms: bool = True
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    beta1: float = _number(0.9, "in [0, 1)")
+    beta2: float = _number(0.999, "in [0, 1)")
+    eps: float = _number(1e-8, "above 0", most=_RATE)
+    max_grad_norm: float = _number(1.0, "not negative", most=1e30)
     objective: Objective = field(default_factory=Sft)
-    router_aux_loss_coef: float = 0.0
-    recompute: str | int = "none"
+    router_aux_loss_coef: float = _number(0.0, "not negative", most=_FACTOR)
+    recompute: str | int = _number("none", most=10**6)
     routing_record: str | None = None
     routing_replay: str | None = None
-    lora_plus_ratio: float | None = None
-    lora_plus_embedding_lr: float = 1e-6
-    seed: int = 0
-    eval_every: int = 0
-    save_every: int = 0
-    sample_every: int = 0
-    log_every: int = 10
+    lora_plus_ratio: float | None = _number(None, "above 0", most=_FACTOR)
+    lora_plus_embedding_lr: float = _number(1e-6, "above 0", most=_RATE)
+    seed: int = _number(0, "not negative")
+    eval_every: int = _number(0, "not negative", most=_STEPS)
+    save_every: int = _number(0, "not negative", most=_STEPS)
+    sample_every: int = _number(0, "not negative", most=_STEPS)
+    log_every: int = _number(10, "at least 1", most=_STEPS)
     merge_at_end: bool = False
     track: list[str] = field(default_factory=list)
-    replica_check_every: int = 100
-    keep_last: int = 0
+    replica_check_every: int = _number(100, "not negative", most=_STEPS)
+    keep_last: int = _number(0, "not negative", most=_STEPS)
     keep_best: bool = False
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    timeout_s: float = 600.0
+    timeout_s: float = _number(600.0, "above 0", most=10**7)
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         _require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
         for name in ("output", "routing_record", "routing_replay"):
             check_path(f"train.{name}", getattr(self, name) or "")
-        _check_most("train", self)
+        _check_numbers("train", self)
         _require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
-        _require(self.lr > 0, "train.lr", self.lr, "above 0")
-        for name in ("batch_size", "micro_batch_size", "log_every"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        counts = ("warmup_steps", "min_lr", "decay_steps", "seed", "eval_every", "save_every", "sample_every")
-        for name in (*counts, "replica_check_every", "weight_decay", "max_grad_norm", "router_aux_loss_coef"):
-            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
-        for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
-        _require(self.eps > 0, "train.eps", self.eps, "above 0")
         is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
         _require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
         self._check_schedule()
         self._check_objective()
         self._check_keeping()
-        _require(
-            self.lora_plus_embedding_lr > 0, "train.lora_plus_embedding_lr", self.lora_plus_embedding_lr, "above 0"
-        )
-        if self.lora_plus_ratio is not None:
-            _require(self.lora_plus_ratio > 0, "train.lora_plus_ratio", self.lora_plus_ratio, "above 0")
-        elif self.lora_plus_embedding_lr != 1e-6:
+        if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:
             raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
         if self.routing_record is not None and self.routing_replay is not None:
             raise UserError(
@@ -241,10 +213,6 @@ class TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")
-        if self.steps is not None:
-            _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
-        if self.epochs is not None:
-            _require(self.epochs > 0, "train.epochs", self.epochs, "above 0")
 
     @property
     def peak_lr(self) -> float:
@@ -252,9 +220,7 @@ class TrainConfig:
         return max(self.cycle.values()) if self.schedule == "cycle" else self.lr
 
     def _check_keeping(self) -> None:
-        """Rules of the options that keep checkpoints, and of timeout_s."""
-        _require(self.keep_last >= 0, "train.keep_last", self.keep_last, "not negative")
-        _require(self.timeout_s > 0, "train.timeout_s", self.timeout_s, "above 0")
+        """Rules of the options that keep checkpoints."""
         if self.keep_best and not self.eval_every:
             raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
         if self.keep_last and not (self.save_every or self.keep_best):
@@ -353,11 +319,13 @@ class RunConfig:
         Topology.parse(self.topology)
 
 
-def _check_most(group: str, values: Any) -> None:
+def _check_numbers(group: str, values: Any) -> None:
     for item in dataclasses.fields(values):
-        value, most = getattr(values, item.name), _MOST.get(f"{group}.{item.name}")
+        value, rule, most = getattr(values, item.name), item.metadata.get("rule"), item.metadata.get("most")
         if most is not None and isinstance(value, int | float):
             _require(value <= most, f"{group}.{item.name}", value, f"at most {most:,.0f}")
+        if rule and value != item.default:  # which may be None
+            _require(_HOLDS[rule](value), f"{group}.{item.name}", value, rule)
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
