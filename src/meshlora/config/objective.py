@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from meshlora.common.errors import UserError
+from meshlora.config.numbers import check_numbers, number
 
 # The unit that a loss is a mean over; pairs and records do not share rows with others.
 Per = Literal["token", "pair", "record"]
 COUNTED: dict[Per, str] = {"token": "trained_tokens", "pair": "pairs", "record": "records"}  # keys in results
-_LARGEST = 1e6  # far above any use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +38,8 @@ class _Objective:
         """Whether the loss uses outputs of the frozen base: the model with its adapter off."""
         return self.always_needs_base
 
-    def _must(self, is_so: bool, name: str, rule: str) -> None:
-        if not is_so:
-            raise UserError(f"train.objective.{name}={getattr(self, name)}", f"it must be {rule}")
-
-    def _above_0(self, *names: str) -> None:
-        for name in names:
-            self._must(0 < getattr(self, name) <= _LARGEST, name, f"above 0, at most {_LARGEST:,.0f}")
+    def __post_init__(self) -> None:
+        check_numbers("train.objective", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +47,8 @@ class Sft(_Objective):
     """Cross-entropy of text. label_smoothing: the probability mass spread uniformly over the vocabulary."""
 
     kind: Literal["sft"] = "sft"
-    label_smoothing: float = 0.0
+    label_smoothing: float = number(0.0, "in [0, 1)")
     is_of_text: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._must(0 <= self.label_smoothing < 1, "label_smoothing", "in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +60,15 @@ class Policy(_Objective):
     """
 
     kind: Literal["policy"] = "policy"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
+    clip_low: float = number(0.2, "above 0, at most 1")
+    clip_high: float = number(0.2, "above 0, at most 1,000,000")
+    kl_coef: float = number(0.0, "not negative, at most 1,000,000")
     reader: ClassVar[str] = "rollouts"
 
     @property
     def needs_base(self) -> bool:
         """Only for the KL penalty."""
         return self.kl_coef > 0
-
-    def __post_init__(self) -> None:
-        self._must(0 < self.clip_low <= 1, "clip_low", "above 0, at most 1")
-        self._above_0("clip_high")
-        self._must(0 <= self.kl_coef <= _LARGEST, "kl_coef", f"not negative, at most {_LARGEST:,.0f}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +79,11 @@ class Dpo(_Objective):
     """
 
     kind: Literal["dpo"] = "dpo"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: float = number(0.1, "above 0, at most 1,000,000")
+    label_smoothing: float = number(0.0, "in [0, 0.5): from there on the other answer would be the better")
     reader: ClassVar[str] = "pairs"
     per: ClassVar[Per] = "pair"
     always_needs_base: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._above_0("beta")
-        rule = "in [0, 0.5): from there on the other answer would be the better"
-        self._must(0 <= self.label_smoothing < 0.5, "label_smoothing", rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +94,9 @@ class Orpo(_Objective):
     """
 
     kind: Literal["orpo"] = "orpo"
-    beta: float = 0.1
+    beta: float = number(0.1, "above 0, at most 1,000,000")
     reader: ClassVar[str] = "pairs"
     per: ClassVar[Per] = "pair"
-
-    def __post_init__(self) -> None:
-        self._above_0("beta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +107,13 @@ class Kto(_Objective):
     """
 
     kind: Literal["kto"] = "kto"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: float = number(0.1, "above 0, at most 1,000,000")
+    desirable_weight: float = number(1.0, "above 0, at most 1,000,000")
+    undesirable_weight: float = number(1.0, "above 0, at most 1,000,000")
     reader: ClassVar[str] = "feedback"
     per: ClassVar[Per] = "record"
     trained_row: ClassVar[int | None] = 0
     always_needs_base: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._above_0("beta", "desirable_weight", "undesirable_weight")
 
 
 Objective = Sft | Policy | Dpo | Orpo | Kto

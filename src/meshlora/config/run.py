@@ -6,30 +6,17 @@ YAML (`config.file`), whether model, data and topology fit together (`train.prep
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshlora.common.errors import UserError
 from meshlora.common.reading import check_path
+from meshlora.config.numbers import check_numbers, number, require
 from meshlora.config.objective import Objective, Sft
 from meshlora.plan.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
-_HOLDS: dict[str, Callable[[float], bool]] = {
-    "at least 1": lambda value: value >= 1,
-    "not negative": lambda value: value >= 0,
-    "above 0": lambda value: value > 0,
-    "above 0, at most 1": lambda value: 0 < value <= 1,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-}
-
-
-def _number(default: float | str | None, rule: str = "", *, most: float | None = None) -> Any:
-    """A field whose value satisfies `rule`, a key of `_HOLDS`, and is at most `most`, unless it is the default."""
-    return field(default=default, metadata={"rule": rule, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +57,11 @@ class DataConfig:
     train: str | list[str]
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
-    max_length: int = _number(1024, most=10**8)
+    max_length: int = number(1024, most=10**8)
     packing: bool = False
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = "~/.cache/meshlora/tokens"
-    eval_limit: int | None = _number(None, "at least 1", most=10**12)
+    eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +69,7 @@ class DataConfig:
             for path in [given] if isinstance(given, str) else given or ():
                 check_path(name, path)
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
-        _check_numbers("data", self)
+        check_numbers("data", self)
         if self.eval_limit is not None and self.eval is None:
             raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
 
@@ -99,19 +86,19 @@ class GenerateConfig:
         batch_size: prompts at once. seed: of do_sample.
     """
 
-    max_new_tokens: int = _number(64, "at least 1", most=10**8)
-    num_beams: int = _number(1, "at least 1", most=10**4)
-    length_penalty: float = _number(1.0, most=_RATE)
-    no_repeat_ngram_size: int = _number(0, "not negative", most=10**8)
+    max_new_tokens: int = number(64, "at least 1", most=10**8)
+    num_beams: int = number(1, "at least 1", most=10**4)
+    length_penalty: float = number(1.0, most=_RATE)
+    no_repeat_ngram_size: int = number(0, "not negative", most=10**8)
     do_sample: bool = False
-    temperature: float = _number(1.0, "above 0", most=_FACTOR)
-    top_p: float = _number(1.0, "above 0, at most 1")
-    batch_size: int = _number(16, "at least 1", most=10**6)
-    seed: int = _number(0, "not negative")
+    temperature: float = number(1.0, "above 0", most=_FACTOR)
+    top_p: float = number(1.0, "above 0, at most 1")
+    batch_size: int = number(16, "at least 1", most=10**6)
+    seed: int = number(0, "not negative")
 
     def __post_init__(self) -> None:
-        _check_numbers("generate", self)
-        _require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
+        check_numbers("generate", self)
+        require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
         if self.length_penalty != 1.0 and self.num_beams == 1:
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
         for name in ("temperature", "top_p"):
@@ -155,52 +142,52 @@ class TrainConfig:
     """
 
     output: str
-    steps: int | None = _number(None, "at least 1", most=_STEPS)
-    epochs: float | None = _number(None, "above 0", most=10**6)
-    batch_size: int = _number(16, "at least 1", most=10**6)
-    micro_batch_size: int = _number(4, "at least 1", most=10**6)
-    lr: float = _number(2e-4, "above 0", most=_RATE)
+    steps: int | None = number(None, "at least 1", most=_STEPS)
+    epochs: float | None = number(None, "above 0", most=10**6)
+    batch_size: int = number(16, "at least 1", most=10**6)
+    micro_batch_size: int = number(4, "at least 1", most=10**6)
+    lr: float = number(2e-4, "above 0", most=_RATE)
     schedule: Literal["linear", "cosine", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"] = "linear"
-    warmup_steps: int = _number(0, "not negative", most=_STEPS)
-    min_lr: float = _number(0.0, "not negative")
-    decay_steps: int = _number(0, "not negative", most=_STEPS)
+    warmup_steps: int = number(0, "not negative", most=_STEPS)
+    min_lr: float = number(0.0, "not negative")
+    decay_steps: int = number(0, "not negative", most=_STEPS)
     cycle: dict[int, float] = field(default_factory=dict)
-    weight_decay: float = _number(0.0, "not negative", most=_RATE)
+    weight_decay: float = number(0.0, "not negative", most=_RATE)
     decay_biases_and_norms: bool = True
-    beta1: float = _number(0.9, "in [0, 1)")
-    beta2: float = _number(0.999, "in [0, 1)")
-    eps: float = _number(1e-8, "above 0", most=_RATE)
-    max_grad_norm: float = _number(1.0, "not negative", most=1e30)
+    beta1: float = number(0.9, "in [0, 1)")
+    beta2: float = number(0.999, "in [0, 1)")
+    eps: float = number(1e-8, "above 0", most=_RATE)
+    max_grad_norm: float = number(1.0, "not negative", most=1e30)
     objective: Objective = field(default_factory=Sft)
-    router_aux_loss_coef: float = _number(0.0, "not negative", most=_FACTOR)
-    recompute: str | int = _number("none", most=10**6)
+    router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
+    recompute: str | int = number("none", most=10**6)
     routing_record: str | None = None
     routing_replay: str | None = None
-    lora_plus_ratio: float | None = _number(None, "above 0", most=_FACTOR)
-    lora_plus_embedding_lr: float = _number(1e-6, "above 0", most=_RATE)
-    seed: int = _number(0, "not negative")
-    eval_every: int = _number(0, "not negative", most=_STEPS)
-    save_every: int = _number(0, "not negative", most=_STEPS)
-    sample_every: int = _number(0, "not negative", most=_STEPS)
-    log_every: int = _number(10, "at least 1", most=_STEPS)
+    lora_plus_ratio: float | None = number(None, "above 0", most=_FACTOR)
+    lora_plus_embedding_lr: float = number(1e-6, "above 0", most=_RATE)
+    seed: int = number(0, "not negative")
+    eval_every: int = number(0, "not negative", most=_STEPS)
+    save_every: int = number(0, "not negative", most=_STEPS)
+    sample_every: int = number(0, "not negative", most=_STEPS)
+    log_every: int = number(10, "at least 1", most=_STEPS)
     merge_at_end: bool = False
     track: list[str] = field(default_factory=list)
-    replica_check_every: int = _number(100, "not negative", most=_STEPS)
-    keep_last: int = _number(0, "not negative", most=_STEPS)
+    replica_check_every: int = number(100, "not negative", most=_STEPS)
+    keep_last: int = number(0, "not negative", most=_STEPS)
     keep_best: bool = False
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    timeout_s: float = _number(600.0, "above 0", most=10**7)
+    timeout_s: float = number(600.0, "above 0", most=10**7)
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        _require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
+        require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
         for name in ("output", "routing_record", "routing_replay"):
             check_path(f"train.{name}", getattr(self, name) or "")
-        _check_numbers("train", self)
-        _require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
+        check_numbers("train", self)
+        require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
         is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
-        _require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
+        require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
         self._check_schedule()
         self._check_objective()
         self._check_keeping()
@@ -246,17 +233,17 @@ class TrainConfig:
                     f"it has no effect with train.schedule={self.schedule}",
                     f"it goes with {' or '.join(schedules)}",
                 )
-        _require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
+        require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
         if self.schedule == "warmup_stable_decay":
-            _require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
+            require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
         if self.schedule == "cycle":
-            _require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
-            _require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
-            _require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
-            _require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
-            _require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
-            _require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
-            _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
+            require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
+            require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
+            require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
+            require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
+            require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
+            require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
+            require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 
 # Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
@@ -317,17 +304,3 @@ class RunConfig:
             given = f"data.packing with train.objective={self.train.objective.kind}"
             raise UserError(given, f"a {per} is two rows", "set data.packing: false")
         Topology.parse(self.topology)
-
-
-def _check_numbers(group: str, values: Any) -> None:
-    for item in dataclasses.fields(values):
-        value, rule, most = getattr(values, item.name), item.metadata.get("rule"), item.metadata.get("most")
-        if most is not None and isinstance(value, int | float):
-            _require(value <= most, f"{group}.{item.name}", value, f"at most {most:,.0f}")
-        if rule and value != item.default:  # which may be None
-            _require(_HOLDS[rule](value), f"{group}.{item.name}", value, rule)
-
-
-def _require(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise UserError(f"{name}={value}", f"it must be {rule}")
