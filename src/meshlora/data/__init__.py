@@ -10,7 +10,7 @@ from typing import Any
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
-from meshlora.data.records import Prompt, Record, prompts_of
+from meshlora.data.records import Record, prompts_of
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
@@ -34,7 +34,6 @@ __all__ = [
     "READERS",
     "Batch",
     "GlobalBatches",
-    "Prompt",
     "Record",
     "Sequence",
     "TokenizedDataset",
@@ -43,7 +42,6 @@ __all__ = [
     "joined",
     "packed_share",
     "prompts_of",
-    "read_feedback",
     "read_preferences",
     "read_records",
     "read_rollouts",
