@@ -1,7 +1,7 @@
 """LoRA adapters on any mesh of processes: the adapter one process would have produced.
 
-`import meshlora` imports nothing else: each name below is imported when it is first asked for, so that the command line
-answers at once, to Ctrl-C too.
+`import meshlora` imports nothing else: each name below is imported on first access, so that the command line responds
+at once, to Ctrl-C too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# PEFT imports bitsandbytes wherever it is installed, which then reports a fast path that is not, in each process.
+# PEFT imports bitsandbytes wherever it is installed, which then reports a missing fast path in every process.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 _HOME = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
-from meshlora.config.run import _MOST, DataConfig, GenerateConfig, TrainConfig
+from meshlora.config.run import DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import read_records, tokenize
 from meshlora.loading.blueprint import read_model_config
 from meshlora.train.batches import MicroBatch
@@ -34,6 +35,13 @@ class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
 
+GROUPS: dict[str, type] = {"data": DataConfig, "generate": GenerateConfig, "train": TrainConfig}
+MOST = {
+    f"{group}.{item.name}": item.metadata["most"]
+    for group, kind in GROUPS.items()
+    for item in dataclasses.fields(kind)
+    if item.metadata.get("most") is not None
+}
 # What an option has an effect with.
 GOES_WITH: dict[str, dict[str, Any]] = {
     "decay_steps": {"schedule": "warmup_stable_decay"},
@@ -139,12 +147,11 @@ def test_code_of_a_configuration_runs_where_it_is_trusted(
     assert type(found).__name__ == ("OwnConfig" if trusted else "LlamaConfig")
 
 
-@pytest.mark.parametrize("option", _MOST)
+@pytest.mark.parametrize("option", MOST)
 def test_the_most_of_an_option_is_taken_and_no_more(option: str) -> None:
     group, _, name = option.partition(".")
-    made = {"data": DataConfig, "generate": GenerateConfig, "train": TrainConfig}[group]
     values = {"data": {"train": "x"}, "generate": {}, "train": {"output": "x", "steps": 3, "lr": 1e-3}}[group]
-    most, values = _MOST[option], values | GOES_WITH.get(name, {})
+    made, most, values = GROUPS[group], MOST[option], values | GOES_WITH.get(name, {})
     for value in (int(most), float(most)):
         assert getattr(made(**values | {name: value}), name) == most
     with pytest.raises(UserError, match=re.escape(f"at most {most:,.0f}")):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.common.private import NotOwnError, PrivateFolder, check_tree, close_tree, open_own, write_own
+from meshlora.common.private import NotOwnError, PrivateFolder, check_tree, close_tree, open_own
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,7 @@ def somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_folders_and_files_are_made_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir(mode=0o755)
-    private(tmp_path / "there" / "new" / "cache").make()
-    write_own(tmp_path / "there" / "new" / "cache" / "file", b"content")
+    private(tmp_path / "there" / "new" / "cache").write("file", b"content")
     assert mode(tmp_path / "there") == 0o755
     assert mode(tmp_path / "there" / "new") == mode(tmp_path / "there" / "new" / "cache") == 0o700
     assert mode(tmp_path / "there" / "new" / "cache" / "file") == 0o600
@@ -95,8 +94,7 @@ NOT_OWN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    write_own(tmp_path / "cache" / "file", b"content")
+    private(tmp_path / "cache").write("file", b"content")
     return tmp_path / "cache" / "file"
 
 
@@ -131,7 +129,7 @@ def test_file_that_is_exchanged_after_it_was_opened_is_judged_by_what_was_opened
     def open_and_exchange(path: Path, flags: int, mode: int = 0o777) -> int:
         descriptor = real(path, flags, mode)
         monkeypatch.setattr(os, "open", real)
-        write_own(file, b"fine")
+        private(file.parent).write(file.name, b"fine")
         return descriptor
 
     monkeypatch.setattr(os, "open", open_and_exchange)

@@ -1,11 +1,11 @@
-"""Private names of torch, transformers and PEFT: all that the product uses, and no other file does.
+"""Private names of torch, transformers and PEFT: every one that the product uses, and only here.
 
-Owns: those names, each behind a public one of ours, with what it is for and why there is no public way. Does not own:
-what is done with them.
+Owns: those names, each behind a public one of ours, with its purpose and why no public API does. Does not own: their
+uses.
 
-A private name can go with any release. `tests/unit/test_compat.py` then says which, and who needs it; where a library
-gets a public way, the name leaves this file. Every layer and both sides of a proof import it: so nothing here computes
-what a proof compares, and PEFT, transformers and rare parts of torch are imported where they are first needed.
+Any release may drop a private name. `tests/unit/test_compat.py` then says which, and who needs it; once a library has a
+public API, the name leaves this file. Every layer and both sides of a proof import it: so nothing here computes
+what a proof compares, and PEFT, transformers and rare parts of torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the block `owner` has `value` under `name`; before and after what it has, or inherits.
+    """Set attribute `name` of `owner` to `value` for the block, then restore the original, own or inherited.
 
         with replaced(F, "scaled_dot_product_attention", attention):
 
     Raises:
-        AttributeError: it has nothing of that name.
+        AttributeError: `owner` has no such attribute.
     """
     getattr(owner, name)
     is_own = name in vars(owner)
-    original = vars(owner).get(name)  # as it is stored: getattr would unwrap a staticmethod
+    original = vars(owner).get(name)  # as stored: getattr would unwrap a staticmethod
     setattr(owner, name, value)
     try:
         yield
@@ -49,80 +49,80 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often `tensor`, or a view that shares its memory, was written in place.
+    """The number of in-place writes to `tensor` or to any view that shares its memory.
 
-    Autograd compares it with what it saved; to readers torch shows it only in the text of that error.
+    Autograd compares it with the version it saved; otherwise torch shows it only in the text of that error.
     """
     return tensor._version
 
 
 def running_backward() -> int:
-    """The number of the backward that this thread is in, -1 outside of one. Public hooks do not tell two apart."""
+    """The id of the backward pass running in this thread, -1 outside. Public hooks do not tell two passes apart."""
     return int(torch._C._current_graph_task_id())
 
 
 def tensor_without_storage(
     kind: type[Tensor], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A tensor of the subclass `kind` that names a device and holds nothing. The meta device is the public way, and
-    says so where a model asks for its device.
+    """A tensor of the subclass `kind` that reports a device and holds no memory. The public alternative, the meta
+    device, shows where a model asks for its device.
     """
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail if `condition` `[]` is false, without waiting for the device: torch's own `assert` reads it on the host.
+    """Fail if `condition` `[]` is false, without waiting for the device: a plain `assert` reads it on the host.
 
-    On a GPU the process fails at a later time at which it does wait.
+    On a GPU the process fails later, at its next synchronization.
     """
     torch._assert_async(condition, message)
 
 
-# One kernel for many tensors. Public only inside torch's optimizers and `clip_grad_norm_`, whose norm is one sum.
+# One kernel for many tensors. Exposed only through torch's optimizers and `clip_grad_norm_`, which sums all norms.
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each of `sources` to its neighbour in `targets`."""
+    """Copy each of `sources` to its counterpart in `targets`."""
     torch._foreach_copy_(targets, sources)
 
 
 def multiply_each(tensors: list[Tensor], number: Tensor) -> None:
-    """Multiply all `tensors` in place with `number` `[]`, which is on their device and has their dtype."""
+    """Multiply all `tensors` in place by `number` `[]`, which has their device and dtype."""
     torch._foreach_mul_(tensors, number)
 
 
 def norm_of_each(tensors: list[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm `[]` of each tensor, summed in `dtype` without copies in it."""
+    """The 2-norm `[]` of each tensor, accumulated in `dtype` without converted copies."""
     return list(torch._foreach_norm(tensors, 2, dtype))
 
 
-# ---- torch: what a TorchDispatchMode is given
+# ---- torch: operators as a TorchDispatchMode sees them
 
-# What `F.grouped_mm` calls, and what `Tensor.item` and `int(tensor)` do.
+# The operators behind `F.grouped_mm`, and behind `Tensor.item` and `int(tensor)`.
 GROUPED_PRODUCT, READ_NUMBER = "aten::_grouped_mm", "aten::_local_scalar_dense"
 
 
 def map_tensors(function: Callable[[Tensor], Any], nested: Any) -> Any:
-    """`nested` arguments with `function` of each tensor in its place. torch's pytrees have no public module."""
+    """Apply `function` to each tensor in `nested` arguments. torch's pytrees have no public module."""
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(Tensor, function, nested)
 
 
 def schema_of(operator: Any) -> Any:
-    """The arguments and returns of an operator, with their aliases. Public on no operator."""
+    """The arguments and returns of an operator, with their aliases. No operator makes it public."""
     return operator._schema
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from every other one that lives. `data_ptr`, the public way, is 0 for all without memory."""
+    """A number unique among live storages. The public `data_ptr` is 0 for every storage without memory."""
     return int(storage._cdata)
 
 
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, *, dropout: float, is_causal: bool, mask: Tensor | None, scale: Any
 ) -> Tensor:
-    """Attention `[B, h, S, d]` as one kernel, also on the meta device, where the public function chooses another."""
+    """Fused attention `[B, h, S, d]`, also on the meta device, where the public function picks another kernel."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = fused(query, key, value, dropout, is_causal, attn_mask=mask, scale=scale)[0]
     return out
@@ -132,27 +132,27 @@ def fused_attention(
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether `module` is a dropout of torch's or derived from one. Their common class has no public name."""
+    """Whether `module` is one of torch's dropouts or derived from one. Their base class has no public name."""
     return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter that is registered on `module` itself. `getattr` would run what a parametrization makes of it."""
+    """The parameter registered on `module` itself. `getattr` would run a parametrization."""
     return module._parameters.get(name)
 
 
 def own_child(module: nn.Module, name: str) -> nn.Module | None:
-    """The module that is registered on `module` itself; None where that name is something else."""
+    """The module registered on `module` itself; None if the name is anything else."""
     return module._modules.get(name)
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether a checkpoint has the buffer of this name. The public way is to make the whole `state_dict`."""
+    """Whether checkpoints contain this buffer. The public way is to build the whole `state_dict`."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def forward_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
-    """The forward hooks by number, in their order, to be moved: in public a hook is first or last when it comes."""
+    """The forward hooks by id, in order, for reordering: the public API only registers a hook first or last."""
     return module._forward_hooks
 
 
@@ -160,10 +160,10 @@ def forward_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
 
 
 class NamedGroup(ProcessGroup):
-    """A process group written in Python. torch.distributed names each group, through methods that are private."""
+    """A process group written in Python. torch.distributed names each group through private methods."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this one
+        super().__init__(rank, size)  # type: ignore[call-arg]  # missing in the stub
         self._name = self._description = ""
 
     @property
@@ -182,31 +182,31 @@ class NamedGroup(ProcessGroup):
 
 
 def job_store() -> Store:
-    """The store that the ranks of this job met at. torch hands out none; a second one would need a port of its own."""
+    """The store of this job's rendezvous. torch does not expose it, and a second store would need its own port."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def set_timeout(group: ProcessGroup, limit_s: float) -> None:
-    """From now on a collective of `group` waits `limit_s` seconds. In public the limit is set when a group opens."""
+    """Set the timeout of later collectives of `group`. The public API sets it only when a group is created."""
     from torch.distributed import distributed_c10d
 
     distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """How long a collective of `group`, of CPUs, waits. In public it can be given and not asked for.
+    """The timeout of collectives of `group`, a group of CPUs. The public API can set it but not read it.
 
     Raises:
-        RuntimeError: under TORCH_DISTRIBUTED_DEBUG=DETAIL some versions of torch do not tell.
+        RuntimeError: some versions of torch hide it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
 
 
 def fake_store() -> Store:
-    """The store of a job whose other ranks do not exist. Importing it is what registers torch's backend "fake"."""
+    """The store of a job whose other ranks do not exist. Importing it registers torch's "fake" backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: Store = FakeStore()
@@ -214,42 +214,42 @@ def fake_store() -> Store:
 
 
 def meta_parameters_allowed() -> contextlib.AbstractContextManager[None]:
-    """Inside, modules under `fully_shard` run on the meta device, which it refuses. It has no option for that."""
+    """Let modules under `fully_shard` run on the meta device inside the block. torch has no option for that."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     return replaced(FSDPParamGroup, "_validate_no_meta_params", lambda self: None)
 
 
-# (module, function) in which the body of torch's `fully_shard` and `replicate` runs; the variable `func` is that body.
+# (module, function) that runs the body of torch's `fully_shard` and `replicate`, which is its variable `func`.
 COMPOSED = ("torch.distributed._composable.contract", "contract.<locals>.inner.<locals>.wrapper")
 
 
 # ---- transformers
 
-# The field of a configuration that says where it was read from: nothing of the model.
+# The field of a configuration that records where it was loaded from, which says nothing about the model.
 READ_FROM = "_name_or_path"
 
 
 def attention_of(config: Any) -> str | None:
-    """Which attention a model of `config` runs. The public words, `attn_implementation`, can only be set."""
+    """The attention implementation of a model with `config`. The public `attn_implementation` can only be set."""
     found: str | None = config._attn_implementation
     return found
 
 
 def checkpoint_with(layer: nn.Module, function: Callable[..., Any]) -> None:
-    """Let a GradientCheckpointingLayer call `function(forward, *args)`. In public a model takes options of
-    `torch.utils.checkpoint`, `context_fn` not with arguments of its own, for all of its layers.
+    """Let a GradientCheckpointingLayer call `function(forward, *args)`. The public API takes one set of options of
+    `torch.utils.checkpoint` for all layers, with a `context_fn` without arguments.
     """
     layer._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
 def initialize(model: Any, module: nn.Module) -> None:
-    """Fill `module` by the rule of `model`. In public only a whole model is filled, what was read of it too."""
+    """Initialize `module` by the rule of `model`. The public API initializes whole models, loaded weights included."""
     model._init_weights(module)
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Patterns of the modules that transformers keeps in float32 where the rest is `dtype`. Only it reads them."""
+    """Patterns of modules that transformers keeps in float32 in a model of `dtype`. They have no public reader."""
     if dtype not in (torch.float16, torch.bfloat16):
         return set()
     always, of_float16 = model._keep_in_fp32_modules_strict or (), model._keep_in_fp32_modules or ()
@@ -257,13 +257,13 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
 
 
 def unexpected_keys(model: Any) -> Collection[str]:
-    """Patterns of what is in checkpoints of `model` and not in it, without a fault. Only transformers reads them."""
+    """Patterns of checkpoint keys that `model` may lack. They have no public reader."""
     found: Collection[str] = model._keys_to_ignore_on_load_unexpected or ()
     return found
 
 
 def gate_of(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """What fused experts make of gate and up `[N, 2 F]`: `[N, F]`; None where it is not in a function of its own."""
+    """The activation of fused experts, from gate and up `[N, 2 F]` to `[N, F]`; None if it is not its own function."""
     return getattr(experts, "_apply_gate", None)
 
 
@@ -271,10 +271,10 @@ def gate_of(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def refuse_mamba_targets(config: Any, model: Any, leaf: str) -> None:
-    """PEFT's own refusal of modules whose weights fused kernels read past an adapter. In public only attaching says it.
+    """PEFT's check for modules whose fused kernels read weights past an adapter. Publicly it runs only on attaching.
 
     Raises:
-        ValueError: it refuses the target `leaf` on `model`.
+        ValueError: PEFT refuses the target `leaf` on `model`.
     """
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
@@ -282,10 +282,10 @@ def refuse_mamba_targets(config: Any, model: Any, leaf: str) -> None:
 
 
 def rewrite_targets(config: Any, model: Any) -> None:
-    """What PEFT does to `config` when it attaches it: names that were experts in transformers 4 become parameters.
+    """Convert `config` as PEFT does on attaching: names of experts in transformers 4 become parameters.
 
     Raises:
-        ValueError: it wants gate and up together.
+        ValueError: PEFT requires gate and up together.
     """
     from peft.utils import transformers_weight_conversion
 
@@ -293,10 +293,10 @@ def rewrite_targets(config: Any, model: Any) -> None:
 
 
 def targets_as_configured() -> contextlib.AbstractContextManager[None]:
-    """Inside, PEFT puts adapters where the configuration says, as every file that it and we write today does.
+    """Make PEFT take target names literally inside the block, as in every file that it and we write today.
 
-    For many families with experts it takes `gate_proj` among `target_modules`, even in `shared_expert.gate_proj`, for a
-    word of transformers 4 for the experts, and leaves the linears of that name alone. It has no option for that.
+    For many families with experts it reads `gate_proj` in `target_modules`, even in `shared_expert.gate_proj`, as
+    transformers 4's name for the experts, and skips the linears of that name. It has no option for that.
     """
     from peft.utils import transformers_weight_conversion
 
@@ -304,8 +304,8 @@ def targets_as_configured() -> contextlib.AbstractContextManager[None]:
 
 
 def is_stored_in_out(wrapper: Any) -> bool:
-    """Whether PEFT takes the experts' matrices under a `ParamWrapper` for `[E, in, out]`, else for `[E, out, in]`.
+    """Whether PEFT reads the experts' weights under a `ParamWrapper` as `[E, in, out]` rather than `[E, out, in]`.
 
-    In public the shapes of its factors tell it, unless `in` is `out`.
+    The shapes of its factors tell, unless `in` equals `out`.
     """
     return not wrapper._did_swap_in_out_features

@@ -1,7 +1,7 @@
-"""The terminal: the one place through which everything that meshlora prints goes, but for the line of an error.
+"""The terminal: the single outlet for everything meshlora prints, except the line of an error.
 
-Owns: that a text is shown as it is, whatever it holds: no markup, no highlighting, no emoji by name, control characters
-escaped. Does not own: what is said; the words of errors (`common.errors`).
+Owns: printing any text literally: no markup, no highlighting, no emoji by name, control characters
+escaped. Does not own: what is printed; error messages (`common.errors`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshlora.common.errors import printable
 
 
 class Console(rich.console.Console):
-    """rich's console for texts of others. `say` a line; `print` a table, whose titles and cells may be plain `str`."""
+    """rich's console for untrusted text. `say` a line; `print` a table, whose titles and cells may be plain `str`."""
 
     def __init__(
         self, *, file: IO[str] | None = None, width: int | None = None, force_terminal: bool | None = None
@@ -30,12 +30,12 @@ class Console(rich.console.Console):
         )
 
     def say(self, text: str, *, style: str | None = None) -> None:
-        """Print `text`, which may have several lines. None is folded: a path can be copied."""
+        """Print `text`, of one or more lines, without wrapping, so that paths can be copied."""
         self.print(text, style=style, soft_wrap=True)
 
     @contextlib.contextmanager
     def busy(self, text: RenderableType) -> Iterator[Callable[[str], None]]:
-        """A spinner on a terminal while the block runs, with `text` beside it; call what it yields to change that."""
+        """Show a spinner and `text` on a terminal while the block runs; yields a function that changes the text."""
 
         def shown(text: RenderableType) -> RenderableType:
             return self.render_str(text) if isinstance(text, str) else text  # a `str` would be read as markup
@@ -44,13 +44,13 @@ class Console(rich.console.Console):
             yield lambda text: status.update(shown(text))
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Every `str` comes by here: lines, titles and cells of tables. Escaped here, it is measured as it is shown."""
+        """Escape every `str`: lines, titles and cells of tables. Here, so that rich measures the escaped text."""
         return super().render_str(self._shown(text), **options | {"markup": False, "highlight": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """All else comes by here: a `Text` that a caller or rich itself has made."""
+        """Escape everything else, such as a `Text` built by a caller or by rich."""
         for segment in super().render(renderable, options):
-            # What has a control code is rich's own: it moves the cursor.
+            # Control segments are rich's own: they move the cursor.
             yield segment if segment.control else Segment(self._shown(segment.text), segment.style)
 
     def _shown(self, text: str) -> str:
@@ -61,7 +61,7 @@ class Console(rich.console.Console):
 
 
 def hand_over(text: str) -> None:
-    """Print the text that a command was asked for: unchanged for a program that reads it, escaped on a terminal."""
+    """Print the output of a command: unchanged into a pipe or file, escaped on a terminal."""
     if sys.stdout.isatty():
         Console().say(text)
     else:

@@ -1,8 +1,8 @@
-"""The exceptions that meshlora raises on purpose, and text that others wrote made fit to be read in them and elsewhere.
+"""The exceptions that meshlora raises on purpose, and the escaping and shortening of untrusted text.
 
-Owns: what a user's mistake looks like; that a message is safe to print, however long and wild the values in it are: how
-a character that a terminal would obey is shown, where a long text is cut. Does not own: when it is raised, or how the
-command line prints it.
+Owns: the form of error messages; making any message safe to print, however long or hostile the values in it: escaping
+of control characters, where long text is cut. Does not own: when errors are raised, or how the command line prints
+them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _LONGEST_MESSAGE = 1_960
 _LONGEST_REPORT = 20_000
 _HEAD_OF_REPORT = 2_000
 _LONGEST_QUOTE = 400
-_LONGEST_NAME = 200  # of those that are compared: what is longer is no slip of the keyboard
-# We continue a message on indented lines. Any other newline is that of a value, which could begin with `error: `.
+_LONGEST_NAME = 200  # of names compared for similarity: anything longer is not a typo
+# Our own messages continue on indented lines. Any other newline is from a value, which could begin with `error: `.
 _NEWLINE_OF_VALUE = re.compile(r"\n(?!  )")
-# What a terminal obeys instead of showing it, but for newline and tab: C0, DEL, C1; what some read as the end of a
-# line, or what turns the order of characters round; halves of surrogate pairs, which cannot be written at all.
+# Characters that control a terminal, except newline and tab: C0, DEL, C1; Unicode line separators and bidirectional
+# overrides; lone surrogates, which cannot be encoded at all.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _CUT = " … "
 
 
 class MeshloraError(Exception):
-    """Base of every exception raised on purpose. `exit_code` is what the command line returns for it.
+    """Base of every exception raised on purpose. `exit_code`: the exit status of the command line.
 
-    Its message is escaped and of bounded length as soon as it exists, hence at every edge that prints it.
-    is_report: the message holds tracebacks: it keeps its lines, and may be longer.
+    The message is escaped and bounded on construction, so every place that prints it is safe.
+    is_report: the message holds tracebacks, so it keeps its lines and may be longer.
     """
 
     exit_code = 1
@@ -40,14 +40,11 @@ class MeshloraError(Exception):
 
 
 class UserError(MeshloraError):
-    """A user's mistake, as one message: what was given, the rule, the way out.
+    """A user's mistake as one message: the given value, the rule, the way out.
 
-    Args:
-        given: what was found, with its value (`tp=3`).
-        rule: what it should have been (`must divide num_key_value_heads=8`).
-        way_out: what to do instead (`use tp in {1, 2, 4, 8}`); empty where the rule says it already.
+        raise UserError("tp=3", "must divide num_key_value_heads=8", "use tp in {1, 2, 4, 8}")
 
-    Of a message that is too long, the longest of the three is shortened.
+    way_out: empty if the rule already says what to do. In a message that is too long, the longest part is shortened.
     """
 
     exit_code = 2
@@ -63,30 +60,30 @@ class UserError(MeshloraError):
 
 
 class UnsupportedError(UserError):
-    """Right in principle, but not proved to be exact here; refused rather than tried."""
+    """Valid in principle but not proved exact here, hence refused."""
 
 
 class SaveError(MeshloraError):
-    """A folder could not be written: what was there before is whole. Raised on all ranks, with the same words."""
+    """A folder could not be written; its previous content is intact. Raised on all ranks with the same message."""
 
 
 class CollectiveTimeoutError(MeshloraError):
-    """Other ranks did not come to a collective in time."""
+    """Other ranks did not reach a collective in time."""
 
 
 class RankFailedError(MeshloraError):
-    """Another rank failed first; its cause is the message: that of its error, or its traceback."""
+    """Another rank failed first; the message is that rank's error or traceback."""
 
     is_report = True
 
 
 def report(text: str) -> str:
-    """A traceback, or several, fit to print: escaped, and without its middle where it is long. The cause is its end."""
+    """Tracebacks escaped for printing, without the middle if they are long: the cause is at the end."""
     return shortened(printable(text), _LONGEST_REPORT, head=_HEAD_OF_REPORT)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or the list of what is known where nothing is near."""
+    """`did you mean 'x'?`, or the list of known names if none is close."""
     known = sorted(known)
     short = [each for each in known if len(each) <= _LONGEST_NAME] if len(name) <= _LONGEST_NAME else []
     near = difflib.get_close_matches(name, short, n=1, cutoff=0.5)
@@ -103,19 +100,19 @@ def numbered(what: str, numbers: Sequence[int], *, most: int = 16) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What a library says of its own failure, on one line of bounded length."""
-    # "KeyError: 'rope'" says more than "'rope'"; the messages of these two are whole sentences.
+    """A library's exception as one line of bounded length."""
+    # "KeyError: 'rope'" says more than "'rope'"; messages of ValueError and OSError are whole sentences.
     name = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
     return one_line(f"{name}{error}", _LONGEST_QUOTE)
 
 
 def _escaped(text: object) -> str:
-    # A message of a mistake must not fail itself, as where a name that was read from YAML is a number.
+    # Building an error message must not fail itself, as it would if a name read from YAML is a number.
     return _NEWLINE_OF_VALUE.sub(r"\\n", printable(f"{text}"))
 
 
 def printable(text: str) -> str:
-    r"""`text` with control characters in Python's spelling: `\x1b`. Newlines and tabs stay."""
+    r"""`text` with control characters as Python escapes: `\x1b`. Newlines and tabs stay."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -125,12 +122,12 @@ def one_line(text: str, limit: int) -> str:
     if len(line) <= limit and len(text) <= 8 * limit:
         return line
     head = line[: limit - 2]
-    words = head.rpartition(" ")[0]  # whole ones, where they are not too long
+    words = head.rpartition(" ")[0]  # cut between words, unless that loses more than half
     return f"{words if 2 * len(words) > limit else head} …"
 
 
 def shortened(text: str, limit: int, *, head: int | None = None) -> str:
-    """`text` without its middle, in `limit` characters, of which the first `head` (two thirds) are its beginning."""
+    """`text` cut in the middle to `limit` characters, with the first `head` (default: two thirds) kept."""
     if len(text) <= limit:
         return text
     kept = limit - len(_CUT)
@@ -139,7 +136,7 @@ def shortened(text: str, limit: int, *, head: int | None = None) -> str:
 
 
 def fitted(parts: Sequence[str], room: int) -> list[str]:
-    """`parts`, the longest of them shortened to one length, so that together they have at most `room` characters."""
+    """`parts` with the longest shortened to a common length, so that the total is at most `room` characters."""
     left, limit = room, room
     for number, length in enumerate(sorted(map(len, parts))):
         limit = left // (len(parts) - number)

@@ -1,11 +1,11 @@
-"""SHA-256 of large files that rarely change: this machine reads each content once.
+"""SHA-256 of large files that rarely change, cached so that each content is read once per machine.
 
-Owns: hashing many files at once in threads, while the caller does something else, and the cache on disk. Does not own:
-which files, and what follows from their hashes.
+Owns: hashing many files in background threads, and the cache on disk. Does not own: which files are hashed, or what
+the hashes are for.
 
-The cache goes by device, inode, size, and the times of the last change of content and of inode, in ns. A `touch` has a
-file read once more, and nothing else. A program can set the first time back but not the second, so a replaced content
-is noticed; what is not noticed is a change that the file system does not know of, as by writing to its disk.
+The cache key is device, inode, size, mtime and ctime in ns. A `touch` costs one more read and nothing else. A program
+can reset mtime but not ctime, so replaced content is noticed; a change behind the file system's back, as by writing to
+its disk, is not.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from types import TracebackType
 from typing import Self
 
 from meshlora.common.errors import MeshloraError, UserError
-from meshlora.common.private import PrivateFolder, open_own, write_own
+from meshlora.common.private import PrivateFolder, open_own
 
 CACHE = Path("~/.cache/meshlora/hashes")
-# Smaller files take milliseconds, and are read each time.
+# Smaller files take milliseconds and are read every time.
 _SMALLEST_KEPT = 4 << 20
-# A file that changed this short a while ago may change again within one tick of its file system's clock.
+# A file changed this recently may change again within one tick of its file system's clock.
 _SETTLED_S = 2.0
 _CHUNK = 4 << 20
 _LARGEST_ENTRY = 1024
@@ -38,7 +38,7 @@ _MOST_THREADS = 8
 
 
 class FileHashes:
-    """The SHA-256 of `files`, computed in threads from the moment this is made until the block ends.
+    """The SHA-256 of `files`, computed in threads from construction until the block ends.
 
     with FileHashes(files) as hashes:
         ...  # load the same files
@@ -62,27 +62,27 @@ class FileHashes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def are_there(self, timeout_s: float) -> bool:
-        """Whether all are there, waiting so long for it."""
+        """Whether all hashes are ready, after waiting at most `timeout_s`."""
         return not wait(self._found.values(), timeout=timeout_s).not_done
 
     def __getitem__(self, file: Path) -> str:
         """The hash of `file`, in hexadecimal; waits for it.
 
         Raises:
-            UserError: it cannot be read, or changed while it was.
+            UserError: the file cannot be read, or changed while it was read.
         """
         return self._found[file].result()
 
 
 def sha256_of(file: Path) -> str:
-    """The SHA-256 of the bytes of `file` as they are now, from no cache."""
+    """The SHA-256 of the current bytes of `file`, uncached."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _hash(file: Path, cache: Path, stop: threading.Event) -> str:
     try:
-        # Not blocking, for a named pipe without a writer would be opened for ever.
+        # Not blocking: opening a named pipe without a writer would never return.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as stream:
             before, begun = os.fstat(stream.fileno()), time.time()
             if not stat.S_ISREG(before.st_mode):
@@ -113,7 +113,7 @@ def _name(found: os.stat_result) -> str:
 
 
 def _known(cache: Path, found: os.stat_result) -> str | None:
-    """What the cache says of a file; None where it says nothing, or someone else may have written it."""
+    """The cached hash of a file; None if there is none, or if someone else may have written it."""
     with contextlib.suppress(OSError, ValueError, RuntimeError, RecursionError):
         with open_own(cache.expanduser() / _name(found)) as stream:
             content = json.loads(stream.read(_LARGEST_ENTRY))
@@ -124,7 +124,7 @@ def _known(cache: Path, found: os.stat_result) -> str | None:
 
 
 def _remember(cache: Path, found: os.stat_result, sha256: str) -> None:
-    with contextlib.suppress(OSError, RuntimeError, UserError):  # without it the file is read again, and nothing else
+    with contextlib.suppress(OSError, RuntimeError, UserError):  # without a cache entry the file is only read again
         folder = cache.expanduser()
-        PrivateFolder(folder, f"{folder}", "").make()
-        write_own(folder / _name(found), json.dumps({"file": _entry(found), "sha256": sha256}).encode())
+        content = json.dumps({"file": _entry(found), "sha256": sha256}).encode()
+        PrivateFolder(folder, f"{folder}", "").write(_name(found), content)

@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all.
+"""Atomic writing of files and folders, and reading of JSON and safetensors with clear errors.
 
-Owns: atomic writing (temporary name in the same folder, fsync, rename), whether a folder can be written to, and opening
-safetensors with one clear error.
+Owns: writing (temporary name in the same folder, fsync, rename), whether a folder is writable, and the error messages
+of unreadable files. Does not own: what is in the files.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
+    """A temporary folder that becomes `path` if the block succeeds, and is removed if it fails.
 
-    A folder that is there already is put aside first and removed last: a configuration is never paired with weights of
+    An existing folder is moved aside first and removed last, so a configuration is never paired with the weights of
     another save. Files in it that the block did not write are kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why files cannot be made in `folder`, or "": tried, as modes do not tell."""
+    """Why files cannot be created in `folder`, or "": found by trying, as mode bits do not tell."""
     probe = folder / ".meshlora-probe"
     try:
         probe.touch()
@@ -131,10 +131,10 @@ def check_result_file(file: Path, given: str, *, makes_folder: bool = False) -> 
 
 
 def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
-    """Parse a JSON file of at most so many bytes.
+    """Parse a JSON file of at most `most_bytes`.
 
     Raises:
-        UserError: missing, unreadable, too large, or not JSON as `common.reading.parse_json` takes it.
+        UserError: missing, unreadable, too large, or not JSON that `common.reading.parse_json` accepts.
     """
     try:
         return parse_json(read_text(path, most_bytes=most_bytes))
@@ -146,7 +146,7 @@ def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
 
 
 def fsync(path: Path) -> None:
-    """Bring to disk what a file holds, or which names a folder does."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """The lift: float64 runs without float32 islands.
 
-Model code computes norms, rotary tables, softmaxes and the loss in float32 whatever the model's dtype is. In a float64
+Model code computes norms, rotary tables, softmaxes and the loss in float32 whatever the model's dtype. In a float64
 run each of these turns a last-bit difference into 1e-7, which hides small faults. Inside `lift()` a request for float32
-on a float64 tensor gives float64 instead; nothing else changes. For comparison both sides must run inside it.
+on a float64 tensor gives float64 instead; nothing else changes. In a comparison both sides must run inside it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of factors, losses and exact products beside tensors of `dtype`: float32, or float64 beside float64."""
+    """The dtype of factors, losses and exact products with tensors of `dtype`: float32, or float64 with float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Lift(TorchFunctionMode):
-    depth = 0  # how many blocks we are in
+    depth = 0  # of nested blocks
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,5 +51,5 @@ def lift(enabled: bool = True) -> Iterator[None]:
 
 
 def is_lifted() -> bool:
-    """Whether we are inside such a block: for what is computed once more in a backward, which no mode reaches."""
+    """Whether a `lift()` block is active: recomputation in the backward runs outside any TorchFunctionMode."""
     return _Lift.depth > 0

@@ -1,7 +1,7 @@
-"""How a process begins and ends: libraries, Ctrl-C before there is work, and that none outlives its parent.
+"""Start and end of a process: library imports, early Ctrl-C, and no rank outliving its launcher.
 
-Owns: the end of a rank whose launcher is gone, by whatever signal, and of the folders that it leaves. Imports nothing
-heavy by itself: a rank calls it first, as all other imports take seconds.
+Owns: ending a rank whose launcher is gone, by whatever signal, and removing the folders left behind. Imports nothing
+heavy: a rank calls it before all other imports, which take seconds.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
-# Ends with the first line, which comes when the folders are gone already; without one it ends with this process. Others
-# are killed in the same moment, and may be about to write.
+# A first line tells it that the folders are gone already; end of file, that this process has ended. It removes them for
+# four seconds, because other processes killed at the same moment may still be writing.
 _JANITOR = 'read -r _ && exit; for _ in 1 2 3 4 5 6 7 8; do rm -rf -- "$@"; sleep 0.5; done'
 
 
 def end_with(parent: int) -> None:
-    """From here on this process ends, by SIGKILL, when its parent does, process number `parent`.
+    """Kill this process by SIGKILL when its parent, process `parent`, ends.
 
-    On Linux the kernel sees to it, also while this process is stopped or waits in a library. Elsewhere a thread looks.
+    On Linux the kernel does it, even while this process is stopped or blocked in a library. Elsewhere a thread polls.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True, name="lifetime").start()
-    _end_if_orphan(parent)  # it may have ended before we asked
+    _end_if_orphan(parent)  # it may have ended before the call above
 
 
 def _watch(parent: int) -> None:
@@ -50,7 +50,7 @@ def _end_if_orphan(parent: int) -> None:
 
 
 class Janitor:
-    """A process that removes `folders` when this one is gone, by whatever signal; they need not be there yet."""
+    """A process that removes `folders` after this one has ended, by whatever signal; they need not exist yet."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._process = subprocess.Popen(
@@ -62,11 +62,11 @@ class Janitor:
         )
 
     def is_there(self) -> bool:
-        """Nobody has ended it."""
+        """Whether it still runs."""
         return self._process.poll() is None
 
     def dismiss(self) -> None:
-        """The folders are gone, or stay: end it."""
+        """End it without removing the folders."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"done\n")
@@ -77,7 +77,7 @@ class Janitor:
 def import_libraries() -> None:
     """Import peft, and with it torch and transformers, without the garbage collector.
 
-    It would look again and again through objects that stay.
+    It would scan again and again objects that are never freed.
     """
     if "peft" not in sys.modules:
         gc.disable()
@@ -88,10 +88,10 @@ def import_libraries() -> None:
 
 
 def note_interrupts(seen: list[int]) -> None:
-    """From here on `seen` grows when Ctrl-C is pressed, which still raises KeyboardInterrupt.
+    """Record each later Ctrl-C in `seen`; it still raises KeyboardInterrupt.
 
-    While a command only imports its libraries it ends this process on the spot: nothing has been begun, and a library
-    may swallow the exception, turn it into another, or abort the interpreter's own way out (torch, half imported).
+    While a command is only importing libraries, Ctrl-C ends the process at once: no work has begun, and a library may
+    swallow the exception, turn it into another, or abort the interpreter's shutdown (torch, half imported).
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -107,7 +107,7 @@ def note_interrupts(seen: list[int]) -> None:
 
 
 def _only_imports(frame: FrameType | None) -> bool:
-    """Whether what the command line itself has called is an import, rather than any work that imports something."""
+    """Whether the command line is itself importing, as opposed to doing work that imports something."""
     called = ""
     while frame is not None:
         if frame.f_globals.get("__name__") in ("meshlora.cli.main", __name__):

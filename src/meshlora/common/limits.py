@@ -1,10 +1,10 @@
-"""How long what a stranger wrote may run, and in how much memory: templates, patterns.
+"""Time and memory limits for untrusted code: chat templates, regular expressions.
 
-Owns: ending a computation in this process by the clock (`time_limit`), and working in a forked copy of it that is gone
-afterwards (`each_apart`). Does not own: the work, or what is said of its failure.
+Owns: a time limit in this process (`time_limit`), and work in a forked copy of it with time and memory limits
+(`each_apart`). Does not own: the work, or the error messages of its failures.
 
-A limit inside this process cannot end a call into C that asks for gigabytes at once, or that compares nested lists for
-hours. The kernel ends a process whatever it does. A fork costs some milliseconds.
+A limit inside this process cannot end a C call that allocates gigabytes at once or compares nested lists for
+hours. The kernel can end a process whatever it is doing. A fork costs some milliseconds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Item = TypeVar("Item")
 
 
 class OutOfTimeError(Exception):
-    """What ran inside `time_limit` took too long."""
+    """The block inside `time_limit` took too long."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """End the block after `seconds` of wall time, Python code and regular expressions alike.
 
-    By SIGALRM, hence in the main thread only: elsewhere the block runs as long as it likes. An alarm of the caller's
-    goes on after the block.
+    By SIGALRM, hence only in the main thread: elsewhere there is no limit. An alarm that the caller had set is restored
+    after the block.
 
     Raises:
         OutOfTimeError: it took longer.
@@ -60,13 +60,13 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left_s:  # one that is late by now comes at once
+        if left_s:  # the caller's alarm; one that is overdue fires at once
             signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.monotonic() - begun)), interval_s)
 
 
 @dataclass(frozen=True)
 class Failed:
-    """There is no result, nor one of any later item. reason: in words."""
+    """No result for this item or any later one. reason: a sentence for the user."""
 
     reason: str
 
@@ -74,18 +74,18 @@ class Failed:
 def each_apart(
     work: Callable[[Item], object], items: Sequence[Item], *, seconds: float, memory_bytes: int
 ) -> Generator[object]:
-    """`work(item)` of each item, in order, as JSON has it (a tuple comes back as a list).
+    """`work(item)` for each item, in order, passed through JSON (a tuple comes back as a list).
 
-    The work sees this process as it is now and cannot change it. One that raises, takes longer than `seconds` or needs
-    `memory_bytes` more than this process has ends it all: the last result is then a `Failed`. Close the generator where
-    not all of it is wanted: that ends the copy.
+    The work sees a copy of this process and cannot change it. An item that raises, takes longer than `seconds` or needs
+    `memory_bytes` more than this process has ends the whole: the last result is then a `Failed`. Close the generator to
+    stop early: that ends the copy.
 
     Raises:
-        UserError: what the work raised as one.
+        UserError: raised by the work itself.
     """
     results, into = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
-        # Of forks beside threads: the copy needs none of them.
+        # About forking a process with threads: the copy needs none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -93,7 +93,7 @@ def each_apart(
             results.close()
             _work_through(work, items, into, seconds=seconds, memory_bytes=memory_bytes)
         finally:
-            os._exit(1)  # past every `finally` and buffer of the process that was copied
+            os._exit(1)  # without running any `finally` or flushing any buffer of the original process
     into.close()
     status, failure = None, None
     try:
@@ -123,14 +123,14 @@ def each_apart(
 def _work_through(
     work: Callable[[Item], object], items: Sequence[Item], into: Connection, *, seconds: float, memory_bytes: int
 ) -> None:
-    # What other processes are sent, or the terminal sends to all, is for the process that was copied: it ends this one.
+    # A Ctrl-C reaches the whole foreground group: the original process handles it, and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    gc.freeze()  # looking through the objects of the other process would copy all its memory
+    gc.freeze()  # scanning the inherited objects would copy all of their memory
     _limit_memory(memory_bytes)
     for item in items:
-        # Its default action ends the process, in C as in Python, also where nobody reads any more.
+        # SIGALRM's default action ends the process even inside a C call, and even if nobody reads the results.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         content = _result(work, item)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -151,7 +151,7 @@ def _result(work: Callable[[Item], object], item: Item) -> bytes:
 def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/statm")
-    if not status.exists():  # not Linux: the time is limited all the same
+    if not status.exists():  # not Linux: only the time limit applies
         return
     limit = int(status.read_text().split()[0]) * resource.getpagesize() + more_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

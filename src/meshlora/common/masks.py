@@ -1,12 +1,12 @@
-"""The masks of dropout: a pure function of (seed, optimizer step, module name, token, feature). Nothing is drawn.
+"""Dropout masks as a pure function of (seed, optimizer step, module name, token, feature), without a generator.
 
-Owns: the function, and the number of a token. Both sides of a proof use it, as the sequences: it is an input of a run,
-like its seed. Does not own: which tokens and features a module sees (`layers.dropout`, and for the judge
-`oracle.dropout`), which dropouts there are (`plan.dropout`).
+Owns: the function, and the numbering of tokens. Both sides of a proof use it, as they use the same sequences: it is an
+input of a run, like its seed. Does not own: which tokens and features a module sees (`layers.dropout`, and for the
+judge `oracle.dropout`), which dropouts a model has (`plan.dropout`).
 
-Whether element (token t, feature f) is kept is a comparison of 32 hashed bits with p. The hash is counter-based: no
-state, any order, any part of the matrix by itself. A token enters with two 32-bit words, so that two tokens that agree
-in one of them still have unrelated rows. Integers that wrap give the same bits on every device.
+Element (token t, feature f) is kept if 32 hashed bits compare with p. The hash is counter-based: no state, and any
+part of the matrix can be computed alone, in any order. A token contributes two 32-bit words, so that tokens that agree
+in one of them still have unrelated rows. Wrapping integer arithmetic gives the same bits on every device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 POSITION_BITS = 32
-# Elements that are hashed at once: what is needed besides the mask itself is a few words for each of these.
+# Elements hashed at once: the memory needed besides the mask itself is a few words for each of these.
 _BLOCK = 2**22
 
 _WORD = 0xFFFFFFFF
@@ -28,20 +28,20 @@ _BEFORE = 0xED5AD4BB  # of triple32: a round before the second word enters, two 
 
 
 def token_numbers(places: Tensor, length: int) -> Tensor:
-    """int64 `[B, length]`: the numbers of the tokens of sequences at `places`, int64 `[B]`, of the global batch.
+    """Token numbers, int64 `[B, length]`, of the sequences at `places`, int64 `[B]`, of the global batch.
 
-    A number is that of the sequence and the position in it; no topology, batch size or padding changes it.
+    A number encodes the sequence and the position in it; it does not depend on topology, batch size or padding.
     """
     return (places << POSITION_BITS).unsqueeze(1) + torch.arange(length, device=places.device)
 
 
 def mask_key(seed: int, step: int, module: str) -> int:
-    """The key of the masks of `module` in optimizer step `step`, from 0: 64 bits."""
+    """The 64-bit key of the masks of `module` in optimizer step `step`, counted from 0."""
     return int.from_bytes(hashlib.sha256(f"dropout:{seed}:{step}:{module}".encode()).digest()[:8], "big")
 
 
 def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
-    """bool `[T, H]`: whether feature `features[h]` of token `tokens[t]` is kept, which has probability 1 - p.
+    """bool `[T, H]`: whether feature `features[h]` of token `tokens[t]` is kept, with probability 1 - p.
 
     tokens: int64 `[T]`, any values; features: int64 `[H]`, in [0, 2**32). p: in [0, 1).
     """

@@ -1,14 +1,13 @@
-"""Folders and files that are believed only from this user, what caches lie in; and locks between processes that need
-the same thing in one: one makes it, the others wait and say for whom.
+"""Cache folders and files that only this user can have written, and locks between the processes that share them.
 
-Owns: making them, telling whether somebody else can have written one, and the words where one can; what holders of
-locks write into them, and how long anybody waits. Does not own: what is kept there (`data.cache`,
-`common.proof_records`, `verify.proof`).
+Owns: creating them, detecting that somebody else could have written one, and the error messages; the text of lock
+files, and how long to wait for a lock. Does not own: the content of caches (`data.cache`, `common.proof_records`,
+`verify.proof`).
 
-Folders are made with mode 0700 and files with 0600. What is read must belong to this user, root included, and nobody
-else may be able to write it. A checksum beside the content says only that it is undamaged: whoever writes the one
-writes the other. A file's owner and mode are asked of the file that was opened, so exchanging it in between gains
-nothing. Folders further up are not looked at: who can rename a cache can only put files of his own in its place.
+Folders are created with mode 0700 and files with 0600. Anything read must belong to this user, even if that is root,
+and must not be writable by anybody else. A checksum next to the content shows only that it is undamaged: whoever can
+write one can write the other. Owner and mode are checked on the open file descriptor, so swapping the file in between
+gains nothing. Parent folders are not checked: whoever can rename a cache can only replace it by files of their own.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from typing import BinaryIO
 from meshlora.common.errors import UserError
 from meshlora.common.files import write_atomically
 
-# Who waits for a lock says so after this: one that is free soon is nobody's business.
+# Waiting for a lock is reported after this time: short waits are not worth a line.
 SAY_AFTER_S = 5.0
 _POLL_S = 0.1
-# Of a holder's words: a command line may be of any length.
+# Characters of a lock file: a command line may be of any length.
 _LONGEST = 300
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -44,15 +43,15 @@ logger = logging.getLogger(__name__)
 
 
 class NotOwnError(OSError):
-    """Somebody else may have written what was to be read; the message is what and why."""
+    """Somebody else may have written the file; the message says which file and why."""
 
 
 @dataclass(frozen=True)
 class PrivateFolder:
-    """A folder for what this user alone may have written.
+    """A folder that only this user may write.
 
     Attributes:
-        name: what messages call it, with its path. way_out: what to do where it cannot be used.
+        name: its name in messages, with its path. way_out: what to do if it cannot be used.
     """
 
     path: Path
@@ -60,47 +59,50 @@ class PrivateFolder:
     way_out: str
 
     def make(self) -> None:
-        """Make it, and what is missing above it; of one that exists see that nobody else can write it.
+        """Create it with its missing parents, or check that nobody else can write an existing one.
 
             PrivateFolder(Path("tokens"), "cache_dir=tokens", "choose another folder").make()
 
-        It may be a symbolic link: what counts is the folder that it leads to.
+        It may be a symbolic link: the folder it points to is checked.
 
         Raises:
-            UserError: it cannot be made, or others can write it.
+            UserError: it cannot be created, or others can write it.
         """
         with self.usable():
             missing = [folder for folder in self.path.parents if not folder.exists()]
             for folder in (*reversed(missing), self.path):
                 folder.mkdir(mode=0o700, exist_ok=True)
             found = self.path.stat()
-        if fault := _fault(found):
+        if why := _why_untrusted(found):
             can_mend = found.st_uid == os.geteuid()
             mend = f"chmod go-w {shlex.quote(str(self.path))}" if can_mend else "move it away"
-            raise UserError(self.name, f"{fault}, so nothing in it is believed", f"{mend}, or {self.way_out}")
+            raise UserError(self.name, f"{why}, so nothing in it is believed", f"{mend}, or {self.way_out}")
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
-        """Work in it.
-
-        Raises:
-            UserError: the block raised OSError.
-        """
+        """Turn an OSError of the block into a UserError that names the folder."""
         try:
             yield
         except OSError as error:
             raise UserError(self.name, f"it cannot be written ({error.strerror or error})", self.way_out) from error
 
+    def write(self, name: str, content: bytes) -> None:
+        """Atomically write file `name`, which only this user may read and write. Raises: UserError."""
+        self.make()
+        with self.usable():
+            # Atomic although writers hold a lock: on some network file systems locks do not work.
+            write_atomically(self.path / name, lambda temporary: temporary.write_bytes(content), mode=0o600)
+
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """Open a file for reading that nobody but this user can have written; flags: of `os.open`, for more than that.
+    """Open for reading a file that only this user can have written. flags: of `os.open`, if more than reading.
 
     Raises:
-        NotOwnError: somebody else can have written it or its folder. OSError: it cannot be opened, or is no file.
+        NotOwnError: somebody else could have written it or its folder. OSError: it cannot be opened, or is not a file.
     """
     _refuse(path.parent, path.parent.stat())
     try:
-        # Neither through a link, nor waiting for the other end of a pipe.
+        # Neither follow a link nor block on a pipe.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -114,41 +116,31 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         raise
 
 
-def write_own(path: Path, content: bytes) -> None:
-    """Write a file that this user alone may read and write, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    # A name of its own although writers hold a lock: on some network file systems locks do not hold.
-    write_atomically(path, lambda temporary: temporary.write_bytes(content), mode=0o600)
-
-
 def check_tree(folder: Path) -> None:
-    """See that nobody but this user can have written `folder` or anything in it.
+    """Check that only this user can have written `folder` and everything in it.
 
-    Only inside a `PrivateFolder`, where nobody else can change it afterwards.
+    For use inside a `PrivateFolder`, where nobody else can change it afterwards.
 
     Raises:
-        NotOwnError: somebody else can have. FileNotFoundError: it is missing.
+        NotOwnError: somebody else could have. FileNotFoundError: it is missing.
     """
     for path in (folder, *folder.rglob("*")):
         _refuse(path, path.lstat())
 
 
 def close_tree(folder: Path) -> None:
-    """Take `folder` and what lies in it from everybody else: libraries write with whatever mode the umask leaves."""
+    """Remove everybody else's access to `folder` and its content: libraries write with the mode the umask leaves."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _refuse(path: Path, found: os.stat_result) -> None:
-    if fault := _fault(found):
-        raise NotOwnError(f"{path}: {fault}")
+    if why := _why_untrusted(found):
+        raise NotOwnError(f"{path}: {why}")
 
 
-def _fault(found: os.stat_result) -> str:
-    """Why a file or folder may be somebody else's work; empty where it cannot be."""
+def _why_untrusted(found: os.stat_result) -> str:
+    """Why somebody else may have written a file or folder; empty if nobody can have."""
     if stat.S_ISLNK(found.st_mode):
         return "it is a symbolic link"
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
@@ -169,23 +161,23 @@ def _user(uid: int) -> str:
 
 @contextlib.contextmanager
 def locked(folder: PrivateFolder, name: str, doing: str, *, limit_s: float) -> Iterator[None]:
-    """Hold the lock file `name` of `folder` while the block runs. The file stays: two could hold one that is removed.
+    """Hold the lock file `name` of `folder` for the block. The file is kept: removing it would let two hold it.
 
         with locked(folder, "tokens.lock", "makes the same tokens", limit_s=3600.0):
             ...
 
     Args:
-        doing: what its holder does, for the words of those who wait.
-        limit_s: how long to wait for it at most; longer than any holder that works may take.
+        doing: what the holder does, for messages of those who wait.
+        limit_s: the longest wait; longer than any working holder may take.
 
     Raises:
-        UserError: the file cannot be made or may be somebody else's; its file system has no locks; `limit_s` is over.
+        UserError: the file cannot be created or may be somebody else's; no locks on the file system; `limit_s` is over.
     """
     with folder.usable():
         stream = open_own(folder.path / name, os.O_RDWR | os.O_CREAT)
     with stream:
         _wait(stream.fileno(), folder, name, doing, limit_s)
-        _sign(stream.fileno())
+        _write_holder(stream.fileno())
         yield
 
 
@@ -211,17 +203,17 @@ def _wait(descriptor: int, folder: PrivateFolder, name: str, doing: str, limit_s
         time.sleep(_POLL_S)
 
 
-def _sign(descriptor: int) -> None:
-    """Write into the lock who holds it."""
+def _write_holder(descriptor: int) -> None:
+    """Write the holder's description into the lock file."""
     words = f"process {os.getpid()} on {platform.node()} ({shlex.join(sys.orig_argv)})"
     words = textwrap.shorten(words, _LONGEST, placeholder=" …")
-    # Words for others only: a full disk is said where something is stored.
+    # Only informative: a full disk is reported where data is stored.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, words.encode(errors="replace"), 0)
 
 
 def _holder(descriptor: int) -> str:
-    """Who says that he holds the lock."""
+    """The description in the lock file, which anybody with access may have written."""
     words = os.pread(descriptor, 4 * _LONGEST, 0).decode(errors="replace")
     return "".join(filter(str.isprintable, words))[:_LONGEST] or "another process"

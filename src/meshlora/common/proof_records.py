@@ -1,8 +1,8 @@
-"""The cache of proofs: its folder, and the records of what was proved.
+"""The cache of proofs: its folder, and the records of proved combinations.
 
-Owns: whether the folder can be used, what a record says, and when it is believed. Does not own: what stands for a run
-(`verify.preflight`, `verify.many`) or a family (`plan.families.proved`), references (`verify.proof`), whose files are
-believed (`common.private`).
+Owns: whether the folder is usable, the content of a record, and when it is trusted. Does not own: the key of a run
+(`verify.preflight`, `verify.many`) or of a family (`plan.families.proved`), references (`verify.proof`), which files
+are trusted at all (`common.private`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.common.errors import UserError
-from meshlora.common.private import NotOwnError, PrivateFolder, open_own, write_own
+from meshlora.common.private import NotOwnError, PrivateFolder, open_own
 
 CACHE = Path("~/.cache/meshlora/proofs")
-# What a proof of a twin writes, roughly: a full disk is found before.
+# Roughly what the proof of a twin writes, so that a full disk is noticed before it.
 _ENOUGH_BYTES = 8_000_000
-_MOST_BYTES = 2**20  # of a record that is read; they have some ten thousand
+_MOST_BYTES = 2**20  # read of a record; a real one has some ten thousand
 _DATE = "%Y-%m-%d %H:%M"
 
 logger = logging.getLogger(__name__)
 
 
 def proofs_folder(cache_dir: Path) -> PrivateFolder:
-    """The folder of references.
+    """The root of the cache, which also holds the references.
 
     Raises:
         RuntimeError: there is no home folder.
@@ -40,7 +40,7 @@ def proofs_folder(cache_dir: Path) -> PrivateFolder:
 
 @contextlib.contextmanager
 def usable_cache(cache_dir: Path) -> Iterator[tuple[Path, str]]:
-    """(`cache_dir`, nothing), or where it cannot be written or believed (a folder for this proof alone, why not)."""
+    """(`cache_dir`, ""), or if it cannot be written or trusted, (a temporary folder for this proof, the reason)."""
     try:
         folder = proofs_folder(cache_dir)
         folder.make()
@@ -56,28 +56,26 @@ def usable_cache(cache_dir: Path) -> Iterator[tuple[Path, str]]:
 
 
 def record_of(cache_dir: Path, key: str) -> Path:
-    """The file that says that the combination `key` was proved."""
+    """The file that records the proof of combination `key`."""
     return proofs_folder(cache_dir).path / "passed" / f"{key}.json"
 
 
 def remember(cache_dir: Path, asked: Mapping[str, Any], details: Mapping[str, Any]) -> str:
-    """Note that `asked` was proved, with `details` for those who read the file; returns why that is not possible."""
+    """Record that `asked` was proved, with `details` for human readers; returns the reason if that fails, else ""."""
     record = record_of(cache_dir, asked["key"])
     content = {**details, **asked, "passed": True, "date": time.strftime(_DATE)}
     folder = PrivateFolder(record.parent, f"the cache of proofs, {record.parent}", "remove it")
     try:
-        folder.make()
-        with folder.usable():
-            write_own(record, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        folder.write(record.name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
     except UserError as error:
         return str(error)
     return ""
 
 
 def proved_on(cache_dir: Path, asked: Mapping[str, Any]) -> str:
-    """When `asked` was proved; empty where it was not, or its record is not to be believed.
+    """The date of the proof of `asked`; empty if there is none, or if its record cannot be trusted.
 
-    asked: what the record must say, value for value; under `key` its name.
+    asked: values that the record must match exactly; its name is under `key`.
     """
     try:
         record = record_of(cache_dir, asked["key"])
@@ -95,12 +93,12 @@ def proved_on(cache_dir: Path, asked: Mapping[str, Any]) -> str:
 
 
 def _date(text: bytes, asked: Mapping[str, Any]) -> str:
-    """When a record says that `asked` was proved; in our words, as those of the file may be anybody's."""
+    """The date in a record of `asked`, parsed and printed anew: the file's own text is untrusted."""
     try:
-        record = json.loads(text)  # one that is longer is cut, which is no JSON
+        record = json.loads(text)  # a longer one was cut, which is not JSON
         if not isinstance(record, dict) or record.get("passed") is not True:
             return ""
-        # As text, in which 1, 1.0 and true differ.
+        # Compared as text, where 1, 1.0 and true differ.
         if any(_canonical(record.get(name)) != _canonical(value) for name, value in asked.items()):
             return ""
         return time.strftime(_DATE, time.strptime(record["date"], _DATE))

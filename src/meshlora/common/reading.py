@@ -1,7 +1,7 @@
-"""What others wrote, as plain values: paths, text files, JSON, YAML.
+"""Untrusted paths, text files, JSON and YAML, read as plain values.
 
-Owns: the bounds within which it is read (regular files, bytes, depth, digits), so that nothing hangs, fills the memory
-or fails in a library. Does not own: what the values mean.
+Owns: the limits of reading (regular files, bytes, depth, digits), so that nothing hangs, fills the memory
+or fails inside a library. Does not own: the meaning of the values.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import yaml
 
 from meshlora.common.errors import UserError
 
-# Far above what any run file, configuration or index of a checkpoint has.
+# Far above any run file, configuration or checkpoint index.
 _YAML_BYTES = 2**20
 _YAML_VALUES = 30_000
 _DEPTH = 50
 _DIGITS = 1_000
-# Of a name in a path: file systems take 255 bytes, and a file is written under a longer, temporary name first.
+# File systems allow names of 255 bytes, and a file is first written under a longer temporary name.
 _NAME_BYTES, _PATH_BYTES = 240, 4000
 _LONGEST_QUOTE = 60
 
 
 def path_argument(text: str) -> str:
-    """`type=` of an argparse option that is a path: `text` as it is.
+    """The `type=` of an argparse option that is a path: returns `text` unchanged.
 
     Raises:
         UserError: no file can have this name.
@@ -40,7 +40,7 @@ def path_argument(text: str) -> str:
 
 
 def check_path(option: str, text: str, *, knows_home: bool = False) -> None:
-    """Refuse what no file can be named. knows_home: whoever reads it replaces a leading `~`.
+    """Refuse an impossible path. knows_home: the reader of the option expands a leading `~`.
 
     Raises:
         UserError: names `option`.
@@ -69,9 +69,9 @@ def read_text(file: Path, *, most_bytes: int = _YAML_BYTES) -> str:
     """The text of a regular file.
 
     Raises:
-        OSError: it is missing, or cannot be opened. ValueError: it is no file of text, or too large.
+        OSError: it is missing, or cannot be opened. ValueError: it is not a text file, or too large.
     """
-    # Not to wait for whoever writes into a pipe.
+    # Never block on a pipe.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -86,7 +86,7 @@ def read_text(file: Path, *, most_bytes: int = _YAML_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """JSON whose keys are given once, and whose depth and numbers are bounded.
+    """Parse JSON of bounded depth and numbers, without duplicate keys.
 
     Raises:
         ValueError: it is not such JSON.
@@ -111,7 +111,7 @@ def _parts(value: Any) -> Any:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook=` of JSON whose keys are given once. Raises: ValueError."""
+    """The `object_pairs_hook=` that refuses duplicate keys in JSON. Raises: ValueError."""
     values = dict(pairs)
     if len(values) < len(pairs):
         times = Counter(key for key, _ in pairs)
@@ -126,7 +126,7 @@ def _integer(text: str) -> int:
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML of plain values: text, numbers, lists and mappings from text or numbers, each written where it stands.
+    """Parse YAML of text, numbers, lists and mappings with text or number keys, without anchors, tags or aliases.
 
     Raises:
         ValueError: it is not such YAML.
@@ -143,9 +143,7 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without what makes few bytes many values, and where a key that is given twice is an error rather than won
-    by the second.
-    """
+    """YAML without anchors and aliases, which expand few bytes to many values, and without duplicate keys."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -184,7 +182,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-        except (ValueError, OverflowError) as error:  # thousands of digits, or of the groups in 1:30:59
+        except (ValueError, OverflowError) as error:  # thousands of digits, or of groups as in 1:30:59
             raise yaml.YAMLError(f"a number in line {node.start_mark.line + 1} is too long") from error
         if isinstance(value, int) and value.bit_length() > 4 * _DIGITS:
             raise yaml.YAMLError(f"a number in line {node.start_mark.line + 1} is too long")

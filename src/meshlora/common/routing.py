@@ -1,15 +1,15 @@
-"""Routing: which experts each token went to, recorded in one run and taken in another.
+"""Routing: the experts chosen for each token, recorded in one run and replayed in another.
 
-A router's choice is not continuous: where two experts are near a tie, the last bit of an activation decides. With the
-choices of another run replayed, what is left of a difference is arithmetic.
+A router's choice is discontinuous: where two experts nearly tie, the last bit of an activation decides. With the
+choices of another run replayed, any remaining difference is arithmetic.
 
-Owns: the choices by (step, block, token), their file, and the mechanism, the same for every router of transformers that
-chooses by `topk` over a row of scores for each token. Does not own: which run replays what, and the number of a token,
-which the caller gives: it is the same in every run, whatever the batches and the ranks.
+Owns: the choices by (step, block, token), their file, and the mechanism, the same for every router in transformers that
+selects by `topk` over one row of scores per token. Does not own: which run replays which record, or the numbers of
+tokens, which the caller provides: they are the same in every run, whatever the batches and ranks.
 
-A router's own code runs as always; only the indices that `topk` returns are others, with the scores that they have. So
-weights and gradients are those of the replayed choices. Where experts are chosen within groups, the groups are those of
-the replayed choices, filled up with the router's own.
+The router's own code runs unchanged; only the indices that `topk` returns are replaced, along with their scores. So
+weights and gradients are those of the replayed choices. Where experts are selected within groups, the groups are those
+of the replayed choices, filled up with the router's own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class RoutingRecord:
     """The choices of a run.
 
     Attributes:
-        num_tokens: how many tokens have a number.
-        num_experts: block, as in `model.layers.0.mlp` -> the experts among which it chooses.
-        digest: of what the tokens are, in the order of their numbers; empty where the caller gives none.
-        choices: (step, block) -> int32 `[num_tokens, k]`, -1 where nothing was chosen.
+        num_tokens: the number of numbered tokens.
+        num_experts: block, as in `model.layers.0.mlp` -> the number of its experts.
+        digest: a hash of the tokens in the order of their numbers; empty if the caller gives none.
+        choices: (step, block) -> int32 `[num_tokens, k]`, -1 where none was recorded.
     """
 
     def __init__(self, num_tokens: int, num_experts: Mapping[str, int], *, digest: str = "") -> None:
@@ -47,7 +47,7 @@ class RoutingRecord:
         self.choices: dict[tuple[int, str], Tensor] = {}
 
     def put(self, step: int, block: str, tokens: Tensor, choices: Tensor) -> None:
-        """Note `choices [T, k]` of `tokens`, int64 `[T]`; those with number -1 are none."""
+        """Record `choices [T, k]` of `tokens`, int64 `[T]`; number -1 is padding and skipped."""
         is_token = tokens >= 0
         empty = torch.full((self.num_tokens, choices.shape[1]), -1, dtype=torch.int32)
         table = self.choices.setdefault((step, block), empty)
@@ -57,7 +57,7 @@ class RoutingRecord:
         """The choices of `tokens`: int64 `[T, k]`, -1 where the number is -1.
 
         Raises:
-            UserError: one of them has none.
+            UserError: no choice is recorded for one of them.
         """
         table = self.choices.get((step, block))
         if table is None:
@@ -71,10 +71,10 @@ class RoutingRecord:
         return found
 
     def merge(self, other: RoutingRecord) -> None:
-        """Take what `other`, of another rank of the same run, has besides.
+        """Add the choices in `other`, the record of another rank of the same run.
 
         Raises:
-            UserError: it is of another model or other data, or says something else of the same token.
+            UserError: it is of another model or other data, or the two disagree on a token.
         """
         if (other.num_tokens, other.num_experts, other.digest) != (self.num_tokens, self.num_experts, self.digest):
             raise UserError("two records of routing", "they are of different models or data")
@@ -86,7 +86,7 @@ class RoutingRecord:
             self.choices[step, block] = torch.maximum(own, table)
 
     def save(self, file: Path) -> None:
-        """Write one safetensors file; not atomic, the caller owns the folder."""
+        """Write one safetensors file, not atomically: the caller owns the folder."""
         tensors = {f"{step}/{block}": table.contiguous() for (step, block), table in self.choices.items()}
         numbers = {f"experts/{block}": str(number) for block, number in self.num_experts.items()}
         save_file(tensors, file, metadata={"num_tokens": str(self.num_tokens), "digest": self.digest, **numbers})
@@ -96,10 +96,10 @@ class RoutingRecord:
         """Read what `save` wrote.
 
         Raises:
-            UserError: the file is not there, or is none of these.
+            UserError: the file is missing, or not such a record.
         """
         try:
-            if not file.is_file():  # a named pipe would be waited for
+            if not file.is_file():  # a named pipe would block
                 raise ValueError("it is no regular file")
             with safe_open(file, framework="pt") as stored:
                 said = stored.metadata() or {}
@@ -112,7 +112,7 @@ class RoutingRecord:
                     record.choices[_count(step), block] = stored.get_tensor(key)
             if not record.choices:
                 raise ValueError("it holds no choices")
-        except Exception as error:  # a stranger's bytes, read by a library: anything may come
+        except Exception as error:  # untrusted bytes read by a library may raise anything
             raise UserError(f"{file}", f"it is no record of routing ({reason(error)})") from error
         for (number, block), table in record.choices.items():
             if not bool(((table >= -1) & (table < record.num_experts[block])).all()):
@@ -120,7 +120,7 @@ class RoutingRecord:
         return record
 
     def _check_shape(self, block: str, shape: list[int], dtype: str) -> None:
-        """Before a table is read. Raises: ValueError."""
+        """Check a table before it is read. Raises: ValueError."""
         number = self.num_experts.get(block, 0)
         if len(shape) != 2 or shape[0] != self.num_tokens or not 0 < shape[1] <= number or dtype != "I32":
             raise ValueError(
@@ -129,19 +129,19 @@ class RoutingRecord:
 
 
 def _count(text: str) -> int:
-    """Raises: ValueError for what no count of tokens, experts or steps is."""
+    """Parse a count of tokens, experts or steps. Raises: ValueError."""
     if re.fullmatch(r"[0-9]{1,12}", text) is None:
         raise ValueError(f"{text[:40]!r} is no count")
     return int(text)
 
 
 class Routing:
-    """Records, or replays, what the routers of `model` choose. A context manager.
+    """A context manager that records or replays the choices of the routers of `model`.
 
     Attributes:
-        record: written, or read. replays: which of the two.
+        record: written, or read if it `replays`.
         step, tokens: set by the caller before each forward: the optimizer step, from 0, and the numbers of the tokens
-            that the routers of this rank see, int64 `[T]`; -1 for padding, which goes where it goes.
+            that the routers of this rank see, int64 `[T]`; -1 for padding, which the router places freely.
     """
 
     def __init__(self, model: nn.Module, record: RoutingRecord, *, replays: bool) -> None:
@@ -174,7 +174,7 @@ class Routing:
 
 
 class _Choosing(TorchFunctionMode):
-    """Inside, `topk` over a row of scores for each token and each expert, or group of experts, is the router's."""
+    """Intercepts the router's `topk`: one row per token, one score per expert or group of experts."""
 
     def __init__(self, block: str, num_experts: int, num_tokens: int, given: Tensor | None) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _Choosing(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(1, index), index))
 
     def _own(self, index: Tensor) -> Tensor:
-        """The given choices, and where there are none the router's."""
+        """The given choices, or the router's own where none is given."""
         if self.given is None:
             return index
         if self.given.shape != index.shape:
@@ -217,7 +217,7 @@ class _Choosing(TorchFunctionMode):
         return torch.where(given >= 0, given, index)
 
     def _groups(self, scores: Tensor, number: int) -> Tensor:
-        """`number` groups for each token: those of its given experts, then those that the router likes best."""
+        """`number` groups for each token: those of its given experts first, then the router's highest-scored."""
         assert self.given is not None
         given = self.given.to(scores.device)
         of_expert = given.clamp(min=0) // (self.num_experts // scores.shape[1])

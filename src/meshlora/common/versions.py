@@ -1,7 +1,7 @@
-"""What numbers are computed with: meshlora's code, Python, and the libraries whose behaviour they depend on.
+"""Versions of everything numbers depend on: meshlora's code, Python, and the libraries that compute.
 
-Owns: their names and versions, when two are alike enough for a proof, and keys of what depends on them.
-Does not own: what is done where they differ.
+Owns: their names and versions, when two are close enough for a proof, and hashes for cache keys.
+Does not own: how callers react to a difference.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# Those that compute. A release of another minor number may compute otherwise, one of another patch should not.
+# The libraries that compute. Another minor release may compute differently, another patch release should not.
 COMPUTING = ("torch", "transformers", "peft")
 
 
 def versions() -> dict[str, str]:
-    """Name -> version; transformers' and PEFT's files are read by safetensors."""
+    """Name -> version, including safetensors, which reads the files of transformers and PEFT."""
     installed = {name: importlib.metadata.version(name) for name in ("meshlora", *COMPUTING, "safetensors")}
     return {**installed, "python": platform.python_version()}
 
 
 def other_minors(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Which libraries that compute have another minor version `here` than `there`."""
+    """The computing libraries whose minor version differs between `there` and `here`."""
     return [name for name in COMPUTING if _minor(there[name]) != _minor(here[name])]
 
 
@@ -33,7 +33,7 @@ def _minor(version: str) -> list[str]:
 
 
 def digest(parts: Iterable[str]) -> str:
-    """The first 24 hexadecimal digits of a hash over `parts`."""
+    """The first 24 hexadecimal digits of a SHA-256 over `parts`."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(f"{len(part)}:{part}".encode())
@@ -41,6 +41,6 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def own_sources() -> Iterable[str]:
-    """meshlora's own code, file by file: a proof of other code is no proof."""
+    """The text of meshlora's own source files: a proof of other code is no proof."""
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         yield file.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Reading a run file: one YAML -> one tree of dataclasses, every value checked where it stands.
+"""Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
 
-Owns: YAML, overrides, the words for a value of the wrong type or an unknown key, and how a file with several adapters
-is one run for each; also how a value that is one of several kinds is read, and what run files said before objectives
-were such values. Does not own: names, defaults and rules of the fields (`config`).
+Owns: YAML, overrides, messages for wrong types and unknown keys, splitting a file with several adapters into one run
+each, reading tagged unions (`{kind: ...}`), and the older spelling of objectives.
+Does not own: names, defaults and rules of the fields (`config.run`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig,
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file, apply `--set key.path=value` overrides, and fill in what its preset says.
+    """Read a run file, apply `--set key.path=value` overrides, and fill in its preset.
 
     Raises:
         UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, a rule broken, or a file
@@ -42,13 +42,12 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str, RunConfig]:
-    """Name -> run of each adapter that a run file trains; a file without `adapters:` is one run, under "".
+    """Name -> run of each adapter in a run file; a file without `adapters:` is one run, under "".
 
-    The run of an adapter is that of a file in which what it gives stands in the place of what the file gives for all,
-    and whose output is the folder of its name in the output of all.
+    The keys of an adapter override the shared ones, and its output is the subfolder of its name in the shared output.
 
     Raises:
-        UserError: as of `read_run`.
+        UserError: as in `read_run`, but for several adapters.
     """
     tree = _read_tree(Path(path))
     for override in overrides or []:
@@ -75,8 +74,8 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
     return runs
 
 
-# Names of adapters are names of folders in the output, beside that of the ranks' logs; a run of one adapter may have
-# been there, or be there next.
+# Names of adapters become folders in the output, next to the ranks' logs, and possibly next to the files of an earlier
+# or later run with one adapter.
 _LONGEST_NAME = 100
 _NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
 _DEEPEST_KEY = 10
@@ -91,7 +90,7 @@ def _run(tree: dict[str, Any]) -> RunConfig:
     return config
 
 
-# Parameters of objectives that run files also give beside `objective`: key -> its name inside, and the kinds it is of.
+# Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.
 _BESIDE = {
     "label_smoothing": ("label_smoothing", ("sft", "dpo")),
     **{name: (name, ("policy",)) for name in ("clip_low", "clip_high", "kl_coef")},
@@ -100,18 +99,18 @@ _BESIDE = {
 
 
 def _with_objective(train: Mapping[str, Any], *, has_preset: bool) -> dict[str, Any]:
-    """The group with its objective as one value, `{kind: dpo, beta: 0.1}`, where it is a name, or has keys beside it.
+    """`train` with an objective given as a name, or with keys next to it, rewritten as `{kind: dpo, beta: 0.1}`.
 
-    has_preset: a key beside may be of the preset, and what the objective says itself stands in its place.
+    has_preset: a key next to it may come from the preset, and the objective's own value wins.
 
     Raises:
-        UserError: a key beside that this objective does not read, or that it has inside too.
+        UserError: a key next to the objective that this kind does not read, or that it also has inside.
     """
     given = train.get("objective", "sft")
     given = {"kind": given} if isinstance(given, str) else given
     rest = {key: value for key, value in train.items() if key not in _BESIDE}
     if not isinstance(given, Mapping) or str(given.get("kind")) not in KINDS:
-        return rest | {"objective": given}  # what is wrong is said where it is read
+        return rest | {"objective": given}  # `_kind` raises the error
     inside = dict(given)
     for key, (name, kinds) in _BESIDE.items():
         if key not in train or (has_preset and name in given):
@@ -141,7 +140,7 @@ def _read_tree(file: Path) -> dict[str, Any]:
 
 
 def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
-    """The run file of adapter `name` by itself. own: what it gives."""
+    """The tree of a run file for adapter `name` alone. own: its keys."""
     where = f"adapters.{name}"
     if not isinstance(own, Mapping):
         raise UserError(f"{where}: {own!r}", "it must be a group of keys: lora, adapter, data, train")
@@ -224,7 +223,7 @@ def _build(cls: type, tree: Any, path: str) -> Any:
 
 
 def _kind(value: Any, kinds: tuple[type, ...], where: str) -> type:
-    """Which of several dataclasses `{kind: ...}` is a value of."""
+    """The dataclass selected by `{kind: ...}`."""
     known = {kind.kind: kind for kind in kinds}  # type: ignore[attr-defined]
     named = value.get("kind") if isinstance(value, Mapping) else None
     if not isinstance(named, str) or named not in known:
@@ -235,7 +234,7 @@ def _kind(value: Any, kinds: tuple[type, ...], where: str) -> type:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type that the field declares."""
+    """`value` converted to the declared type of the field."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     options = typing.get_args(hint) if is_union else (hint,)
     if all(map(dataclasses.is_dataclass, options)):
@@ -250,7 +249,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def _plain(value: Any, hint: Any, where: str) -> Any:
-    """`value`, which is a `hint` as it is written, as one that is computed with."""
+    """`value`, already checked against `hint`, with numbers converted."""
     if hint is float:
         number = _as_number(value)
         if not abs(number) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats

@@ -1,6 +1,6 @@
-"""Presets: recipes of others, as values of a run file.
+"""Presets: published recipes as values of a run file.
 
-Owns: their values, and how they are filled in. Does not own: what the keys mean (`config`).
+Owns: their values, and how they are filled in. Does not own: the meaning of the keys (`config.run`).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "generate": {"num_beams": 10, "length_penalty": 0.8, "no_repeat_ngram_size": 4},
     },
 }
-# Keys of a group that say one thing together: where one of them is given, the others are not taken from elsewhere.
+# Keys of a group that belong together: if one of them is given, the others are not taken from elsewhere.
 LENGTH, _TARGETS = {"steps", "epochs"}, {"target_modules", "target_parameters", "pieces"}
 _TOGETHER = {"train": LENGTH, "lora": _TARGETS}
 
 
 def filled(own: Mapping[str, Any], rest: Mapping[str, Any], together: Collection[str] = ()) -> dict[str, Any]:
-    """What `own` gives, and of `rest` what it leaves open. together: keys of which `own` gives all, if one."""
+    """`own`, completed from `rest`. together: keys that all come from `own` if it has any of them."""
     replaced = together if own.keys() & set(together) else ()
     return {key: value for key, value in rest.items() if key not in replaced} | dict(own)
 
 
 def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a run file with the values of its `preset` where it has none of its own.
+    """The tree of a run file, completed with the values of its `preset`.
 
-    Values of the file win, key by key. With `adapter:` the preset's `lora` is left out, as the adapter has its own.
+    Values of the file win, key by key. With `adapter:` the preset's `lora` is ignored, as the adapter has its own.
 
     Raises:
         UserError: a preset that is not known.
@@ -66,7 +66,7 @@ def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
     for group, values in PRESETS[name].items():
         own = tree.get(group)
         if group in tree and not isinstance(own, Mapping):
-            continue  # the reader of the file says what is wrong with it
+            continue  # `config.file` reports the error
         if group == "lora" and tree.get("adapter") is not None:
             continue
         whole[group] = filled(own or {}, values, _TOGETHER.get(group, ()))
@@ -74,7 +74,7 @@ def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(config: Any) -> str:
-    """What a run with a preset takes for the keys of that preset, a line a group. config: the `RunConfig`."""
+    """The values that a run uses for the keys of its preset, one line per group. config: the `RunConfig`."""
     lines = []
     for group, values in PRESETS[config.preset].items():
         own = getattr(config, group)

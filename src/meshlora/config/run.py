@@ -1,46 +1,27 @@
-"""What a run file says: a tree of dataclasses.
+"""The content of a run file as a tree of dataclasses.
 
-Owns: names, types, defaults and the rules between fields that need no file and no model; of objectives
-`config.objective`. Does not own: YAML (`config.file`), whether model, data and topology fit together (`train.prepare`).
+Owns: names, types, defaults, and rules that need no file and no model. Does not own: objectives (`config.objective`),
+YAML (`config.file`), whether model, data and topology fit together (`train.prepare`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshlora.common.errors import UserError
 from meshlora.common.reading import check_path
+from meshlora.config.numbers import check_numbers, number, require
 from meshlora.config.objective import Objective, Sft
 from meshlora.plan.topology import Topology
 
-# The most of each: far above any use, and below where arithmetic or a library fails.
+# Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
-_MOST: dict[str, float] = {
-    "data.max_length": 10**8,
-    "data.eval_limit": 10**12,
-    **dict.fromkeys(("train.steps", "train.log_every", "train.replica_check_every", "train.keep_last"), _STEPS),
-    **dict.fromkeys(("train.eval_every", "train.save_every", "train.sample_every"), _STEPS),
-    **dict.fromkeys(("train.warmup_steps", "train.decay_steps"), _STEPS),
-    **dict.fromkeys(("train.epochs", "train.batch_size", "train.micro_batch_size", "train.recompute"), 10**6),
-    **dict.fromkeys(("train.lr", "train.lora_plus_embedding_lr", "train.weight_decay", "train.eps"), _RATE),
-    **dict.fromkeys(("train.router_aux_loss_coef", "train.lora_plus_ratio"), _FACTOR),
-    "train.max_grad_norm": 1e30,
-    "train.timeout_s": 10**7,
-    "generate.max_new_tokens": 10**8,
-    "generate.no_repeat_ngram_size": 10**8,
-    "generate.num_beams": 10**4,
-    "generate.batch_size": 10**6,
-    "generate.temperature": _FACTOR,
-    "generate.length_penalty": _RATE,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
-    """How a base model is built and stored. See `meshlora.load` for what each field does."""
+    """How a base model is built and stored. See `meshlora.load` for the fields."""
 
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
@@ -62,25 +43,25 @@ class ModelConfig(BaseOptions):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text. Files are JSONL, `context||completion` text, CSV, parquet, or a saved `datasets` folder.
+    """The data. Files are JSONL, `context||completion` text, CSV, parquet, or a saved `datasets` folder.
 
     Attributes:
         train, eval: a path or a list of paths. columns: our field names -> theirs.
-        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens, kept
-            apart; a sequence sees what it sees alone. loss_on: which tokens are trained.
-        cache_dir: where token files are kept.
-        eval_limit: only the first N examples of eval. sample_prompts: what is continued at `train.sample_every`;
+        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens;
+            they do not attend to each other. loss_on: which tokens are trained.
+        cache_dir: folder of tokenised files.
+        eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
     """
 
     train: str | list[str]
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
-    max_length: int = 1024
+    max_length: int = number(1024, most=10**8)
     packing: bool = False
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = "~/.cache/meshlora/tokens"
-    eval_limit: int | None = None
+    eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -88,44 +69,36 @@ class DataConfig:
             for path in [given] if isinstance(given, str) else given or ():
                 check_path(name, path)
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
-        _check_most("data", self)
-        if self.eval_limit is not None:
-            _require(self.eval_limit >= 1, "data.eval_limit", self.eval_limit, "at least 1")
-            if self.eval is None:
-                raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
+        check_numbers("data", self)
+        if self.eval_limit is not None and self.eval is None:
+            raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """How text is generated: what transformers' `generate` calls by the same names, and their defaults there.
+    """How text is generated: options of transformers' `generate`, with its names and defaults.
 
     Attributes:
-        max_new_tokens: the most tokens of a continuation. num_beams: 1 is no beam search.
-        length_penalty: of beam search, the exponent of the length that a beam's score is divided by.
-        no_repeat_ngram_size: no n tokens of a sequence occur in it twice; 0: they may.
-        do_sample: draw tokens, from the distribution at temperature, of the most likely that make up top_p.
+        max_new_tokens: maximum tokens of a continuation. num_beams: 1 is no beam search.
+        length_penalty: in beam search, the exponent of the length that divides a beam's score.
+        no_repeat_ngram_size: no n-gram of this size occurs twice in a sequence; 0: no such rule.
+        do_sample: sample with temperature and top_p (nucleus).
         batch_size: prompts at once. seed: of do_sample.
     """
 
-    max_new_tokens: int = 64
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    max_new_tokens: int = number(64, "at least 1", most=10**8)
+    num_beams: int = number(1, "at least 1", most=10**4)
+    length_penalty: float = number(1.0, most=_RATE)
+    no_repeat_ngram_size: int = number(0, "not negative", most=10**8)
     do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    batch_size: int = 16
-    seed: int = 0
+    temperature: float = number(1.0, "above 0", most=_FACTOR)
+    top_p: float = number(1.0, "above 0, at most 1")
+    batch_size: int = number(16, "at least 1", most=10**6)
+    seed: int = number(0, "not negative")
 
     def __post_init__(self) -> None:
-        _check_most("generate", self)
-        for name in ("max_new_tokens", "num_beams", "batch_size"):
-            _require(getattr(self, name) >= 1, f"generate.{name}", getattr(self, name), "at least 1")
-        for name in ("no_repeat_ngram_size", "seed"):
-            _require(getattr(self, name) >= 0, f"generate.{name}", getattr(self, name), "not negative")
-        _require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
-        _require(0 < self.temperature < math.inf, "generate.temperature", self.temperature, "above 0")
-        _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "above 0, at most 1")
+        check_numbers("generate", self)
+        require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
         if self.length_penalty != 1.0 and self.num_beams == 1:
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
         for name in ("temperature", "top_p"):
@@ -138,102 +111,87 @@ class TrainConfig:
     """The loop. All sizes are in sequences and global: they do not change with the topology.
 
     Attributes:
-        output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: it may hold a run already.
+        output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: allow a folder with a run.
         steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
-        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: at once on one dp rank, with packing
-            rows of several.
-        lr: peak learning rate. schedule: how it goes on after a linear warm-up over warmup_steps, by optimizer step
-            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, and
-            linear to min_lr in the last decay_steps), or cycle: straight lines through the points `{step: rate}` of
+        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: sequences (with packing: rows) at
+            once on one dp rank.
+        lr: peak learning rate. schedule: its course by optimizer step after a linear warm-up over warmup_steps
+            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
+            linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
             cycle, without lr and warm-up.
-        max_grad_norm: of the global gradient; 0 turns clipping off.
-        objective: what is trained, with its parameters: docs/objectives.md.
-        router_aux_loss_coef: how much the load-balancing loss of routers weighs; 0: it is not computed.
-        recompute: which decoder layers compute their activations once more in the backward instead of keeping them:
-            none, full, or a number n: every n-th.
-        routing_record: folder to write the experts that every token of every step went to; routing_replay: folder of
-            such a record, whose experts are taken instead of the routers' own.
+        max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
+        objective: the training objective with its parameters: docs/objectives.md.
+        router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
+        recompute: activation checkpointing of decoder layers: none, full, or a number n: every n-th layer.
+        routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
+            whose experts replace the routers' choices.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
-        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: of the printed lines.
-        keep_last: how many of the newest checkpoints stay, 0: all; keep_best: the one with the lowest
-            evaluation loss stays too.
-        on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: whether a loss or a
-            gradient that is not finite stops it, or the step is left out.
-        timeout_s: seconds that a rank waits for the others in a collective.
-        replica_check_every: steps between comparisons of the copies of each factor, which are compared before every
-            save too; 0: never.
-        decay_biases_and_norms: weight decay is of biases and of the weights of norms too.
-        sample_every: steps between continuations of some prompts, greedy; 0: never.
-        merge_at_end: at the end also write the whole model with the adapter in its weights.
-        track: trackers that get every number of metrics.jsonl too (`train.watch.tracking`).
+        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
+        keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
+            evaluation loss.
+        on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
+            gradient that is not finite, or skip the step.
+        timeout_s: timeout of collectives in seconds.
+        replica_check_every: steps between comparisons of the replicas of each factor, which are also compared before
+            every save; 0: never.
+        decay_biases_and_norms: apply weight decay to biases and norm weights too.
+        sample_every: steps between greedy continuations of some prompts; 0: never.
+        merge_at_end: finally also write the whole model with the adapter merged.
+        track: trackers that also receive the metrics (`train.watch.tracking`).
     """
 
     output: str
-    steps: int | None = None
-    epochs: float | None = None
-    batch_size: int = 16
-    micro_batch_size: int = 4
-    lr: float = 2e-4
+    steps: int | None = number(None, "at least 1", most=_STEPS)
+    epochs: float | None = number(None, "above 0", most=10**6)
+    batch_size: int = number(16, "at least 1", most=10**6)
+    micro_batch_size: int = number(4, "at least 1", most=10**6)
+    lr: float = number(2e-4, "above 0", most=_RATE)
     schedule: Literal["linear", "cosine", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"] = "linear"
-    warmup_steps: int = 0
-    min_lr: float = 0.0
-    decay_steps: int = 0
+    warmup_steps: int = number(0, "not negative", most=_STEPS)
+    min_lr: float = number(0.0, "not negative")
+    decay_steps: int = number(0, "not negative", most=_STEPS)
     cycle: dict[int, float] = field(default_factory=dict)
-    weight_decay: float = 0.0
+    weight_decay: float = number(0.0, "not negative", most=_RATE)
     decay_biases_and_norms: bool = True
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    beta1: float = number(0.9, "in [0, 1)")
+    beta2: float = number(0.999, "in [0, 1)")
+    eps: float = number(1e-8, "above 0", most=_RATE)
+    max_grad_norm: float = number(1.0, "not negative", most=1e30)
     objective: Objective = field(default_factory=Sft)
-    router_aux_loss_coef: float = 0.0
-    recompute: str | int = "none"
+    router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
+    recompute: str | int = number("none", most=10**6)
     routing_record: str | None = None
     routing_replay: str | None = None
-    lora_plus_ratio: float | None = None
-    lora_plus_embedding_lr: float = 1e-6
-    seed: int = 0
-    eval_every: int = 0
-    save_every: int = 0
-    sample_every: int = 0
-    log_every: int = 10
+    lora_plus_ratio: float | None = number(None, "above 0", most=_FACTOR)
+    lora_plus_embedding_lr: float = number(1e-6, "above 0", most=_RATE)
+    seed: int = number(0, "not negative")
+    eval_every: int = number(0, "not negative", most=_STEPS)
+    save_every: int = number(0, "not negative", most=_STEPS)
+    sample_every: int = number(0, "not negative", most=_STEPS)
+    log_every: int = number(10, "at least 1", most=_STEPS)
     merge_at_end: bool = False
     track: list[str] = field(default_factory=list)
-    replica_check_every: int = 100
-    keep_last: int = 0
+    replica_check_every: int = number(100, "not negative", most=_STEPS)
+    keep_last: int = number(0, "not negative", most=_STEPS)
     keep_best: bool = False
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    timeout_s: float = 600.0
+    timeout_s: float = number(600.0, "above 0", most=10**7)
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        _require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
+        require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
         for name in ("output", "routing_record", "routing_replay"):
             check_path(f"train.{name}", getattr(self, name) or "")
-        _check_most("train", self)
-        _require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
-        _require(self.lr > 0, "train.lr", self.lr, "above 0")
-        for name in ("batch_size", "micro_batch_size", "log_every"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        counts = ("warmup_steps", "min_lr", "decay_steps", "seed", "eval_every", "save_every", "sample_every")
-        for name in (*counts, "replica_check_every", "weight_decay", "max_grad_norm", "router_aux_loss_coef"):
-            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "not negative")
-        for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
-        _require(self.eps > 0, "train.eps", self.eps, "above 0")
+        check_numbers("train", self)
+        require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
         is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
-        _require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
+        require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
         self._check_schedule()
         self._check_objective()
         self._check_keeping()
-        _require(
-            self.lora_plus_embedding_lr > 0, "train.lora_plus_embedding_lr", self.lora_plus_embedding_lr, "above 0"
-        )
-        if self.lora_plus_ratio is not None:
-            _require(self.lora_plus_ratio > 0, "train.lora_plus_ratio", self.lora_plus_ratio, "above 0")
-        elif self.lora_plus_embedding_lr != 1e-6:
+        if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:
             raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
         if self.routing_record is not None and self.routing_replay is not None:
             raise UserError(
@@ -242,10 +200,6 @@ class TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")
-        if self.steps is not None:
-            _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
-        if self.epochs is not None:
-            _require(self.epochs > 0, "train.epochs", self.epochs, "above 0")
 
     @property
     def peak_lr(self) -> float:
@@ -253,16 +207,14 @@ class TrainConfig:
         return max(self.cycle.values()) if self.schedule == "cycle" else self.lr
 
     def _check_keeping(self) -> None:
-        """What stays of checkpoints is said where there are any."""
-        _require(self.keep_last >= 0, "train.keep_last", self.keep_last, "not negative")
-        _require(self.timeout_s > 0, "train.timeout_s", self.timeout_s, "above 0")
+        """Rules of the options that keep checkpoints."""
         if self.keep_best and not self.eval_every:
             raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
         if self.keep_last and not (self.save_every or self.keep_best):
             raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
 
     def _check_objective(self) -> None:
-        """A step that runs the base too has two routings."""
+        """Routing replay needs one forward per step: an objective that also runs the base has two."""
         if self.objective.needs_base and (self.routing_record or self.routing_replay):
             raise UserError(
                 "train.routing_record or train.routing_replay",
@@ -271,7 +223,7 @@ class TrainConfig:
             )
 
     def _check_schedule(self) -> None:
-        """What only one schedule reads is given where that is the schedule."""
+        """Rules of the options of each schedule."""
         ends = ("linear", "cosine", "warmup_stable_decay")
         readers = {"min_lr": ends, "decay_steps": ends[2:], "cycle": ("cycle",)}
         for name, schedules in readers.items():
@@ -281,22 +233,22 @@ class TrainConfig:
                     f"it has no effect with train.schedule={self.schedule}",
                     f"it goes with {' or '.join(schedules)}",
                 )
-        _require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
+        require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
         if self.schedule == "warmup_stable_decay":
-            _require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
+            require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
         if self.schedule == "cycle":
-            _require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
-            _require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
-            _require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
-            _require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
-            _require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
-            _require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
-            _require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
+            require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
+            require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
+            require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
+            require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
+            require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
+            require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
+            require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
 
 
-# What a run leaves in its output folder; an output that holds any of it is not overwritten unasked.
+# Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
-# What the adapters of one run may each have for themselves: all else is said once, for all of them.
+# Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
     "data": {"train", "eval", "columns", "max_length", "loss_on", "eval_limit"},
     "train": {
@@ -312,11 +264,11 @@ class RunConfig:
     """A whole run.
 
     Attributes:
-        lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to go on from.
-        topology: as in `dp=2,tp=2,sp`; a missing dp is what the number of processes leaves.
+        lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to continue from.
+        topology: as in `dp=2,tp=2,sp`; a missing dp is inferred from the number of processes.
         device: where ranks compute.
-        generate: how `meshlora evaluate --generate` generates.
-        preset: a recipe whose values stand where this file has none (`presets`); they are filled in already.
+        generate: options of `meshlora evaluate --generate`.
+        preset: a recipe for values missing in the file (`config.presets`), already filled in here.
     """
 
     model: ModelConfig
@@ -352,15 +304,3 @@ class RunConfig:
             given = f"data.packing with train.objective={self.train.objective.kind}"
             raise UserError(given, f"a {per} is two rows", "set data.packing: false")
         Topology.parse(self.topology)
-
-
-def _check_most(group: str, values: Any) -> None:
-    for item in dataclasses.fields(values):
-        value, most = getattr(values, item.name), _MOST.get(f"{group}.{item.name}")
-        if most is not None and isinstance(value, int | float):
-            _require(value <= most, f"{group}.{item.name}", value, f"at most {most:,.0f}")
-
-
-def _require(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise UserError(f"{name}={value}", f"it must be {rule}")

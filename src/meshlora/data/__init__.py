@@ -1,7 +1,7 @@
 """From files to batches: records, tokens, order, tensors.
 
-Owns: everything up to the tensors of one micro-batch. Does not own: processes; all of this is a pure function of the
-data, the options, and (in `share`) which dp rank asks.
+Owns: everything up to the tensors of one micro-batch. Does not own: processes; all of it is a pure function of the
+data, the options, and (in `share`) the dp rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
-from meshlora.data.records import Prompt, Record, prompts_of
+from meshlora.data.records import Record, prompts_of
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
@@ -21,7 +21,7 @@ def _read_text(source: Any, tokenizer: Any, *, columns: Any, say: Any, **options
     return tokenize(read_records(source, columns=columns, say=say), tokenizer, say=say, **options)
 
 
-# How the records of an objective are read, by the name that it gives: paths and a tokenizer in, tokens out.
+# Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.
 READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "text": _read_text,
     "rollouts": read_rollouts,
@@ -34,7 +34,6 @@ __all__ = [
     "READERS",
     "Batch",
     "GlobalBatches",
-    "Prompt",
     "Record",
     "Sequence",
     "TokenizedDataset",
@@ -43,7 +42,6 @@ __all__ = [
     "joined",
     "packed_share",
     "prompts_of",
-    "read_feedback",
     "read_preferences",
     "read_records",
     "read_rollouts",

@@ -1,11 +1,10 @@
-"""Token arrays on disk: one safetensors file for each content.
+"""Token arrays on disk: one safetensors file per content hash.
 
-Owns: the key, the file, and that any number of processes may ask for the same one at once. Does not own: how tokens
-are made (`tokenization.py`), whose file is believed and how others wait (`common.private`).
+Owns: the key, the file, and safety with any number of concurrent processes. Does not own: tokenisation
+(`tokenization.py`), which files are trusted and how to wait (`common.private`).
 
-A file exists whole or not at all. One that has been damaged since is recognised by its checksum, one that holds another
-dataset by its arrays; both are made again. Neither protects from a stranger, who would write what fits: that nobody
-else can have written the file does.
+Files are written atomically. A damaged file is detected by its checksum, one with another dataset by its arrays; both
+are made again. Neither protects against an attacker, who would write matching ones: ownership and mode of the file do.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshlora.common.errors import reason
-from meshlora.common.private import NotOwnError, PrivateFolder, locked, open_own, write_own
+from meshlora.common.private import NotOwnError, PrivateFolder, locked, open_own
 from meshlora.data.records import Record
 
 if TYPE_CHECKING:
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, np.ndarray]
 
-# Raise it whenever the same records and options give other arrays than before.
+# Increase it whenever the same records and options give different arrays than before.
 FORMAT_VERSION = 2
 
-# Longer than one core needs for ten gigabytes of text.
+# More than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0
 _LAYOUT = {"input_ids": ("I32", 1), "is_trained": ("BOOL", 1), "offsets": ("I64", 1)}  # name: type, number of dims
 
@@ -47,11 +46,11 @@ logger = logging.getLogger(__name__)
 def cache_key(
     records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str | None:
-    """sha256, in hexadecimal, of all that the arrays depend on; None where the tokenizer's content cannot be known.
+    """The hexadecimal SHA-256 of everything the arrays depend on; None if the tokenizer cannot be serialised.
 
-    Of the records their content, not their origin: a file that moved is still the same data. Of the tokenizer its
-    serialised form, without the truncation and padding that earlier calls left behind. A tokenizer in Python (a
-    "slow" one) has no serialised form, so nothing is cached for it rather than something stale.
+    It covers the content of records, not their origin: a file that moved is the same data. It covers the serialised
+    tokenizer without the truncation and padding that earlier calls left behind. A tokenizer in Python (a "slow" one)
+    has no serialised form, so nothing is cached for it rather than something stale.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not tokenizer.is_fast:
@@ -65,15 +64,15 @@ def cache_key(
         "tokenizer": content,
         "class": type(tokenizer).__qualname__,
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        # Decides whether `<eos>` written out in the data is the eos token; not part of the serialised form.
+        # Decides whether a literal `<eos>` in the data is the eos token; not part of the serialised form.
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "chat_template": tokenizer.chat_template,
-        # Both may change what text becomes which tokens; making the arrays again costs seconds.
+        # Either may change tokenisation; making the arrays again costs seconds.
         "versions": {"tokenizers": tokenizers.__version__, "transformers": transformers.__version__},
     }
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for record in records:
-        # A JSON list a line: no two different records give the same bytes. Key order in messages is kept, since a
+        # One JSON list per line: different records give different bytes. Key order in messages is kept, since a
         # template may see it.
         fields = [record.text, record.prompt, record.completion, record.messages]
         digest.update(b"\n" + json.dumps(fields).encode())
@@ -83,13 +82,13 @@ def cache_key(
 def load_or_make(
     cache_dir: Path, key: str, make: Callable[[], Arrays], *, num_sequences: int, max_length: int
 ) -> Arrays:
-    """The arrays of `key`: from the cache, or made once by whichever process comes first while the others wait.
+    """The arrays of `key`: from the cache, or made by the first process to ask while the others wait.
 
-    num_sequences, max_length: of the dataset that is asked for; a file that holds another one is made again.
+    num_sequences, max_length: of the requested dataset; a file with a different one is made again.
 
     Raises:
-        UserError: `cache_dir` cannot be made or written, or others can write it; who makes the arrays takes an hour.
-            Whatever `make` raises.
+        UserError: `cache_dir` cannot be created or written, or others can write it; another process holds the lock
+            for an hour. Whatever `make` raises.
     """
     folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
     folder.make()
@@ -98,22 +97,20 @@ def load_or_make(
     if (arrays := load(says_why_not=False)) is not None:
         return arrays
     with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):
-        # Another process may have made it while this one waited.
+        # Another process may have written the file while this one waited.
         if (arrays := load(says_why_not=True)) is not None:
             return arrays
         arrays = make()
-        content = save(arrays, metadata={"key": key, "sha256": _checksum(arrays)})
-        with folder.usable():
-            write_own(path, content)
+        folder.write(path.name, save(arrays, metadata={"key": key, "sha256": _checksum(arrays)}))
         return arrays
 
 
 def _load(path: Path, key: str, *, num_sequences: int, max_length: int, says_why_not: bool) -> Arrays | None:
-    """The arrays, or None where there is no file, or none that is sound and this user's."""
+    """The arrays, or None if the file is missing, damaged, or not certain to be this user's."""
     try:
         with open_own(path) as stream:
             arrays, metadata = _read(stream.fileno())
-        # The checksum covers names, types and shapes, and the key that this is the file it is named for.
+        # The checksum covers names, types, shapes and values; the key shows that the file was not renamed.
         if (metadata.get("key"), metadata.get("sha256")) != (key, _checksum(arrays)):
             raise ValueError("its checksum differs")
         if not _fits(arrays, num_sequences=num_sequences, max_length=max_length):
@@ -132,10 +129,10 @@ def _load(path: Path, key: str, *, num_sequences: int, max_length: int, says_why
 
 
 def _read(descriptor: int) -> tuple[Arrays, Mapping[str, str]]:
-    """Arrays and metadata of the open file `descriptor`, whatever has its name by now.
+    """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since.
 
     Raises:
-        ValueError: other arrays than a dataset has. SafetensorError, OSError: it cannot be read.
+        ValueError: the arrays are not those of a dataset. SafetensorError, OSError: it cannot be read.
     """
     with safe_open(f"/dev/fd/{descriptor}", framework="numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -145,7 +142,7 @@ def _read(descriptor: int) -> tuple[Arrays, Mapping[str, str]]:
 
 
 def _fits(arrays: Arrays, *, num_sequences: int, max_length: int) -> bool:
-    """Whether the arrays hold as many sequences as there are records, none of them empty or longer than asked for."""
+    """Whether the arrays hold `num_sequences` sequences, none of them empty or longer than `max_length`."""
     ids, offsets = arrays["input_ids"], arrays["offsets"]
     if len(offsets) != num_sequences + 1 or offsets[0] != 0 or not offsets[-1] == len(ids) == len(arrays["is_trained"]):
         return False

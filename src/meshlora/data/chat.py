@@ -1,7 +1,7 @@
-"""Conversations become tokens, with the assistant's turns marked.
+"""Tokenisation of conversations, with the assistant's turns marked.
 
-Owns: where in a rendered conversation the assistant speaks, and which turns are not trained. Does not own: the template
-(the tokenizer's), the process in which it runs (`common.limits`), truncation, or plain text (`tokenization.py`).
+Owns: finding the assistant's turns in a rendered conversation, and which turns are not trained. Does not own: the
+template (the tokenizer's), the process it runs in (`common.limits`), truncation, or plain text (`tokenization.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Messages = AbstractSequence[dict[str, Any]]
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _READ_BY_US = {"role", "content", "weight"}
-# transformers shows a template each of them under the names of the others.
+# transformers passes each of them to a template under all of these names.
 _REASONING = {"reasoning_content", "reasoning", "thinking"}
-# What a template may take for one conversation, and make of it. An honest one takes milliseconds, and writes little
-# more than it was given.
+# Limits of rendering one conversation. An honest template takes milliseconds, and its text is little longer than its
+# input.
 _SECONDS = 5.0
 _MEMORY_BYTES = 2**29
 _MAX_CHARACTERS = 2**25
@@ -40,7 +40,7 @@ _MAX_CHARACTERS = 2**25
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation as text. turns: of the assistant, those to train. left_out: those with weight 0."""
+    """A conversation as text. turns: the assistant's turns to train. left_out: its turns with weight 0."""
 
     text: str
     turns: list[Span]
@@ -54,22 +54,21 @@ def tokenize_conversations(
     max_length: int,
     trains_all: bool = False,
 ) -> list[tuple[list[int], np.ndarray]]:
-    """(token ids, is trained `[S]` bool) of each conversation, special tokens as the template writes them: whole, or
-    at least its first `max_length` tokens.
+    """(token ids, is trained `[S]` bool) of each conversation, with the special tokens of the template: all tokens, or
+    at least the first `max_length`.
 
-    Where the template says what the assistant generates (`{% generation %}`), that is what is marked. Otherwise the
-    spans are found by rendering prefixes of the conversation: an assistant turn is what it adds to the conversation
-    before it with a generation prompt, up to and including the eos token where it holds one (nothing is generated
-    after that). A token on the border of a span counts as inside it. A turn with `weight: 0` is not trained, nor is it
-    with `trains_all`, where everything else is.
+    If the template marks what the assistant generates (`{% generation %}`), that is trained. Otherwise the spans are
+    found by rendering prefixes of the conversation: an assistant turn is the text it adds after the generation prompt,
+    up to and including the eos token if it has one (nothing is generated after that). A token that overlaps a span
+    counts as inside. A turn with `weight: 0` is never trained; with `trains_all` everything else is.
 
-    Both ways map characters to tokens here. The mask that `apply_chat_template` returns (seen in transformers 5.23)
-    stops at a span whose first character is a space that the tokenizer trims from its offsets, runs on to the end of
-    the conversation where the last one is, and drops the rest of a last character that is split over tokens.
+    In both cases characters are mapped to tokens here. The mask of `apply_chat_template` (seen in transformers 5.23)
+    stops at a span that starts with a space trimmed from the tokenizer's offsets, runs to the end of the conversation
+    if a span ends with one, and drops the rest of a final character that is split over tokens.
 
     Raises:
-        UserError: no chat template, a template that refuses a conversation, rewrites its earlier turns or takes too
-            long, or a tokenizer without character offsets.
+        UserError: no chat template; a template that refuses a conversation, rewrites its earlier turns or takes too
+            long; a tokenizer without character offsets.
     """
     template = chat_template(tokenizer)
     if not tokenizer.is_fast:
@@ -79,7 +78,7 @@ def tokenize_conversations(
             "use a fast tokenizer (one with a tokenizer.json), or prompt and completion instead of messages",
         )
     has_markers = _GENERATION_MARKER.search(template) is not None
-    # Where nothing is generated after eos, a span ends with it.
+    # Nothing is generated after eos, so a derived span ends there; a marked span is taken as the template gives it.
     eos = None if has_markers else tokenizer.eos_token_id
     rows = []
     rendered = _rendered(records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers)
@@ -97,12 +96,12 @@ def tokenize_conversations(
 def tell_unnamed_keys(
     records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> None:
-    """Say which keys of messages the chat template does not name, and hence does not read.
+    """Report keys of messages that the chat template does not name, and hence does not read.
 
     Raises:
         UserError: no chat template.
     """
-    first: dict[str, str] = {}  # key -> where it was met first
+    first: dict[str, str] = {}  # key -> origin of the first message with it
     for record in records:
         for message in record.messages or ():
             for key in message:
@@ -122,10 +121,10 @@ def tell_unnamed_keys(
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The default one.
+    """The tokenizer's default chat template.
 
     Raises:
-        UserError: there is none.
+        UserError: it has none.
     """
     name = tokenizer.name_or_path or type(tokenizer).__name__
     try:
@@ -163,7 +162,7 @@ def _rendered(
 
 
 class _Chat:
-    """One conversation and its template. Used apart: whatever a template does, it may."""
+    """One conversation and its template, for use in a separate process: the template is untrusted code."""
 
     def __init__(self, template: str, special_tokens: dict[str, Any], record: Record, *, has_markers: bool) -> None:
         assert record.messages is not None, record.origin
@@ -185,7 +184,7 @@ class _Chat:
         )
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
-        """The text, and the spans inside `{% generation %}`: what `apply_chat_template` renders."""
+        """The text, and the spans inside `{% generation %}`, as `apply_chat_template` renders them."""
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
             chat_template=self.template,
@@ -199,7 +198,7 @@ class _Chat:
         return text, spans[0] if self.has_markers else []
 
     def _marked_turns(self, turns: list[int], marked: list[Span]) -> list[Span]:
-        """`marked`, one span for each of `turns`, shown by how many there are as the conversation grows."""
+        """`marked`, after checking that there is one span per turn: their number must grow with each turn."""
         for number, index in enumerate(turns, start=1):
             if len(marked) != len(turns) or len(self._render(self.messages[: index + 1])[1]) != number:
                 raise UserError(
@@ -211,7 +210,7 @@ class _Chat:
         return marked
 
     def _derived_turns(self, turns: list[int], text: str) -> list[Span]:
-        """Spans of `turns` in `text`, the whole conversation rendered, for a template without markers."""
+        """Spans of `turns` in `text`, the whole rendered conversation, for a template without markers."""
         if turns[0] == 0:
             raise self._cannot_derive("starts with an assistant turn, which no generation prompt leads to")
         spans = []
@@ -235,9 +234,9 @@ class _Chat:
 
 
 def _inside(tokens: Leading, text: str, spans: AbstractSequence[Span], *, eos: int | None, eos_text: str) -> np.ndarray:
-    """bool `[S]`: the tokens that overlap a span of `text`, each span cut after its last `eos` where it has one."""
+    """bool `[S]`: the tokens that overlap a span of `text`, each span cut after its last `eos` if it has one."""
     starts, ends = np.array(tokens.offsets, dtype=np.int64).reshape(-1, 2).T
-    # A tokenizer may trim a token of spaces to the empty range at its end: it still stands for the character before.
+    # A tokenizer may trim a token of spaces to the empty range at its end: it still covers the character before.
     starts = np.minimum(starts, ends - 1)
     end_of_tokens = len(text) if tokens.is_whole else int(ends.max())
     result = np.zeros(len(tokens.ids), dtype=bool)
@@ -246,7 +245,7 @@ def _inside(tokens: Leading, text: str, spans: AbstractSequence[Span], *, eos: i
             continue
         (inside,) = np.nonzero((ends > start) & (starts < end))
         ends_turn = [position for position in inside.tolist() if tokens.ids[position] == eos]
-        # Of what was not tokenised, the text says whether there is one more.
+        # The part that was not tokenised may hold another eos: its text tells.
         if ends_turn and eos_text not in text[end_of_tokens:end]:
             inside = inside[inside <= ends_turn[-1]]
         result[inside] = True

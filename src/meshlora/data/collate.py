@@ -1,4 +1,4 @@
-"""Sequences of unequal length become one rectangular batch of tensors.
+"""Collation of sequences of unequal length into one rectangular batch of tensors.
 
 Owns: padding, the shift of labels by one, and the dummy batch. Does not own: which sequences (`sampler.py`), or how a
 batch is split over the mesh.
@@ -34,12 +34,12 @@ class Batch:
         labels: int64 `[B, S]`, already shifted: `labels[b, t]` is the target predicted **at** position t, which is
             `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
         num_trained_tokens: how many labels are not -100.
-        columns: name -> float32 `[B, S]`, shifted as labels are and 0 where these are -100.
-        tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.common.masks.token_numbers`):
-            the same on every topology. Padding goes on counting.
-        is_dummy: it holds no sequence, only what keeps collectives going.
-        position_ids: int64 `[B, S]` of packed rows (`packing.py`), which begin again with each sequence; else None.
-        trained: int64 `[num_trained_tokens]`, where the flat labels are not -100; None: not looked for yet.
+        columns: name -> float32 `[B, S]`, shifted like labels and 0 where these are -100.
+        tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.common.masks.token_numbers`),
+            the same on every topology. Padding continues the count.
+        is_dummy: it holds no sequence and only keeps collectives matched.
+        position_ids: int64 `[B, S]` of packed rows (`packing.py`), restarting with each sequence; else None.
+        trained: int64 `[num_trained_tokens]`, indices of flat labels that are not -100; None: not computed yet.
     """
 
     input_ids: Tensor
@@ -53,17 +53,17 @@ class Batch:
     trained: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Those of one adapter, where others have rows too. On the host: it counts its labels."""
+        """The rows of one adapter in a batch of several. Call it on the host: it counts labels."""
         part = dataclasses.replace(self, trained=None)._mapped(lambda tensor: tensor[start:stop])
         return dataclasses.replace(part, num_trained_tokens=int((part.labels != IGNORED).sum()))
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on `device`, with `trained`: the host has the labels, and need not ask the device for it."""
+        """The batch on `device`, with `trained` computed from the labels on the host, without a synchronization."""
         trained = (self.labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained
         return dataclasses.replace(self, trained=trained)._mapped(lambda tensor: to_device(tensor, device))
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """With `function` of each tensor in its place."""
+        """The batch with `function` applied to each tensor."""
         tensors: dict[str, Any] = {
             name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -79,18 +79,18 @@ def collate(
     columns: AbstractSequence[str] = (),
     places: AbstractSequence[int] | None = None,
 ) -> Batch:
-    """Pads on the right to the longest, then on until B·S is divisible by `token_multiple`.
+    """Pad on the right to the longest sequence, then further until B·S is divisible by `token_multiple`.
 
-    S is the smallest such length, so with a `max_length` that `token_multiple` divides it never exceeds `max_length`.
+    S is the smallest such length, so it never exceeds a `max_length` that is a multiple of `token_multiple`.
 
-    No sequences give a dummy batch `[1, S]` with no label: a rank that has run out runs the same collectives as the
-    others and adds nothing. Its attention mask is all ones, because a row that attends to nothing is 0/0.
+    Without sequences, return a dummy batch `[1, S]` without labels: a rank that has run out runs the same collectives
+    as the others and adds nothing. Its attention mask is all ones, because attention to nothing is 0/0.
 
     Args:
-        pad_token_id: what fills the padding; never seen by the loss.
-        token_multiple: what sequence parallelism needs B·S to be a multiple of.
-        columns: those of the sequences that the batch has too.
-        places: of the sequences in the global batch; None: 0, 1, 2 ...
+        pad_token_id: fills the padding; never seen by the loss.
+        token_multiple: divisor of B·S required by sequence parallelism.
+        columns: names of sequence columns to include.
+        places: positions of the sequences in the global batch; None: 0, 1, 2 ...
     """
     assert token_multiple >= 1, token_multiple
     if not sequences:

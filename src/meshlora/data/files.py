@@ -1,8 +1,6 @@
-"""What a path of data may be, and how it is read: regular files and folders of them, lines of bounded length, JSON
-taken strictly.
+"""Safe reading of data files: only regular files and folders, lines of bounded length, strict JSON.
 
-Owns: that no file of a stranger makes us wait, or fills the memory. Does not own: formats (`sources.py`),
-records.
+Owns: that no untrusted file blocks or fills the memory. Does not own: formats (`sources.py`), records (`records.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ _KINDS = {
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder of files, or a file: nothing else is read. Nothing is opened for this: a pipe waits.
+    """Whether `path` is a folder rather than a regular file. Nothing is opened, as opening a pipe would block.
 
     Raises:
-        UserError: there is nothing, or something that is neither, also inside of the folder.
+        UserError: it is missing, or it or an entry in it is neither.
     """
     mode = _mode(path)
     if not stat.S_ISDIR(mode):
@@ -63,7 +61,7 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def nearest_file(path: Path) -> str:
-    """What to try instead of a path that does not exist."""
+    """A suggestion for a path that does not exist."""
     folder = path.parent
     try:
         names = sorted(entry.name for entry in folder.iterdir())
@@ -77,10 +75,10 @@ def nearest_file(path: Path) -> str:
 
 
 def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    """The lines of an open file, with their ends.
+    """The lines of an open file, with their line ends.
 
     Raises:
-        UserError: one is too long, or holds a NUL, as no text does.
+        UserError: one is too long, or holds a NUL, so that it is not text.
     """
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
@@ -95,12 +93,12 @@ def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
 
 
 def text_lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
-    """(origin, line) of each line that is not blank. Split on bytes: U+2028 inside a string does not end a line."""
+    """(origin, line) of each non-blank line. Split as bytes: U+2028 inside a string does not end a line."""
     with path.open("rb") as file:
         for number, raw in enumerate(bounded_lines(file, path), start=1):
             origin = f"{path}:{number}"
             try:
-                # A byte order mark may stand at the start of the file only.
+                # A byte order mark is allowed only at the start of the file.
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 problems.add(origin, f"not UTF-8 (byte {error.start + 1} of the line)")
@@ -110,7 +108,7 @@ def text_lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
 
 
 def json_objects(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(origin, object) of each line."""
+    """(origin, JSON object) of each line."""
     for origin, line in text_lines(path, problems):
         try:
             yield origin, parse_object(line)
@@ -119,16 +117,16 @@ def json_objects(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """The JSON object that a line holds, no key twice in it or in any object inside.
+    """The JSON object in a line, without duplicate keys at any depth.
 
     Raises:
-        MalformedError: it is none.
+        MalformedError: the line is not such an object.
     """
     try:
         row = json.loads(line, object_pairs_hook=once, parse_constant=_refuse_constant)
     except RecursionError:
         raise MalformedError("bad JSON (nested too deeply)") from None
-    except ValueError as error:  # a number of thousands of digits is one too
+    except ValueError as error:  # also raised by a number of thousands of digits
         hint = "; one object a line is read, not one list" if line.lstrip().startswith("[") else ""
         raise MalformedError(f"bad JSON ({error}){hint}") from None
     if not isinstance(row, dict):

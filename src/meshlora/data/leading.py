@@ -1,11 +1,11 @@
-"""The first tokens of texts, however long these are.
+"""The leading tokens of texts, without tokenising all of a long text.
 
-Owns: how much of a long text is tokenised. Does not own: what the tokens are for (`tokenization.py`, `chat.py`).
+Owns: how much of a long text is tokenised. Does not own: uses of the tokens (`tokenization.py`, `chat.py`).
 
-A text is tokenised up to a cut well beyond the tokens that are kept. A cut changes the tokens beside it, and these are
-dropped: what is kept ends `_MARGIN` tokens or more before it. A tokenizer that splits words first cannot reach farther
-back than a word, and merges (BPE) reach back over a few tokens. Of a unigram model that does not split words there are
-made-up texts (one letter, repeated) whose every token depends on their length: these get the tokens of their beginning.
+A text is cut well beyond the tokens to keep. The cut changes the tokens next to it, and these are
+dropped: the kept tokens end at least `_MARGIN` tokens before it. With a tokenizer that splits words first, the effect
+cannot reach back past a word; BPE merges reach back a few tokens. For a unigram model that does not split words there
+are artificial texts (one letter, repeated) where every token depends on the length: these get the tokens of the cut.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Span = tuple[int, int]  # characters [start, end)
 Item = TypeVar("Item")
 
 _MARGIN = 1000  # tokens
-_CHARACTERS = 8  # a token, at first: most texts have less, and those that have more are cut again
-_BATCH = 2**22  # characters a call to the tokenizer: enough to keep its threads busy, few enough for its memory
+_CHARACTERS = 8  # per token in the first attempt: most texts have fewer; for others the cut is moved
+_BATCH = 2**22  # characters per call to the tokenizer: enough to keep its threads busy, few enough for its memory
 
 
 @dataclass(frozen=True)
 class Leading:
-    """The tokens of a text: all where `is_whole`, else the first `max_length`. offsets: of each, where asked for."""
+    """The tokens of a text: all if `is_whole`, else the first `max_length`. offsets: per token, if requested."""
 
     ids: list[int]
     offsets: list[Span]
@@ -39,10 +39,10 @@ class Leading:
 def leading_tokens(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int, has_offsets: bool = False
 ) -> list[Leading]:
-    """The first `max_length` tokens of each text, or a few more, with nothing added.
+    """At least the first `max_length` tokens of each text, without special tokens.
 
     Raises:
-        UserError: the tokenizer fails on them.
+        UserError: the tokenizer fails.
     """
     found: dict[int, Leading] = {}
     length = _CHARACTERS * (max_length + _MARGIN)
@@ -64,7 +64,7 @@ def leading_tokens(
 
 
 def batches(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """`items` in order, as many at a time as have `_BATCH` characters together."""
+    """`items` in order, in batches of at most `_BATCH` characters or one item."""
     batch: list[Item] = []
     total = 0
     for item in items:
@@ -79,11 +79,11 @@ def batches(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[l
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, has_offsets: bool) -> Any:
-    """Not verbose: a text longer than the model is our truncation's business."""
+    """Not verbose: texts longer than the model's context are truncated by us."""
     options = {"return_offsets_mapping": True} if has_offsets else {}
     try:
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
-    except Exception as error:  # a stranger's tokenizer may raise anything
+    except Exception as error:  # an untrusted tokenizer may raise anything
         raise UserError(
             f"tokenizer {type(tokenizer).__name__}", f"fails on the data ({reason(error)})", "is it whole?"
         ) from error

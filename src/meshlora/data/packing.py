@@ -1,11 +1,11 @@
-"""Packing: several sequences in one row, kept apart by position ids that begin again with each of them.
+"""Packing: several sequences in one row, separated by position ids that restart with each.
 
 Owns: which sequences of a step share a row and which dp rank takes them, the joined sequence, its position ids. Does
-not own: the tensors (`collate.py`), the attention that reads a border from position ids (transformers' masks do), or
-whether a model's every layer does (`train.packing_check`).
+not own: the tensors (`collate.py`), attention that respects the boundaries (transformers' masks derive them from
+position ids), or the check that every layer does (`train.packing_check`).
 
-Who computes what depends on dp; what is computed does not: the sequences of a step, their trained tokens and their
-loss are those of the same step without packing.
+The placement depends on dp, the result does not: the sequences of a step, their trained tokens and their loss are those
+of the same step without packing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshlora.common.masks import token_numbers
 from meshlora.data.collate import Batch
 from meshlora.data.tokenization import Sequence
 
-Rows = list[list[int]]  # of a micro-batch: for each row the places, in the global batch, of its sequences in order
+Rows = list[list[int]]  # of a micro-batch: for each row the positions of its sequences in the global batch
 
 
 def packed_share(
@@ -29,13 +29,13 @@ def packed_share(
 ) -> list[Rows]:
     """The micro-batches of one dp rank, each of at most `micro_batch_size` rows of at most `row_length` tokens.
 
-    Longest first, each sequence goes to the rank that has the fewest tokens so far, and there into the first row with
-    room. So ranks differ by at most one sequence's tokens. Every rank gets the same number of micro-batches; where one
-    has none left it gets an empty one (`collate([])`).
+    Longest first, each sequence goes to the rank with the fewest tokens so far, and there into the first row with
+    room. So ranks differ by at most one sequence's tokens. Every rank gets the same number of micro-batches, padded
+    with empty ones (`collate([])`).
 
     Args:
         lengths: tokens of each sequence of the global batch, in its order.
-        row_length: a longer sequence has a row of its own.
+        row_length: a longer sequence gets its own row.
     """
     assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
     shares: list[list[int]] = [[] for _ in range(dp_size)]
@@ -51,7 +51,7 @@ def packed_share(
 
 
 def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: int) -> Rows:
-    """Rows of `places`, which come longest first; rows that are alike in length stand together."""
+    """Rows of `places`, given longest first; sorted so that rows of similar length are adjacent."""
     rows: Rows = []
     filled: list[int] = []
     for place in places:
@@ -65,7 +65,7 @@ def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: in
 
 
 def joined(sequences: AbstractSequence[Sequence]) -> Sequence:
-    """One sequence of several. The first token of each is predicted by nothing, so that no label crosses a border."""
+    """Concatenate sequences. The first token of each is not a target, so that no label crosses a boundary."""
     is_trained = np.concatenate([sequence.is_trained for sequence in sequences])
     is_trained[list(itertools.accumulate((len(s.input_ids) for s in sequences[:-1]), initial=0))] = False
     columns = {name: np.concatenate([s.columns[name] for s in sequences]) for name in sequences[0].columns}
@@ -75,12 +75,12 @@ def joined(sequences: AbstractSequence[Sequence]) -> Sequence:
 def with_positions(
     batch: Batch, lengths: AbstractSequence[AbstractSequence[int]], places: AbstractSequence[AbstractSequence[int]]
 ) -> Batch:
-    """`batch` with position ids that begin at 0 with each sequence, and once more with the padding after the last.
+    """`batch` with position ids that restart at 0 with each sequence and with the padding after the last.
 
-    The numbers of its tokens are those that they have unpacked.
+    The token numbers are the same as without packing.
 
-    lengths, places: of the sequences in each row of the batch, their tokens and their places in the global batch; of a
-        dummy none.
+    lengths, places: for each row, the token counts of its sequences and their positions in the global batch; empty for
+        a dummy batch.
     """
     position_ids, tokens = torch.zeros_like(batch.input_ids), torch.zeros_like(batch.tokens)
     for row, of_row in enumerate(lengths or [[]]):

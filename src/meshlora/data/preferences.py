@@ -1,8 +1,6 @@
-"""Answers that were judged, as neighbouring sequences: pairs of a better and a worse one, and single ones that were
-liked or not, each beside an answer to another prompt.
-
-Owns: the fields of such records, and which other answer stands beside a single one. Does not own: tokens
-(`data.tokenization`), what is made of them (`train.objectives`).
+"""Preference data as adjacent sequences: pairs of answers, or labelled answers next to an answer to another prompt.
+Owns: the fields of such records, and which other answer accompanies a single one. Does not own: tokenisation
+(`data.tokenization`), the losses (`train.objectives`).
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ def read_preferences(
 ) -> TokenizedDataset:
     """Sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i.
 
-    A row has `prompt`, `chosen` and `rejected`: all text, or `chosen` and `rejected` lists of messages, before which
-    those of `prompt` stand if there are any. Tokens and truncation, `say` and `options` are those of `tokenize`.
+    A row has `prompt`, `chosen` and `rejected`: all text, or `chosen` and `rejected` lists of messages that continue
+    those of an optional `prompt`. Tokens and truncation, `say` and `options` are those of `tokenize`.
 
     Raises:
-        UserError: what `read_rows` and `tokenize` refuse.
+        UserError: as `read_rows` and `tokenize`.
     """
 
     def pair(row: Mapping[str, Any], origin: str) -> list[Record]:
@@ -59,14 +57,14 @@ def read_feedback(
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> TokenizedDataset:
-    """Sequence 2i is record i; 2i + 1 is its prompt with the completion of the nearest record before it (before the
-    first is the last) that has another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
+    """Sequence 2i is record i; 2i + 1 is its prompt with the completion of the nearest earlier record (cyclically)
+    with another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
 
     A row has `prompt`, `completion` and `label`, true or false; prompt and completion are text, or lists of messages.
     Tokens and truncation, `say` and `options` are those of `tokenize`.
 
     Raises:
-        UserError: records that all have one prompt; what `read_rows` and `tokenize` refuse.
+        UserError: all records have the same prompt; as `read_rows` and `tokenize`.
     """
     is_of_messages: set[bool] = set()
 
@@ -95,9 +93,9 @@ def read_feedback(
 
 
 def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
-    """Of each prompt the place of the nearest one before it that differs, counted round."""
+    """For each prompt the index of the nearest earlier one that differs, cyclically."""
     number, found = len(prompts), [-1] * len(prompts)
-    for place in range(1, 2 * number):  # twice round: the first ones look at the last ones
+    for place in range(1, 2 * number):  # two rounds, as the first prompts look back at the last
         one, before = place % number, (place - 1) % number
         found[one] = before if prompts[before] != prompts[one] else found[before]
     if -1 in found:
@@ -110,7 +108,7 @@ def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
 
 
 def _record_of(row: Mapping[str, Any], name: str, origin: str) -> Record:
-    """`prompt` of a row with its answer `name`, text or messages. Raises: MalformedError."""
+    """The record of a row's `prompt` with its answer `name`, text or messages. Raises: MalformedError."""
     if name not in row:
         raise MalformedError(f"{name!r} is missing")
     answer, prompt = row[name], row.get("prompt")

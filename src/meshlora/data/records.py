@@ -1,8 +1,8 @@
-"""One training example before tokenisation, and the rules that turn a row of named fields into one.
+"""Training examples before tokenisation, and the rules for the rows they are read from.
 
-Owns: `Record`, which fields a row must have, what their values may be, how malformed rows are reported together, and
-which records are references of one prompt, for scores of generated text.
-Does not own: where rows come from (`sources.py`), or what becomes of them in tokens (`tokenization.py`).
+Owns: `Record`, the fields of a row and their values, the joint report of malformed rows, and
+grouping records by prompt as references for scores of generated text.
+Does not own: reading rows (`sources.py`), or tokenisation (`tokenization.py`).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 FIELDS = tuple(name for names in KINDS.values() for name in names)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_SHOWN = 5  # of each mistake, a message names this many places
-_MAX_COUNTED = 1000  # a file of another kind has a mistake in each line: reading all of it would say no more
-_MAX_WORDS = 300  # characters of what is said of one row
+MAX_SHOWN = 5  # places that a message names for one mistake
+_MAX_COUNTED = 1000  # a file of another kind has a mistake in every line: reading on would not tell more
+_MAX_WORDS = 300  # characters of the message about one row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One example: exactly one of `text`, (`prompt`, `completion`), `messages`.
 
-    Nothing is added between `prompt` and `completion`: what joins them (a space, a newline) is part of one of the two.
+    Nothing is added between `prompt` and `completion`: a space or newline that joins them is part of one of the two.
 
     Args:
         text: a document; every token is trained.
-        prompt: what is given to the model; may be empty.
-        completion: what the model shall answer.
+        prompt: the input of the model; may be empty.
+        completion: the answer to train.
         messages: a conversation of `{"role", "content"}` dicts.
-        origin: where it was read, for messages to the user (`train.jsonl:17`, `dataset row 17`). Not part of the
-            content: two records that differ only here are tokenised to the same thing and share a cache.
+        origin: its source for error messages (`train.jsonl:17`, `dataset row 17`). Not part of the content: records
+            that differ only in it give the same tokens and share a cache.
 
     Raises:
-        UserError: none, or more than one, of the three was given.
+        UserError: none, or more than one, of the three is given.
     """
 
     text: str | None = None
@@ -68,22 +68,22 @@ class Record:
 
 
 class MalformedError(ValueError):
-    """One row cannot be a record; the message says why, the caller knows where."""
+    """A row is not a valid record; the message says why, the caller adds where."""
 
 
 @dataclass
 class Problems:
-    """Malformed rows, so that a user sees several at once rather than one a run. what: each row must be."""
+    """Collects malformed rows, so that a user sees several at once. what: the required form of a row."""
 
     what: str = "{text}, {prompt, completion} or {messages}, with non-empty strings"
     shown: list[str] = field(default_factory=list)
     num: int = 0
 
     def add(self, origin: str, reason: object) -> None:
-        """One more.
+        """Add one.
 
         Raises:
-            UserError: there are so many that the rest need not be read.
+            UserError: there are so many that reading the rest is pointless.
         """
         self.num += 1
         if len(self.shown) < MAX_SHOWN:
@@ -93,7 +93,7 @@ class Problems:
             self.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raises: UserError naming the first places and how many there are."""
+        """Raises: UserError with the first places and the total number."""
         if not self.num:
             return
         rest = f"\n  and {self.num - len(self.shown)} more" if self.num > len(self.shown) else ""
@@ -107,24 +107,24 @@ class Problems:
 
 
 def listed(names: Collection[str]) -> str:
-    """Names that a stranger chose, the first ten."""
+    """The first ten of untrusted names."""
     first = itertools.islice(names, 10)
     shown = ", ".join(name if name.isidentifier() and len(name) <= 60 else quoted(name) for name in first)
     return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def quoted(text: str, longest: int = 60) -> str:
-    """Text that a stranger chose, as a literal of bounded length."""
+    """Untrusted text as a literal of bounded length."""
     return repr(text if len(text) <= longest else text[:longest] + "…")
 
 
 def chosen_fields(columns: Mapping[str, str] | None) -> dict[str, str] | None:
     """Our field -> the user's column, completed: naming only `prompt` leaves `completion` under its own name.
 
-    Returns None where the user chose nothing: rows must then have our names, and no others.
+    Returns None if the user chose nothing: rows must then have exactly our names.
 
     Raises:
-        UserError: a field we do not have, or fields of two kinds.
+        UserError: an unknown field, or fields of two kinds.
     """
     if not columns:
         return None
@@ -144,8 +144,8 @@ def chosen_fields(columns: Mapping[str, str] | None) -> dict[str, str] | None:
 def select_fields(names: Collection[str], chosen: Mapping[str, str] | None) -> dict[str, str]:
     """Our field -> the row's key, for a row (or a table) with these `names`.
 
-    With `chosen`, everything else in the row is ignored: the user said what counts. Without, a field we do not know is
-    an error, for it may be one that should have had an effect (a weight, a misspelt `completion`).
+    With `chosen`, all other columns are ignored: the user selected the columns. Without, an unknown field is an error,
+    as it may be meant to have an effect (a weight, a misspelt `completion`).
 
     Raises:
         MalformedError: a field is missing, unknown, or of another kind than the rest.
@@ -156,7 +156,7 @@ def select_fields(names: Collection[str], chosen: Mapping[str, str] | None) -> d
                 some = list(itertools.islice(names, 100))
                 raise MalformedError(f"no column {theirs!r} (for {ours}); {did_you_mean(theirs, some)}")
         return dict(chosen)
-    # `context` is what the LoRA paper's files call the prompt.
+    # The LoRA paper's files call the prompt `context`.
     keys = {("prompt" if name == "context" and "prompt" not in names else name): name for name in names}
     for name in keys:
         if name not in FIELDS:
@@ -173,7 +173,7 @@ def select_fields(names: Collection[str], chosen: Mapping[str, str] | None) -> d
 
 
 def build_record(row: Mapping[str, Any], *, origin: str) -> Record:
-    """The record of a row that has the fields of one kind.
+    """The record of a row with the fields of one kind.
 
     Raises:
         MalformedError: a value is of the wrong type, empty, or not a conversation.
@@ -182,7 +182,7 @@ def build_record(row: Mapping[str, Any], *, origin: str) -> Record:
         return Record(messages=_checked_messages(row["messages"]), origin=origin)
     values = {name: _checked_text(value, name) for name, value in row.items()}
     for name, value in values.items():
-        # A prompt may be empty: that is generation from nothing.
+        # A prompt may be empty: unconditional generation.
         if name != "prompt" and not value.strip():
             raise MalformedError(f"empty {name}")
     return Record(
@@ -236,7 +236,7 @@ def _checked_messages(value: object) -> tuple[dict[str, Any], ...]:
 
 
 def _check_weight(weight: object, role: str, where: str) -> None:
-    """OpenAI's key: 0 for a turn that is not trained. No weights between are known there, nor here."""
+    """OpenAI's key: 0 for a turn that is not trained, else 1. No other weights exist there or here."""
     if role != "assistant":
         raise MalformedError(f"{where} has a weight, which only an assistant turn can have: no other is trained")
     if isinstance(weight, bool) or weight not in (0, 1):
@@ -245,7 +245,7 @@ def _check_weight(weight: object, role: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is given to the model, and what may come of it. origin: of its first record."""
+    """An input of the model with its reference answers. origin: of its first record."""
 
     text: str
     references: tuple[str, ...]
@@ -253,10 +253,10 @@ class Prompt:
 
 
 def prompts_of(records: Sequence[Record]) -> list[Prompt]:
-    """One prompt for neighbouring records with the same `prompt`, whose completions are its references, stripped.
+    """One prompt per run of adjacent records with the same `prompt`; their stripped completions are its references.
 
     Raises:
-        UserError: a record is not a prompt with its completion.
+        UserError: a record has no prompt and completion.
     """
     grouped: list[tuple[Record, list[str]]] = []
     for record in records:
@@ -273,7 +273,7 @@ def prompts_of(records: Sequence[Record]) -> list[Prompt]:
 
 
 def json_type(value: object) -> str:
-    """The name a user knows a value's type by: `a string`, `an object`, `null`."""
+    """The JSON name of a value's type: `a string`, `an object`, `null`."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
     names |= {list: "a list", tuple: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""What a policy did and how good it was: tokens with advantages, old log-probabilities and weights.
+"""Rollouts of a policy: tokens with advantages, old log-probabilities and weights.
 
-Owns: the fields of such a record, and their place at each token. Does not own: tokens of text (`data.tokenization`),
-what is made of them (`train.objectives`).
+Owns: the fields of such a record, and their alignment with tokens. Does not own: tokenisation of text
+(`data.tokenization`), the losses (`train.objectives`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshlora.data.tokenization import TokenizedDataset, tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Field of a record, one number for all its trained tokens or a list -> the column, and what it is where it is missing.
+# Field names of a record (one number for all trained tokens, or a list) -> column, default (None: required).
 _VALUES = {
     ("advantage", "advantages"): ("advantage", None),
     ("old_log_probs",): ("old_log_prob", math.nan),
@@ -41,15 +41,15 @@ def read_rollouts(
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> TokenizedDataset:
-    """A sequence for each row, with columns `advantage`, `old_log_prob` and `weight`, float32 `[N]`.
+    """One sequence per row, with columns `advantage`, `old_log_prob` and `weight`, float32 `[N]`.
 
-    A row has `input_ids` and `is_trained`, or what `tokenize` takes (`messages`; `prompt` and `completion`; `text`);
-    and `advantage` (a number) or `advantages` (a list). `old_log_probs` (a list) are those of the policy that acted;
-    without them it is the one that is trained. `weight` or `weights` scale the loss of tokens; without them it is 1.
-    Lists have a number for every trained token, or, beside `input_ids`, for every token. options: of `tokenize`.
+    A row has `input_ids` and `is_trained`, or the fields of a `Record` (`messages`; `prompt` and `completion`; `text`);
+    and `advantage` (a number) or `advantages` (a list). `old_log_probs` (a list) are those of the behaviour policy;
+    the default is on-policy. `weight` or `weights` scale the loss of tokens; the default is 1.
+    Lists have one number per trained token, or, with `input_ids`, one per token. options: of `tokenize`.
 
     Raises:
-        UserError: malformed rows, the first five with file and line; what `read_rows` and `tokenize` refuse.
+        UserError: malformed rows, the first five with file and line; as `read_rows` and `tokenize`.
     """
     what = "{input_ids, is_trained} or {messages} or {prompt, completion}, with advantage or advantages"
 
@@ -88,7 +88,7 @@ def read_rollouts(
 
 
 def _record(row: Mapping[str, Any], origin: str) -> Record | None:
-    """The text of a row; None where it has tokens."""
+    """The text record of a row; None if it holds tokens instead."""
     text = {name: value for name, value in row.items() if name in TEXT_FIELDS}
     if "input_ids" not in row:
         select_fields(text, None)
@@ -110,7 +110,7 @@ def _tokens(row: Mapping[str, Any], vocab_size: int) -> tuple[np.ndarray, np.nda
 
 
 def _values(row: Mapping[str, Any], is_trained: np.ndarray, *, is_cut: bool) -> dict[str, np.ndarray]:
-    """Column -> float32 `[S]`, 0 where a token is not trained. is_cut: the text may have had more tokens."""
+    """Column -> float32 `[S]`, 0 at untrained tokens. is_cut: the text may have been truncated."""
     columns = {}
     for names, (column, default) in _VALUES.items():
         given = [name for name in names if name in row]
@@ -138,5 +138,5 @@ def _values(row: Mapping[str, Any], is_trained: np.ndarray, *, is_cut: bool) -> 
 
 
 def _is_number(value: Any) -> bool:
-    """Finite in float32, which it becomes; a NaN compares with nothing, and whole numbers may have any length."""
+    """Whether `value` is finite in float32. NaN fails any comparison; `float` of a huge integer would overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -1,10 +1,10 @@
-"""Which sequences each optimizer step takes, and which of them each data-parallel rank takes.
+"""The sequences of each optimizer step, and their division among data-parallel ranks.
 
 Owns: the global order, a pure function of (number of sequences, seed, epoch), and its division among dp ranks.
-Does not own: the sequences, processes, or what a micro-batch looks like in tensors (`collate.py`).
+Does not own: the sequences, processes, or the tensors of a micro-batch (`collate.py`).
 
-The global order never sees the topology: a run on any mesh takes the same sequences in the same step. Only `share`
-knows dp, and the shares of one step are disjoint and cover it whatever dp is.
+The global order is independent of the topology: a run on any mesh takes the same sequences in the same step. Only
+`share` knows dp, and the shares of a step partition it for any dp.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from meshlora.common.errors import UserError
 
 
-# Every step of an epoch asks for the same order; two are kept because a step may look across the boundary.
+# Every step of an epoch needs the same order; two are cached because a caller may look across the boundary.
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation of `range(num_sequences)`: int64, `[num_sequences]`, read-only.
 
-    Stable to the bit, also between numpy versions: numpy promises the raw stream of `PCG64` and `SeedSequence`, but
-    not what `Generator.permutation` makes of it, so the order is that of raw 64-bit keys, equal keys in index order.
+    Bitwise stable across numpy versions: numpy guarantees the raw streams of `PCG64` and `SeedSequence` but not
+    `Generator.permutation`, so the order sorts raw 64-bit keys, with ties in index order.
 
     Raises:
         UserError: a negative seed.
@@ -40,10 +40,10 @@ def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The global batch of each optimizer step. Every sequence comes exactly once an epoch.
+    """The global batch of each optimizer step. Every sequence occurs exactly once per epoch.
 
-    The last batch of an epoch is smaller where `global_batch_size` does not divide `num_sequences`: nothing is dropped,
-    repeated, or carried into the next epoch.
+    The last batch of an epoch is smaller if `global_batch_size` does not divide `num_sequences`: nothing is dropped,
+    repeated, or carried over to the next epoch.
 
     Raises:
         UserError: a count below 1, a negative seed.
@@ -75,9 +75,9 @@ class GlobalBatches:
 def share(global_indices: np.ndarray, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[np.ndarray]:
     """The micro-batches of one dp rank, each `[<= micro_batch_size]` indices.
 
-    Position p of the global batch goes to rank p % dp: with one sequence a micro-batch, micro-batch j of rank d takes
-    position j·dp + d. Every rank gets the same number of micro-batches, for collectives inside them must match; where
-    a rank has none left it gets an empty one, which must add neither loss nor tokens (`collate([])`).
+    Position p of the global batch goes to rank p % dp: with micro-batches of one sequence, micro-batch j of rank d is
+    position j·dp + d. Every rank gets the same number of micro-batches, as their collectives must match; a rank that
+    has run out gets an empty one, which must add neither loss nor tokens (`collate([])`).
 
     Raises:
         UserError: `micro_batch_size` below 1.

@@ -1,9 +1,8 @@
-"""Reading data: files, folders and datasets on this machine become `Record`s, or rows of named values for records that
-are more than text, in their order.
+"""Reading local files, folders and datasets, in order, as `Record`s or as rows for other kinds of record.
 
-Owns: the formats, where each row came from, which columns are read, and what is said of the others. Does not own: what
-a record must hold (`records.py`, `preferences.py`, `rollouts.py`), what a file may be (`files.py`), tokens, or order in
-training. Nothing is fetched: a source is a path here or a dataset already in memory.
+Owns: the formats, the origin of each row, which columns are read, and the report of the others. Does not own: the
+content of records (`records.py`, `preferences.py`, `rollouts.py`), safe reading (`files.py`), tokens, or the order of
+training. Nothing is downloaded: a source is a local path or a dataset already in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import datasets
 
 PathLike = str | os.PathLike[str]
-Row = tuple[str, dict[str, Any]]  # where it was read, for messages to the user; its values
+Row = tuple[str, dict[str, Any]]  # origin, for error messages; values
 Header = Callable[[AbstractSequence[str], str], list[str] | None]
 Made = TypeVar("Made")
 
@@ -48,31 +47,31 @@ def read_records(
     columns: Mapping[str, str] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Record]:
-    """All records of `source`, in the order they stand there.
+    """All records of `source`, in order.
 
-    By name: `.jsonl` and `.json` hold one object a line, `.csv` a header and rows, `.parquet` a table; a folder is what
-    `Dataset.save_to_disk` wrote; any other file is text with one `context||completion` a line. Blank lines are skipped.
+    By suffix: `.jsonl` and `.json` hold one object per line, `.csv` a header and rows, `.parquet` a table; a folder is
+    the output of `Dataset.save_to_disk`; other files have one `context||completion` per line. Blank lines are skipped.
 
     An object or row has the fields `text`, or `prompt` (also called `context`) and `completion`, or `messages`, and no
-    others; it is taken literally, spaces included. In the `||` format, which has no way to write a space on purpose,
+    others; values are taken literally, spaces included. In the `||` format, which cannot express deliberate spaces,
     both sides are stripped and the completion starts with exactly one space, as a word after the prompt would.
 
     Args:
         source: a path, several paths (read one after the other), or a `datasets.Dataset`.
-        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`; all else in a row is then
+        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`; other columns are then
             ignored.
-        say: is told what is ignored, once for each path.
+        say: called with the names of ignored columns, once per path.
 
     Raises:
-        UserError: a source that is missing, empty, unreadable or of an unknown kind; a column that is not there;
+        UserError: a source that is missing, empty, unreadable or of an unknown kind; a missing column;
             malformed rows, the first five with file and line.
     """
     chosen = chosen_fields(columns)
-    # Most rows have the same names.
+    # Cached, as most rows have the same names.
     keys_of = functools.lru_cache(64)(lambda names: select_fields(names, chosen))
 
     def header(names: AbstractSequence[str], origin: str) -> list[str]:
-        """One header is one mistake, not one a row."""
+        """Check a table's header once, so that a wrong one is one mistake and not one per row."""
         try:
             return sorted(set(keys_of(tuple(names)).values()))
         except MalformedError as wrong:
@@ -93,7 +92,7 @@ def read_records(
         ours = {field: row[name] for field, name in keys.items()}
         return build_record(ours, origin=origin), [name for name in row if name not in keys.values()]
 
-    return _read(source, _Kind(Problems(), header, {".csv": _csv_rows, "": lines}, make), say)
+    return _read(source, _RowReader(Problems(), header, {".csv": _csv_rows, "": lines}, make), say)
 
 
 def read_rows(
@@ -107,15 +106,15 @@ def read_rows(
 ) -> list[Made]:
     """`make(row, origin)` of all rows of `.jsonl`, `.parquet` or a `Dataset.save_to_disk` folder, in order.
 
-    A row is a dict without the values that are null; origin is where it was read, for messages to the user.
+    A row is a dict without null values; origin is its source, for error messages.
 
     Args:
-        make: raises MalformedError for what is none. what: each row must be, in words.
-        known: the fields that a row may have. columns: our field -> theirs; fields that are not known are then ignored,
-            and `say` is told which, once for each path.
+        make: raises MalformedError for an invalid row. what: the required form of a row, in words.
+        known: the allowed fields. columns: our field -> theirs; unknown fields are then ignored, and `say` is called
+            with their names, once per path.
 
     Raises:
-        UserError: a source that is missing, empty or of another kind; a column for a field that is not known;
+        UserError: a source that is missing, empty or of another kind; a column for an unknown field;
             malformed rows, the first five with file and line.
     """
     for name in columns or {}:
@@ -136,17 +135,17 @@ def read_rows(
             raise MalformedError(f"unknown field {quoted(unread[0])}; {did_you_mean(unread[0][:60], known)}")
         return make(row, origin), unread
 
-    return _read(source, _Kind(Problems(what), lambda *_: None, {"": refused}, made), say)
+    return _read(source, _RowReader(Problems(what), lambda *_: None, {"": refused}, made), say)
 
 
 @dataclass(frozen=True)
-class _Kind(Generic[Made]):
-    """How rows of one kind are read.
+class _RowReader(Generic[Made]):
+    """How to read one kind of rows.
 
     Attributes:
-        header: (columns of a table, where it was read) -> those to read; None: all.
-        lines: ending of a file that is neither JSON nor Parquet -> its rows; "": any other ending.
-        make: (row, where it was read) -> what is made of it, and which of its names are not read.
+        header: (columns of a table, origin) -> the columns to read; None: all.
+        lines: suffix of a file that is neither JSON nor Parquet -> reader of its rows; "": any other suffix.
+        make: (row, origin) -> the result, and the names in the row that are not read.
     """
 
     problems: Problems
@@ -155,31 +154,31 @@ class _Kind(Generic[Made]):
     make: Callable[[Mapping[str, Any], str], tuple[Made, Iterable[str]]]
 
 
-def _read(source: object, kind: _Kind[Made], say: Callable[[str], None] | None) -> list[Made]:
+def _read(source: object, reader: _RowReader[Made], say: Callable[[str], None] | None) -> list[Made]:
     found: list[Made] = []
     for place in _places(source):
         name = f"{place}" if isinstance(place, Path) else "dataset"
-        num_before = kind.problems.num + len(found)
+        num_before = reader.problems.num + len(found)
         unread: dict[str, None] = {}
         try:
-            for origin, row in _rows_of(place, name, kind, unread):
+            for origin, row in _rows_of(place, name, reader, unread):
                 try:
-                    made, rest = kind.make(row, origin)
+                    made, rest = reader.make(row, origin)
                 except MalformedError as wrong:
-                    kind.problems.add(origin, wrong)
+                    reader.problems.add(origin, wrong)
                     continue
                 found.append(made)
                 unread.update(dict.fromkeys(rest))
         except OSError as error:
             raise UserError(name, f"cannot be read ({error.strerror or error})") from error
-        if kind.problems.num + len(found) == num_before:
+        if reader.problems.num + len(found) == num_before:
             raise UserError(name, "holds no record", "give one with at least one")
         if unread and say is not None:
-            # Said, because the user chose what is read, and one of these may have mattered.
+            # Reported, because the user chose the columns, and one of these may matter.
             words = f"{name}: not read: {listed(unread)} (data.columns says what is)"
             is_alpaca = "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
             say(words + is_alpaca * ("input" in unread))
-    kind.problems.raise_if_any()
+    reader.problems.raise_if_any()
     return found
 
 
@@ -202,14 +201,14 @@ def _places(source: Any) -> list[Any]:
     raise UserError(f"source of type {type(source).__name__}", "must be a path, a list of paths or a datasets.Dataset")
 
 
-def _rows_of(place: Any, name: str, kind: _Kind[Any], unread: dict[str, None]) -> Iterator[Row]:
-    """The rows of a path or a dataset. unread: gets the columns of a table that are not read."""
+def _rows_of(place: Any, name: str, reader: _RowReader[Any], unread: dict[str, None]) -> Iterator[Row]:
+    """The rows of a path or a dataset. unread: filled with the columns of a table that are not read."""
 
     def header(names: AbstractSequence[str], origin: str) -> list[str] | None:
         twice = sorted(name for name, number in Counter(names).items() if number > 1)
         if twice:
             raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
-        columns = kind.header(names, origin)
+        columns = reader.header(names, origin)
         if columns is not None:
             unread.update(dict.fromkeys(name for name in names if name not in columns))
         return columns
@@ -217,15 +216,15 @@ def _rows_of(place: Any, name: str, kind: _Kind[Any], unread: dict[str, None]) -
     if isinstance(place, Path) and not is_folder(place):
         suffix = place.suffix.lower()
         if suffix in (".jsonl", ".json"):
-            yield from json_objects(place, kind.problems)
+            yield from json_objects(place, reader.problems)
             return
         if suffix != ".parquet":
-            yield from kind.lines.get(suffix, kind.lines[""])(place, kind.problems, header)
+            yield from reader.lines.get(suffix, reader.lines[""])(place, reader.problems, header)
             return
         rows = _parquet_rows(place, header)
     else:
         rows = _dataset_rows(_load_folder(place) if isinstance(place, Path) else place, name, header)
-    # Counted from 0, as `dataset[index]` is.
+    # Counted from 0, like `dataset[index]`.
     yield from ((f"{name} row {index}", row) for index, row in enumerate(rows))
 
 
@@ -239,7 +238,7 @@ def _text_rows(path: Path, problems: Problems) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
-    """By the standard library: every value stays the string it is in the file, and its line is known."""
+    """With the standard library: every value stays a string, and its line number is known."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(bounded_lines(file, path), strict=True)
         try:
@@ -257,7 +256,7 @@ def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
         except csv.Error as error:
             problems.add(f"{path}:{reader.line_num}", f"bad CSV ({error})")
         except UnicodeDecodeError:
-            # The reader decodes ahead of the line it is at; the bytes are read again to name the right one.
+            # The reader decodes ahead of its current line; reading the bytes again finds the right one.
             for _ in text_lines(path, problems):
                 pass
 
@@ -270,16 +269,16 @@ def _parquet_rows(path: Path, header: Header) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = file.read(columns=header(file.schema_arrow.names, f"{path}")).to_pylist()
     except UserError:
         raise
-    except Exception as error:  # a stranger's bytes, read by a library: anything may come
+    except Exception as error:  # untrusted bytes read by a library may raise anything
         raise UserError(f"{path}", f"is not a Parquet file that can be read ({reason(error)})") from error
     return rows
 
 
 def _load_folder(path: Path) -> datasets.Dataset:
-    """What `Dataset.save_to_disk` wrote.
+    """Load the output of `Dataset.save_to_disk`.
 
     Raises:
-        UserError: something else did, or it names files outside of its folder.
+        UserError: the folder is something else, or names files outside itself.
     """
     import datasets
 
@@ -300,15 +299,15 @@ def _load_folder(path: Path) -> datasets.Dataset:
         return datasets.Dataset.load_from_disk(str(path))
     except UserError:
         raise
-    except Exception as error:  # a stranger's files, read by a library: anything may come
+    except Exception as error:  # untrusted files read by a library may raise anything
         raise UserError(f"{path}", f"cannot be read as a saved dataset ({reason(error)})") from error
 
 
 def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> list[dict[str, Any]]:
-    """Past a format that would give tensors, along a selection of rows."""
+    """Plain rows of a dataset, whatever its output format; a selection of rows is respected."""
     columns = header(dataset.column_names, name)
     try:
         rows: list[dict[str, Any]] = (dataset if columns is None else dataset.select_columns(columns)).to_list()
-    except Exception as error:  # a stranger's tables, read by a library: anything may come
+    except Exception as error:  # untrusted tables read by a library may raise anything
         raise UserError(name, f"cannot be read as a dataset ({reason(error)})") from error
     return rows

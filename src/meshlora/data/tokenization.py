@@ -1,8 +1,8 @@
-"""Records become token ids, with the tokens that are trained marked.
+"""Tokenisation of records, with the trained tokens marked.
 
-Owns: what is concatenated with what, where bos and eos stand, truncation, and the flat arrays of a dataset. Does not
-own: where the assistant speaks in a conversation (`chat.py`), how much of a long text is tokenised (`leading.py`), the
-file that keeps the arrays (`cache.py`), or batches.
+Owns: concatenation of prompt and completion, bos and eos, truncation, and the flat arrays of a dataset. Does not
+own: finding the assistant's turns in a conversation (`chat.py`), how much of a long text is tokenised (`leading.py`),
+caching the arrays (`cache.py`), or batches (`collate.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["completion", "all"]
-Row = tuple[list[int], np.ndarray]  # token ids, is_trained: whole, or the first max_length at least
+Row = tuple[list[int], np.ndarray]  # token ids, is_trained: all, or at least the first max_length
 
-# Records a call to the tokenizer: enough to keep its threads busy, few enough to bound the Python lists it returns.
+# Records per call to the tokenizer: enough to keep its threads busy, few enough to bound the Python lists it returns.
 _BLOCK = 4096
 
 
@@ -36,7 +36,7 @@ _BLOCK = 4096
 class Sequence:
     """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
 
-    columns: name -> float32 `[S]`, what an objective knows of each token besides.
+    columns: name -> float32 `[S]`, further values per token for an objective.
     """
 
     input_ids: np.ndarray
@@ -52,9 +52,8 @@ class TokenizedDataset:
         input_ids: int32 `[N]`.
         is_trained: bool `[N]`, True where the token is a prediction target.
         offsets: int64 `[num_sequences + 1]`.
-        columns: name -> float32 `[N]`, what an objective knows of each token besides (`data.rollouts`).
-        rows_per_example: neighbouring sequences that are trained on together: 2 where they are pairs
-            (`data.preferences`).
+        columns: name -> float32 `[N]`, further values per token for an objective (`data.rollouts`).
+        rows_per_example: adjacent sequences that form one example: 2 for pairs (`data.preferences`).
     """
 
     input_ids: np.ndarray
@@ -67,7 +66,7 @@ class TokenizedDataset:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Sequence:
-        """Views, not copies. Raises: IndexError outside `range(len(self))`; there is no counting from the end."""
+        """Views, not copies. Raises: IndexError outside `range(len(self))`; negative indices are not supported."""
         index = operator.index(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
@@ -80,7 +79,7 @@ class TokenizedDataset:
 
     @property
     def num_examples(self) -> int:
-        """What a batch is counted in."""
+        """The number of examples, the unit of batch sizes."""
         return len(self) // self.rows_per_example
 
     def first(self, num: int | None) -> TokenizedDataset:
@@ -101,7 +100,7 @@ class TokenizedDataset:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Targets that can be predicted: nothing comes before the first token of a sequence, so it does not count."""
+        """The number of predictable targets: the first token of a sequence has no predecessor and does not count."""
         return int(self.is_trained.sum() - self.is_trained[self.offsets[:-1]].sum())
 
 
@@ -115,30 +114,30 @@ def tokenize(
     vocab_size: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
-    """One sequence for each record, in order.
+    """One sequence per record, in order.
 
-    - prompt and completion: `bos? + ids(prompt) + ids(completion) + eos`. The two are tokenised apart, so the border is
-      exact in tokens, and the prompt's ids are those of the prompt alone, which is what generation starts from. Trained
-      are completion and eos; with `loss_on="all"` the prompt too.
+    - prompt and completion: `bos? + ids(prompt) + ids(completion) + eos`. The two are tokenised separately, so the
+      boundary is exact in tokens, and the prompt's ids are the same as in generation. Completion and eos are trained;
+      with `loss_on="all"` the prompt too.
     - text: `bos? + ids(text) + eos`, all trained.
-    - messages: as the chat template renders them, nothing added. Trained are the assistant's turns; with
+    - messages: as the chat template renders them, nothing added. The assistant's turns are trained; with
       `loss_on="all"` everything. A turn with `weight: 0` is trained in neither case.
 
-    `bos?` is whatever this tokenizer puts before a text by default, found by asking it (Llama: bos; GPT-2: nothing).
-    eos is always added, and must exist: without it the adapter would never learn to stop. Neither is written twice
-    where the text spells it out already. Truncation is on the right, so what is cut loses its eos.
+    `bos?` is whatever this tokenizer puts before a text by default, found by trying (Llama: bos; GPT-2: nothing).
+    eos is always added, and must exist: without it the adapter would never learn to stop. Neither is repeated
+    if the text already contains it. Truncation is on the right, so a truncated sequence has no eos.
 
     Args:
-        max_length: the most tokens of a sequence, bos and eos included.
+        max_length: maximum tokens of a sequence, including bos and eos.
         loss_on: "completion", or "all" for prompts too (`clm` and `jlm` in the LoRA paper's code).
-        cache_dir: where the arrays are kept; None keeps none. Safe for several processes: one makes them, the others
-            wait and read.
-        vocab_size: of the model that will see the tokens, if there is one. say: is told of keys of messages that the
-            chat template does not name.
+        cache_dir: folder of cached arrays; None: no cache. Safe for concurrent processes: one makes the arrays, the
+            others wait and read.
+        vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
+            does not name.
 
     Raises:
-        UserError: no records; a tokenizer without eos; records of which nothing would be trained (named, up to five);
-            a token beyond the vocabulary; what `tokenize_conversations` refuses; a `cache_dir` that cannot be written,
+        UserError: no records; a tokenizer without eos; records without trained tokens (the first five are named);
+            a token beyond the vocabulary; as `tokenize_conversations`; a `cache_dir` that cannot be written,
             or that others can write.
     """
     if max_length < 2:
@@ -167,7 +166,7 @@ def tokenize(
 
 
 def _check_vocabulary(tokens: TokenizedDataset, records: AbstractSequence[Record], vocab_size: int) -> None:
-    """Also of arrays from a cache: a tokenizer may have few tokens with large numbers."""
+    """Check token ids, cached ones too. The tokenizer's size does not bound them: few tokens may have large ids."""
     if int(tokens.input_ids.min()) >= 0 and int(tokens.input_ids.max()) < vocab_size:
         return
     record, sequence = next(
@@ -197,7 +196,7 @@ def _flat_arrays(
                 raise _outside(record, max(ids), "no model has embeddings for so many")
             input_ids.append(np.array(ids[:max_length], dtype=np.int32))
             is_trained.append(mask[:max_length])
-            if not mask[1:max_length].any():  # the first token is predicted by nothing
+            if not mask[1:max_length].any():  # the first token is never a target
                 untrained.append(f"{record.origin} ({_why_untrained(record, len(ids), max_length)})")
     if untrained:
         more = ", …" if len(untrained) > MAX_SHOWN else ""
@@ -220,7 +219,7 @@ def _why_untrained(record: Record, num_tokens: int, max_length: int) -> str:
 def _rows(
     block: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, loss_on: LossOn
 ) -> list[Row]:
-    """The rows of a block, in its order: each kind is tokenised in one call."""
+    """The rows of a block, in order, with one call per kind of record."""
     by_kind: dict[str, Callable[..., list[Row]]] = {
         "text": _rows_of_text,
         "completion": _rows_of_completions,
@@ -239,7 +238,7 @@ def _rows(
 def _rows_of_text(
     records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
 ) -> list[Row]:
-    del trains_all  # they always are
+    del trains_all  # all tokens of a text always are
     bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
     rows: list[Row] = []
     for ids in _plain_ids([record.text or "" for record in records], tokenizer, max_length=max_length):
@@ -268,16 +267,16 @@ def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_leng
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text by default: `[bos]`, or nothing.
+    """The ids that the tokenizer puts before a text by default: `[bos]`, or nothing.
 
-    Asked by tokenising the same text with and without special tokens, since neither the presence of a bos token nor
-    `add_bos_token` says what its post-processor does. What it puts after a text (eos, sep) is not asked for: the end
-    of a sequence is always eos.
+    Found by tokenising the same text with and without special tokens, since neither the presence of a bos token nor
+    `add_bos_token` says what its post-processor does. Tokens after a text (eos, sep) do not matter: a sequence always
+    ends with eos.
     """
     try:
         with_special = list(tokenizer("x").input_ids)
         plain = list(tokenizer("x", add_special_tokens=False).input_ids)
-    except Exception as error:  # a stranger's tokenizer may raise anything
+    except Exception as error:  # an untrusted tokenizer may raise anything
         raise UserError(
             f"tokenizer {type(tokenizer).__name__}", f"fails on one letter ({reason(error)})", "is it whole?"
         ) from error
