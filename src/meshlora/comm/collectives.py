@@ -1,13 +1,13 @@
 """Collectives on training tensors, each with its gradient.
 
-Owns: the eight movements that tensor, sequence and expert parallelism are made of, and the plain sums that state needs.
-Does not own: who calls them where (`model.regions`, `layers.linear`), or the summing of gradients.
+Owns: the eight differentiable collectives of tensor, sequence and expert parallelism, and plain ones without gradient.
+Does not own: where they are called (`model.regions`, `layers.linear`), or gradient sums.
 
-A name says who holds what before and after, which fixes the gradient. *one*: a value that all ranks hold alike.
-*each*: every rank holds its own part (a slice, or a term of a sum). All work on dim 0, out of place: autograd or a
-trace may hold the input. `axis.size == 1` is handled here, not by callers.
+A name gives the layout before and after, which fixes the gradient. *one*: a value replicated on all ranks. *each*:
+every rank holds its own part (a slice, or a term of a sum). All work on dim 0, out of place: autograd or a trace may
+hold the input. `axis.size == 1` is handled here, not by callers.
 
-For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a value that all ranks hold alike counts once.
+For every pair f, f*: `<f(x), y> == <x, f*(y)>`, where a replicated value counts once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def _together(name: str, ours: Callable[..., Any], torchs: Callable[..., Any], axis: Axis, *given: Any) -> Any:
-    """Collective `name` of `given`, a tensor first: by direct messages between CPUs that have them, else by torch."""
+    """Run collective `name` on `given`, tensor first: over direct messages for CPU tensors if possible, else torch."""
     with axis.arrivals.at(name, axis.ranks):
         if axis.is_direct and given[0].is_cpu:
             return ours(*given, axis)
@@ -52,7 +52,7 @@ def _all_reduce_apart(tensor: Tensor, *, group: Any) -> Tensor:
 
 
 def all_reduce_in_place(tensor: Tensor, axis: Axis) -> Tensor:
-    """As `all_reduce_sum`, for a contiguous tensor that nobody else holds: neither autograd nor a trace."""
+    """As `all_reduce_sum`, for a contiguous tensor that neither autograd nor a trace holds."""
     if axis.size > 1:
         _together("all_reduce", direct.all_reduce, dist.all_reduce, axis, tensor)
     return tensor
@@ -68,9 +68,7 @@ def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather_into(result: Tensor, tensor: Tensor, axis: Axis) -> None:
-    """Flat `[n]` on each rank -> `result` `[n * size]`, in rank order, in memory of the caller's; it may hold `tensor`
-    already, as this rank's part of it.
-    """
+    """Flat `[n]` on each rank -> the caller's `result` `[n * size]`, in rank order; `tensor` may be its slice of it."""
     _together("all_gather", direct.all_gather, _all_gather, axis, result, tensor)
 
 
@@ -84,7 +82,7 @@ def reduce_scatter_sum(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def local_slice(tensor: Tensor, axis: Axis) -> Tensor:
-    """`[n * size, ...]` -> `[n, ...]`: this rank's slice. A copy, so that the whole can be freed."""
+    """`[n * size, ...]` -> `[n, ...]`: this rank's slice. A copy, so the whole can be freed."""
     if axis.size == 1:
         return tensor
     return tensor.narrow(0, axis.rank * _share(tensor, axis), _share(tensor, axis)).clone()
@@ -104,7 +102,7 @@ def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequ
 
 
 def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
-    """Overwrite `tensor` on every rank with that of the group's first rank, which sends from its own memory."""
+    """Overwrite `tensor` on every rank with the group's first rank's, which is sent without a copy."""
     if axis.size > 1:
         _together("broadcast", direct.broadcast, functools.partial(dist.broadcast, group_src=0), axis, tensor)
     return tensor
@@ -152,7 +150,7 @@ def reduce_each_to_one(x: Tensor, axis: Axis) -> Tensor:
 def reduce_each_to_each(x: Tensor, axis: Axis) -> Tensor:
     """each -> each. forward: sum over `axis`; backward: sum over `axis`.
 
-    For a sum that every rank goes on with by itself, so that its gradient there is one term.
+    For a sum that each rank then uses on its own: its gradient on each rank is one term.
     """
     return _move(x, axis, all_reduce_sum, all_reduce_sum)
 
@@ -173,7 +171,7 @@ def reduce_scatter_each_to_each(x: Tensor, axis: Axis) -> Tensor:
 def gather_each_to_one(x: Tensor, axis: Axis) -> Tensor:
     """each -> one. forward: all-gather on dim 0; backward: this rank's slice.
 
-    For what every rank then computes alike: its gradient is already whole on every rank.
+    For replicated computation afterwards: the gradient is already complete on every rank.
     """
     return _move(x, axis, all_gather, local_slice)
 
@@ -184,7 +182,7 @@ def slice_one_to_each(x: Tensor, axis: Axis) -> Tensor:
 
 
 def exchange_each_to_each(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """each -> each. forward: all-to-all on dim 0; backward: the way back."""
+    """each -> each. forward: all-to-all on dim 0; backward: the reverse exchange."""
     if axis.size == 1:
         return x
     return _move(

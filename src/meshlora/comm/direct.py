@@ -1,14 +1,14 @@
-"""Collectives between CPUs, made of direct messages: every rank sends each other rank its part at once.
+"""Collectives on CPU tensors over direct messages: every rank sends every other rank its part at once.
 
-Owns: sum, gather, scattered sum, exchange and broadcast of CPU tensors over an `Axis` whose group is gloo's or one of
-a machine's own (`comm.groups.LocalGroup`), as operators that a dispatch mode sees as it sees torch's own. Does not own:
-when they are used (`comm.collectives`), the sockets between ranks of one machine (`comm.links`).
+Owns: all-reduce, all-gather, reduce-scatter, all-to-all and broadcast over an `Axis` whose group is gloo's or a
+`comm.groups.LocalGroup`, as operators that dispatch modes see like torch's own. Does not own: when they are used
+(`comm.collectives`), the sockets between ranks of one machine (`comm.links`).
 
-gloo's collectives pass parts around a ring, step by step through a queue of its own, and add bfloat16 one number at a
-time. Direct messages do neither: between ranks of one machine they have sockets of their own, else they are gloo's.
+gloo's collectives run around a ring, step by step through gloo's own queue, and add bfloat16 one element at a time.
+Direct messages do neither: between ranks of one machine they use our own sockets, else gloo's send and receive.
 `benchmarks/messages.py` prints both.
 
-Sums are added in the order of the ranks, so that all ranks have the same bits.
+Sums are taken in rank order, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from meshlora.comm.groups import Axis, LocalGroup
 from meshlora.comm.links import Links, Meeting
 from meshlora.common.compat import timeout_of
 
-# Up to here each rank sends all it has to all others and adds for itself: one round instead of two.
+# Up to this size each rank sends everything to all others and sums by itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024
 _TORCHS_PATIENCE_S = 1800.0
-_TAG = 27_701  # not one that a script of its own messages would take
+_TAG = 27_701  # unlikely to be used by messages of a user's script
 
 _library = torch.library.Library("meshlora_c10d", "DEF")
-# By the names of their groups, which operators take.
+# By group name, which is what operators take.
 _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 
 
 def _operator(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function on (tensors, ..., axis) an operator that takes the name of the axis' group, and a caller of it
-    that takes the axis.
-    """
+    """Register a function on (tensors, ..., axis) as an operator on (..., group name); returns a wrapper for axes."""
     name = signature[: signature.index("(")]
     _library.define(signature)
 
@@ -80,7 +78,7 @@ def all_reduce(tensor: Tensor, axis: Axis) -> None:
 
 @_operator("allreduce(Tensor tensor, str group) -> Tensor")
 def all_reduce_apart(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks, in memory of its own; of two ranks without a copy of `tensor`."""
+    """Sum over the ranks, in new memory; for two ranks without a copy of `tensor`."""
     if axis.size > 2:
         result = tensor.clone(memory_format=torch.contiguous_format)
         all_reduce(result, axis)
@@ -93,7 +91,7 @@ def all_reduce_apart(tensor: Tensor, axis: Axis) -> Tensor:
 
 @_operator("allgather_(Tensor(a!) result, Tensor tensor, str group) -> ()")
 def all_gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
-    """`tensor` of each rank -> `result`, in rank order; both contiguous. `tensor` may be its own part of `result`."""
+    """`tensor` of each rank -> `result`, in rank order; both contiguous. `tensor` may be its slice of `result`."""
     shares, own_rank = result.view(-1).tensor_split(axis.size), _rank(axis)
     if shares[own_rank].data_ptr() != tensor.data_ptr():
         shares[own_rank].copy_(tensor.view(-1))
@@ -102,7 +100,7 @@ def all_gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
 
 @_operator("reducescatter_(Tensor(a!) result, Tensor tensor, str group) -> ()")
 def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
-    """This rank's share of the sum of `tensor` over the ranks -> `result`; both contiguous."""
+    """This rank's slice of the sum of `tensor` over the ranks -> `result`; both contiguous."""
     flat, own_rank = result.view(-1), _rank(axis)
     shares = tensor.view(-1).tensor_split(axis.size)
     parts = [shares[rank] if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
@@ -130,25 +128,25 @@ def broadcast(tensor: Tensor, axis: Axis) -> None:
 
 
 def _rank(axis: Axis) -> int:
-    """This process' place in the group, from the group itself: what is sent to whom rests on nothing else."""
+    """This process' rank in the group, from the group itself: message routing relies on nothing else."""
     assert axis.group is not None
     return axis.group.rank()
 
 
 def links_of(axis: Axis) -> Links | None:
-    """The sockets of `axis`, opened when it first sends anything; None where not all its ranks can have them."""
+    """The sockets of `axis`, opened on its first message; None unless all its ranks can have them."""
     if not axis.links:
         axis.links.append(_open_links(axis))
     return axis.links[0]
 
 
 def _open_links(axis: Axis) -> Links | None:
-    """All ranks of `axis` together. They have links, or none has: those whose ranks cannot reach each other agree.
+    """Collective over `axis`. Either all ranks get links or none does: they agree on it.
 
     Raises:
-        RuntimeError: they cannot, and have no other way.
+        RuntimeError: some ranks cannot reach each other, and there is no gloo to fall back on.
     """
-    _told_to_all(b"here", axis)  # what is left behind by a rank that is ended in its wait is nothing
+    _told_to_all(b"here", axis)  # wait before making files: a rank killed while it waits leaves none behind
     meeting = Meeting(_rank(axis), axis.size)
     try:
         can = meeting.connect(_told_to_all(meeting.address, axis))
@@ -162,7 +160,7 @@ def _open_links(axis: Axis) -> Links | None:
 
 
 def _told_to_all(own: bytes, axis: Axis) -> list[bytes]:
-    """`own` of every rank, alike in length: through the store of a machine's own group, else by messages of gloo."""
+    """All-gather `own`, of equal length on all ranks: through a local group's store, else over gloo's messages."""
     if isinstance(axis.group, LocalGroup):
         return axis.group.told_to_all(own)
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -172,7 +170,7 @@ def _told_to_all(own: bytes, axis: Axis) -> list[bytes]:
 
 
 def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
-    """`outgoing[i]` to each other rank i, `incoming[i]` from it. What has no elements is no message."""
+    """Send `outgoing[i]` to and receive `incoming[i]` from each other rank i. Empty tensors are not sent."""
     links = links_of(axis)
     if links is None:
         _exchange_over_gloo(outgoing, incoming, axis)
@@ -186,7 +184,7 @@ def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis
 
 
 def _patience_s(axis: Axis) -> float:
-    """How long to wait for the other ranks of `axis`: while ranks train the time they have for it, else its group's."""
+    """How long to wait for the other ranks of `axis`: the limit of `Mesh.patient_for` inside it, else the group's."""
     if axis.arrivals.timeout_s is not None:
         return axis.arrivals.timeout_s
     assert axis.group is not None
@@ -194,7 +192,7 @@ def _patience_s(axis: Axis) -> float:
         return axis.group.timeout_s
     try:
         return timeout_of(axis.group).total_seconds()
-    except RuntimeError:  # torch does not tell
+    except RuntimeError:  # unknown to torch
         return _TORCHS_PATIENCE_S
 
 
@@ -210,8 +208,8 @@ def _exchange_over_gloo(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], 
 
 
 def _add_up(parts: Sequence[Tensor], result: Tensor, axis: Axis) -> None:
-    """The sum of `parts`, in their order, to `result`, which may be this rank's part."""
-    if axis.size == 2:  # of two the order makes no difference
+    """Write the sum of `parts`, taken in order, to `result`, which may be this rank's part."""
+    if axis.size == 2:  # addition of two is commutative
         torch.add(parts[0], parts[1], out=result)
         return
     total = parts[0].clone()

@@ -1,6 +1,6 @@
 """Process groups: the only file that opens them, and one of two that read the launcher's environment.
 
-Owns: where ranks speak before any group is open (`meet`), joining the job (`join`), the mesh of a topology
+Owns: the ranks' store before any group is open (`meet`), joining the job (`join`), the mesh of a topology
 (`open_mesh`), the group of ranks on one machine (`LocalGroup`), and `Axis`, the handle that collectives take.
 Does not own: the collectives themselves (`comm.collectives`), starting processes (`train.launch`).
 """
@@ -32,21 +32,20 @@ from meshlora.common.errors import UserError
 from meshlora.plan.topology import DATA, FEATURES, SEQUENCES, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
-# Names the file by which ranks meet that were started on one machine, in a folder of this user alone.
+# Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
 STORE = "MESHLORA_STORE"
-BACKEND = "meshlora_local"  # as torch.distributed knows `LocalGroup`
+BACKEND = "meshlora_local"  # torch.distributed's name for `LocalGroup`
 
 
 class LocalGroup(compat.NamedGroup):
-    """The process group of ranks on one machine: nothing of it can be reached by anybody else. Made by
-    torch.distributed for the backend `BACKEND`.
+    """A process group on one machine, out of reach of other users. Made by torch.distributed for backend `BACKEND`.
 
-    gloo would listen on a port, and any user of the machine may connect to a port, on loopback too. So these ranks have
-    no gloo at all: they find each other through their store, a file in a folder of this user alone, and have sockets in
-    another (`comm.links`). torch's own collectives are refused by torch on such a group: it has no backend for them.
+    gloo would listen on a port, and any user of the machine can connect to a port, even on loopback. So these ranks use
+    no gloo at all: they find each other through their store, a file in a folder private to this user, and have sockets
+    in another (`comm.links`). torch refuses its own collectives on such a group: it has no backend for them.
 
     Attributes:
-        store: of this group alone. timeout_s: how long a rank waits for the others.
+        store: private to this group. timeout_s: how long a rank waits for the others.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -64,10 +63,10 @@ class LocalGroup(compat.NamedGroup):
         return BACKEND
 
     def told_to_all(self, own: bytes) -> list[bytes]:
-        """`own` of every rank, in their order. Every rank of the group calls it equally often.
+        """All-gather `own`, in rank order. Every rank of the group must call it equally often.
 
         Raises:
-            RuntimeError: a rank did not come in time.
+            RuntimeError: a rank did not arrive in time.
         """
         self._round += 1
         self.store.set(f"{self._round}/{self._rank}", own.hex())
@@ -84,10 +83,10 @@ class Axis:
     """The group of ranks along one or more mesh axes, as seen by this rank.
 
     Attributes:
-        size: number of ranks. rank: this rank's place among them.
-        ranks: their global ranks, in order. group: the process group, None where size is 1.
-        arrivals: of this rank at the collectives of all its groups.
-        links: sockets to the other ranks, or None where there are none; empty until they are first needed.
+        size: number of ranks. rank: this rank's index among them.
+        ranks: their global ranks, in order. group: the process group, None if size is 1.
+        arrivals: this rank's arrivals at the collectives of all its groups.
+        links: the sockets to the other ranks, or None if there are none; empty until first needed.
     """
 
     size: int
@@ -99,17 +98,17 @@ class Axis:
 
     @functools.cached_property
     def is_direct(self) -> bool:
-        """Whether what CPUs say to each other goes by direct messages (`comm.direct`)."""
+        """Whether CPU tensors are sent by direct messages (`comm.direct`)."""
         return self.group is not None and dist.get_backend(self.group) in ("gloo", BACKEND)
 
     def as_torch_mesh(self, device_type: str) -> DeviceMesh:
-        """This group in torch's words, for what torch does with it; opens nothing. size is above 1."""
+        """This group as torch's DeviceMesh; opens no new group. Requires size > 1."""
         assert self.group is not None
         return DeviceMesh.from_group(self.group, device_type)
 
 
 class Mesh:
-    """A topology with open process groups. Made by `open_mesh`; handed down, never looked up."""
+    """A topology with open process groups. Made by `open_mesh`; passed down, never looked up."""
 
     def __init__(self, topology: Topology, rank: int, device: torch.device, axes: dict[frozenset[str], Axis]) -> None:
         self.topology, self.rank, self.device = topology, rank, device
@@ -122,22 +121,22 @@ class Mesh:
 
     @property
     def dp(self) -> Axis:
-        """The data-parallel group of this rank: each of its ranks reads rows of its own."""
+        """The data-parallel group of this rank: each of its ranks reads different rows."""
         return self.over(SEQUENCES)
 
     @property
     def data(self) -> Axis:
-        """The ranks that each have tokens of their own: losses, counts and gradients are sums over them."""
+        """The ranks with distinct tokens: losses, counts and gradients are summed over them."""
         return self.over(DATA)
 
     @property
     def same_rows(self) -> Axis:
-        """The ranks that are given the same rows as this one."""
+        """The ranks that receive the same rows as this one."""
         return self.over(frozenset(self.topology.sizes) - SEQUENCES)
 
     @property
     def token_cut(self) -> Axis:
-        """The ranks over which the tokens of one batch are cut between regions; this rank alone where they are not."""
+        """The ranks over which a batch's tokens are split between regions; this rank alone if they are not."""
         return self.over(self.topology.token_cut)
 
     @property
@@ -146,22 +145,22 @@ class Mesh:
         return self.over(set(self.topology.sizes))
 
     def over(self, axes: set[str] | frozenset[str]) -> Axis:
-        """The group that spans `axes`: the ranks that agree with this one on every other axis; alone over none."""
+        """The group spanning `axes`: the ranks that agree with this one on all other axes; this rank alone for none."""
         return self._axes[frozenset(axes)]
 
     def own_tokens(self, tokens: Tensor) -> Tensor:
-        """Of tokens `[B, S]` of a forward, flat, those that modules between regions see on this rank: all, or its part.
+        """The flat tokens of a forward's `[B, S]` that modules between regions see on this rank: all, or its slice.
 
-        The one place that says which these are (`model.regions.TokenCut` cuts the residual stream so).
+        The only definition of that slice; `model.regions.TokenCut` splits the residual stream the same way.
         """
         return tokens.flatten().tensor_split(self.token_cut.size)[self.token_cut.rank]
 
     @contextlib.contextmanager
     def patient_for(self, timeout_s: float) -> Iterator[None]:
-        """Inside the block a collective waits `timeout_s` seconds for the other ranks, and then says who is missing.
+        """Inside the block a collective waits `timeout_s` seconds for the other ranks, then reports who is missing.
 
-        Before it the limit is that of `join`, for ranks may load and prove for long. On NCCL the limit holds too, and
-        NCCL itself names the collective.
+        Outside it the limit is that of `join`, as loading and proving may take long. The limit holds on NCCL too, which
+        names the collective itself.
         """
         if self.topology.world == 1:
             yield
@@ -181,7 +180,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher says: who am I among how many, and which device is mine."""
+    """What the launcher assigned: this process' rank, the world size, and the rank on this host (its device)."""
 
     rank: int
     world: int
@@ -193,7 +192,7 @@ def launcher_place() -> Place | None:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
-    # Of the step, not of the job: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is alone.
+    # The step's, not the job's: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and runs alone.
     if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         # With --gpus-per-task=1 each task sees its own GPU alone, as number 0.
         local_rank = 0 if torch.cuda.device_count() == 1 else int(env.get("SLURM_LOCALID", "0"))
@@ -202,7 +201,7 @@ def launcher_place() -> Place | None:
 
 
 def num_processes() -> int:
-    """Processes of this job, as far as they are known: of the open group, else of the launcher, else one."""
+    """Number of processes of this job, from the open group, else the launcher, else one."""
     if dist.is_initialized():
         return dist.get_world_size()
     place = launcher_place()
@@ -210,9 +209,9 @@ def num_processes() -> int:
 
 
 def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch.device:
-    """Make this process rank `rank` of a job of its parent's, on one machine; the ranks meet in the file `store`.
+    """Make this process rank `rank` of its parent's local job; the ranks rendezvous through the file `store`.
 
-    Whatever launcher the parent was started by, this process is not a rank of that job.
+    Whatever launcher started the parent, this process is not a rank of that job.
     """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", STORE):
         os.environ.pop(name, None)
@@ -222,15 +221,15 @@ def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch
 
 
 def place_in_environment(rank: int, world: int, *, store: str) -> dict[str, str]:
-    """Variables that make a process rank `rank` of `world` on this machine, which meet in the file `store`."""
+    """Environment of rank `rank` of `world` processes on this machine, which rendezvous through the file `store`."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), STORE: store}
 
 
 def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
-    """The store by which the ranks of this job speak before any group is open; None for a process that is alone.
+    """The store shared by the ranks of this job before any group is open; None for a single process.
 
-    A file where meshlora started the ranks, on this machine. Else that of the launcher: under SLURM the first host of
-    the step has it, unless MASTER_ADDR says else.
+    A file if meshlora started the ranks, on this machine. Else the launcher's store: under SLURM it is on the first
+    host of the step, unless MASTER_ADDR says otherwise.
     """
     place = launcher_place()
     if place is None:
@@ -241,7 +240,7 @@ def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
 
 @functools.cache
 def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.Store:
-    """Made once in a process: a second one would take the port, or the file, of the first."""
+    """Made once per process: a second store would claim the port, or the file, of the first."""
     if file is not None:
         return dist.FileStore(file, world)
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
@@ -249,13 +248,12 @@ def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.St
 
 
 def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
-    """Join the job that the launcher started, or stay alone; returns this rank's device.
+    """Join the launcher's job, or run alone; returns this rank's device.
 
-    NCCL on GPUs. On CPUs a group of this machine's own (`LocalGroup`) where meshlora started the ranks, else
-    gloo.
+    NCCL on GPUs. On CPUs a `LocalGroup` if meshlora started the ranks, else gloo.
 
     Raises:
-        UserError: what `on_gpus` refuses.
+        UserError: see `on_gpus`.
     """
     place = launcher_place()
     if dist.is_initialized() and place is None:  # the script opened the group, and chose its device
@@ -265,7 +263,7 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
     device = torch.device("cuda", place.local_rank if place else 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-        # Autograd has threads of its own, and cuBLAS warns of one in which a product is the first thing that happens.
+        # Autograd runs in its own threads, and cuBLAS warns if a matmul is the first CUDA work of a thread.
         torch.zeros((), device=device, requires_grad=True).mul(2).backward()
     if place is None or dist.is_initialized():
         return device
@@ -310,25 +308,25 @@ def on_gpus(device_type: str, *, num_ranks: int) -> bool:
 
 
 def leave() -> None:
-    """Close all process groups, where any are open. Runs by itself at the end of a process that used `join` on CPUs."""
+    """Close all open process groups. Runs at exit of a process that joined over gloo."""
     if not dist.is_initialized():
         return
     is_gloo = dist.get_backend() == "gloo"
     dist.destroy_process_group()
     if not is_gloo:
         return
-    # A thread of gloo drops the tensors of a collective a moment after the collective has returned, and needs the GIL
-    # for it. In an interpreter that is shutting down this ends the process with SIGABRT (seen in 3 of 8 runs, torch
-    # 2.13), so the GIL is given away once while there still is one.
+    # A gloo thread releases a collective's tensors a moment after the collective returns, and needs the GIL for it. In
+    # an interpreter that is shutting down this ends the process with SIGABRT (seen in 3 of 8 runs, torch 2.13), so the
+    # GIL is released once while it still exists.
     time.sleep(_GLOO_SETTLES_S)
 
 
 @contextlib.contextmanager
 def simulated_job(world: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of a job of `world` ranks that do not exist: torch's fake backend, no messages.
+    """Inside, this process is rank 0 of a fake job of `world` ranks: torch's fake backend, no messages.
 
     Raises:
-        UserError: the process has a job already.
+        UserError: the process is part of a job already.
     """
     if dist.is_initialized():
         raise UserError("a simulated job", "this process is a rank of a job already", "start it by itself")
@@ -348,8 +346,8 @@ def open_mesh(
 ) -> Mesh:
     """Open the groups of `topology`. Every rank of the job must call this, with the same arguments.
 
-    copies: numbers of neighbouring tp ranks that hold the same key/value heads, which get groups too.
-    has_experts: whether the axes of experts get groups.
+    copies: numbers of neighbouring tp ranks that hold the same key/value heads; these get groups too.
+    has_experts: whether expert axes get groups.
 
     Raises:
         UserError: the job does not have `topology.world` ranks.
@@ -383,7 +381,7 @@ def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrival
 
 
 def _set_slurm_rendezvous() -> None:
-    """Give torch the variables that `srun` does not set itself."""
+    """Set the variables that torch needs and `srun` does not set."""
     env = os.environ
     if "MASTER_ADDR" in env or "SLURM_PROCID" not in env:
         return

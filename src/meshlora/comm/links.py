@@ -1,12 +1,12 @@
-"""Messages between ranks of one machine: a socket for each pair, read and written by the ranks themselves.
+"""Messages between ranks of one machine: one socket per pair, read and written by the ranks themselves.
 
 Owns: how ranks find each other (`Meeting`), and sending to and receiving from all others at once (`Links`). Does not
-own: which tensors go where (`comm.direct`), and what ranks do that have no such socket: they use gloo's messages.
+own: which tensors go where (`comm.direct`), and the fallback of ranks without such sockets, gloo's messages.
 
-gloo hands every message to a thread of its own. Where ranks share the cores with these threads, most of a message's
-time is waiting for one of them to be scheduled. `benchmarks/messages.py` prints both.
+gloo hands every message to its own thread. Where ranks share cores with these threads, most of a message's time is
+spent waiting for one of them to be scheduled. `benchmarks/messages.py` prints both.
 
-The folder of the sockets is open to this user alone, and whoever connects must know a word that went over gloo.
+The socket folder is private to this user, and a connecting rank must present a secret sent over the store or gloo.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Before each message: the number of the exchange, and how many bytes follow. Ranks that do not agree must not read on.
+# Precedes each message: the number of the exchange and the byte count. Ranks that disagree must not read on.
 _HEADER = struct.Struct("<QQ")
-_HELLO = struct.Struct("<I16s")  # who connects, and the word of whom it connects to
-_MEETING_S = 30.0  # whoever connected has said hello already
-_ADDRESS = 16 + 112  # the word, and the longest path that a socket may have, padded with zeros
-_LONGEST_FOLDER = 60  # of bytes; what is longer leaves no room for a name
-_LONGEST_POLL_S = 3600.0  # of any length it takes no more than 24 days
+_HELLO = struct.Struct("<I16s")  # the connecting rank, and the secret of the rank it connects to
+_MEETING_S = 30.0  # enough: by then the others have connected and said hello
+_ADDRESS = 16 + 112  # the secret and the longest possible socket path, zero-padded
+_LONGEST_FOLDER = 60  # bytes; a longer one leaves no room for a name
+_LONGEST_POLL_S = 3600.0  # poll() itself accepts at most 24 days
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class Links:
-    """Open sockets to other ranks of a group; they close with this object.
+    """Open sockets to the other ranks of a group, closed with this object.
 
     Attributes:
-        num_messages, num_bytes: sent so far, headers apart.
+        num_messages, num_bytes: sent so far, excluding headers.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -55,11 +55,11 @@ class Links:
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], *, timeout_s: float) -> None:
         """Send `outgoing[rank]` to each rank and fill `incoming[rank]` from it, all at once; contiguous CPU tensors.
 
-        Every rank of the group calls it equally often.
+        Every rank of the group must call it equally often.
 
         Raises:
-            RuntimeError: a rank has gone, is in another exchange, sends another number of bytes, or did not come in
-                `timeout_s` seconds. Nothing can be sent after that. OSError: the system has no room for more.
+            RuntimeError: a rank has exited, is in another exchange, sends another number of bytes, or did not arrive
+                in `timeout_s` seconds. The links are unusable afterwards. OSError: the system is out of resources.
         """
         if self._first_error is not None:
             raise RuntimeError(f"nothing can be sent after an error: {self._first_error}") from self._first_error
@@ -67,8 +67,8 @@ class Links:
         try:
             self._exchange(outgoing, incoming, timeout_s)
         except BaseException as error:
-            # A message that was cut off would be read as the next one. The others learn of it, even where a forked
-            # process still has the sockets.
+            # The rest of a truncated message would be read as the next one. Shutting down tells the others, even where
+            # a forked process still holds the sockets.
             self._first_error = error
             for one in self._sockets.values():
                 with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class Links:
             )
 
     def _send(self, rank: int, parts: list[memoryview]) -> bool:
-        """Send of `parts` what can be sent now, and drop it from them; whether that was anything."""
+        """Send what the socket accepts now and drop it from `parts`; whether anything was sent."""
         try:
             sent = self._sockets[rank].sendmsg(parts, (), _NO_SIGNAL)
         except BlockingIOError:
@@ -123,7 +123,7 @@ class Links:
         return True
 
     def _receive(self, rank: int, parts: list[memoryview]) -> bool:
-        """Fill of `parts` what can be filled now, and drop it from them; whether that was anything."""
+        """Fill `parts` with what has arrived and drop the filled bytes from them; whether anything came."""
         try:
             received, *_ = self._sockets[rank].recvmsg_into(parts)
         except BlockingIOError:
@@ -136,7 +136,7 @@ class Links:
         return True
 
     def _wait(self, sending: Mapping[int, object], receiving: Mapping[int, object], deadline: float) -> bool:
-        """Until something can be sent or received, an hour at most; False where the deadline has passed."""
+        """Wait until something can be sent or received, an hour at most; False if the deadline has passed."""
         left = deadline - time.monotonic()
         poll = select.poll()
         for rank in {*sending, *receiving}:
@@ -146,10 +146,10 @@ class Links:
 
 
 class Meeting:
-    """Where this rank can be found by the others of its group, until `links` or `give_up`.
+    """The socket on which this rank awaits the others of its group, until `links` or `give_up`.
 
     Attributes:
-        address: for the others, `_ADDRESS` bytes; all zero where there can be no socket here.
+        address: for the others, `_ADDRESS` bytes; all zero if there can be no socket here.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -175,15 +175,13 @@ class Meeting:
         self.address = (self._word + path).ljust(_ADDRESS, b"\0")
 
     def connect(self, addresses: Sequence[bytes]) -> bool:
-        """Connect to all ranks below this one, whose `addresses` came by another way; whether all are on this machine
-        and there.
-        """
+        """Connect to all lower ranks at `addresses`, sent by other means; whether all are reachable on this machine."""
         if not all(address.strip(b"\0") for address in addresses):
             return False
         try:
             for rank, address in enumerate(addresses[: self.rank]):
                 self._found[rank] = one = socket.socket(socket.AF_UNIX)
-                one.setblocking(False)  # at once or not at all: who listens has no place for more
+                one.setblocking(False)  # at once or not at all: otherwise the listener's queue is full
                 one.connect(address[16:].rstrip(b"\0"))
                 one.sendall(_HELLO.pack(self.rank, address[:16]))
         except OSError:
@@ -191,10 +189,10 @@ class Meeting:
         return True
 
     def links(self) -> Links:
-        """The sockets to all others, each of which was told by all that they connected.
+        """The sockets to all others, after every rank has reported that it connected.
 
         Raises:
-            RuntimeError: one did not, after all.
+            RuntimeError: one did not connect after all.
         """
         assert self._listener is not None
         self._listener.settimeout(_MEETING_S)
@@ -215,7 +213,7 @@ class Meeting:
         return Links(found)
 
     def give_up(self) -> None:
-        """Nobody is found here any more."""
+        """Stop listening, and close the sockets that `links` has not handed out."""
         _close_all(list(self._found.values()) + ([self._listener] if self._listener is not None else []))
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -229,12 +227,12 @@ def _close_all(sockets: Sequence[socket.socket]) -> None:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, in its own memory."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element any stride is contiguous
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element is contiguous with any stride
     return flat.view(torch.uint8).numpy().data
 
 
 def _drop(parts: list[memoryview], num_bytes: int) -> None:
-    """Take `num_bytes` off the front of `parts`, and with them what is empty then."""
+    """Drop the first `num_bytes` of `parts`, and the parts left empty."""
     while parts and num_bytes >= len(parts[0]):
         num_bytes -= len(parts.pop(0))
     if num_bytes:

@@ -1,8 +1,8 @@
-"""Who came to which collective: what a rank says when it has waited for the others too long.
+"""Arrivals at collectives: which ranks are missing when one has waited too long.
 
-Owns: the count of collectives that this rank entered, group by group; telling it to the other ranks through the job's
-store, every few seconds by a thread; finding the ranks that did not arrive. Does not own: the collectives
-(`comm.collectives`), the store and the time limit of groups (`comm.groups`).
+Owns: the count of collectives that this rank has entered, per group; publishing it in the job's store, every few
+seconds from a thread; finding the ranks that did not arrive. Does not own: the collectives (`comm.collectives`), the
+store and the time limit of groups (`comm.groups`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Self
 
 from meshlora.common.errors import CollectiveTimeoutError
 
-# Between two words to the others, seconds.
+# Seconds between two reports.
 INTERVAL_S = 2.0
-# What gloo says when its time limit has passed. NCCL ends the process by itself, and names the collective.
+# gloo's words for a timeout, and ours. NCCL ends the process by itself and names the collective.
 _TIMED_OUT = ("Timed out waiting", "timed out")
 
 Ranks = tuple[int, ...]
@@ -29,12 +29,12 @@ Ranks = tuple[int, ...]
 
 @dataclass
 class Arrivals:
-    """What this rank has entered, and the collective in which it is. A context manager: one collective.
+    """The collectives that this rank has entered, and the current one. As a context manager: one collective.
 
     Attributes:
-        entered: how many collectives, by the ranks of their group. name, ranks: of the last one; is_in: still in it.
-        timeout_s, explain: set while others are told; the time limit, and what makes words of a collective in which
-            this rank waited longer.
+        entered: number of collectives, by the ranks of their group. name, ranks: of the last one; is_in: still in it.
+        timeout_s, explain: set while reports are published; the time limit, and the message for a collective that
+            exceeded it.
     """
 
     entered: dict[Ranks, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Arrivals:
     explain: Callable[[], str] | None = None
 
     def at(self, name: str, ranks: Ranks) -> Self:
-        """Enter collective `name` over `ranks`, global ones."""
+        """Enter collective `name` over the global ranks `ranks`."""
         self.entered[ranks] = self.entered.get(ranks, 0) + 1
         self.name, self.ranks, self.is_in = name, ranks, True
         return self
@@ -67,16 +67,16 @@ class Arrivals:
 
     @classmethod
     def read(cls, words: str) -> Arrivals:
-        """What another rank said."""
+        """Parse the `words` of another rank."""
         said = json.loads(words)
         entered = {tuple(ranks): count for ranks, count in said["entered"]}
         return cls(entered, said["name"], tuple(said["ranks"]), said["is_in"])
 
 
 class Board:
-    """Words in a folder that all ranks share: what torch's store does of it, and what is overwritten is gone.
+    """A key-value store in a folder shared by all ranks: the methods of torch's store that are used here.
 
-    torch's own file only grows, and ranks speak for as long as they train.
+    torch's own file only grows, and ranks report for as long as they train; here overwriting frees the old value.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,20 +86,20 @@ class Board:
         return self._folder / key.replace("/", "-")
 
     def set(self, key: str, words: str) -> None:
-        """Overwrite what stands under `key`; whoever reads sees the old words or the new ones."""
+        """Set `key` atomically: a reader sees the old words or the new ones."""
         try:
             new = self._file(f"{key}.new")
             new.write_text(words, encoding="utf-8")
             new.replace(self._file(key))
-        except OSError as error:  # the folder goes with the launcher
+        except OSError as error:  # the folder disappears with the launcher
             raise RuntimeError(str(error)) from error
 
     def check(self, keys: list[str]) -> bool:
-        """Whether something stands under all `keys`."""
+        """Whether all `keys` are set."""
         return all(self._file(key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:
-        """What stands under `key`."""
+        """The value of `key`."""
         return self._file(key).read_bytes()
 
 
@@ -107,15 +107,14 @@ class Board:
 def telling_the_others(
     arrivals: Arrivals, store: Any, *, rank: int, world: int, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> Iterator[None]:
-    """Inside the block the other ranks learn where this one is, and a collective that ends by its time limit says who
-    did not come.
+    """Inside the block this rank publishes its arrivals, and a collective that times out names the missing ranks.
 
-    store: of torch.distributed, or a `Board`, that all ranks share. timeout_s: the time limit, for the words.
+    store: torch.distributed's or a `Board`, shared by all ranks. timeout_s: the time limit, for the message.
     """
     ended = threading.Event()
 
     def tell() -> None:
-        with contextlib.suppress(RuntimeError):  # the store goes with the rank or the launcher that has it
+        with contextlib.suppress(RuntimeError):  # the store disappears with the rank or launcher that hosts it
             store.set(_key(rank), arrivals.words())
 
     def keep_telling() -> None:
@@ -124,7 +123,7 @@ def telling_the_others(
 
     def explain() -> str:
         tell()
-        time.sleep(2 * interval_s)  # everybody who can has spoken after the time limit
+        time.sleep(2 * interval_s)  # by then every rank that can has reported after the time limit
         known = {rank: arrivals}
         for other in set(range(world)) - {rank}:
             with contextlib.suppress(RuntimeError, OSError):
@@ -145,9 +144,9 @@ def telling_the_others(
 
 
 def say_who_is_missing(known: dict[int, Arrivals], rank: int, *, timeout_s: float) -> str:
-    """Why `rank` waits in vain. known: what each rank said; a rank that said nothing is not there.
+    """Why `rank` waits in vain. known: each rank's last report; absent for a rank that never reported.
 
-    Who is missing because it waits elsewhere for a third one is not the cause: that one is.
+    A rank that is missing because it waits elsewhere for a third one is not the cause: the third one is.
     """
     waits = known[rank]
     looked_at: set[int] = set()

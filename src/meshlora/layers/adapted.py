@@ -1,8 +1,7 @@
-"""What every leaf that carries adapters has in common: their factors by name, and those of pieces put together.
+"""The base of all leaves that carry adapters: factors by adapter name, assembled from those of pieces.
 
-Owns: `AdaptedLeaf`, and `become`, for modules that stay the model's own. Does not own: what is computed with the
-factors (`layers.linear`, `layers.experts.module`, `layers.experts.router`), how they are drawn
-(`adapter.initialization`).
+Owns: `AdaptedLeaf`, and `become`, for modules that stay the model's own. Does not own: computation with the factors
+(`layers.linear`, `layers.experts.module`, `layers.experts.router`), their initialization (`adapter.initialization`).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from meshlora.layers.tokens import ForwardTokens
 
 
 class AdaptedLeaf(nn.Module):
-    """A frozen matrix, or a stack of them, with its adapters, as this rank holds it.
+    """This rank's part of a frozen matrix, or of a stack of them, with its adapters.
 
     Attributes:
-        in_features, out_features: of what this rank holds.
-        lora_A, lora_B: adapter name -> local factor `[..., r, in]`, `[..., out, r]`; of an adapter on pieces of a fused
-            matrix `name/piece` -> that piece's.
-        pieces: adapter name -> the pieces that it is on, in order. scaling: adapter name -> s.
-        active: the adapter in use, None for the base alone, or for those of several whose tokens come.
-        tokens: which tokens the running forward has, and whose they are; None before the first adapter.
+        in_features, out_features: local sizes.
+        lora_A, lora_B: adapter name -> local factor `[..., r, in]`, `[..., out, r]`; for an adapter on pieces of a
+            fused matrix, `name/piece` -> that piece's factor.
+        pieces: adapter name -> its pieces, in order. scaling: adapter name -> s.
+        active: the adapter in use; None for the base alone, or for several adapters chosen by token.
+        tokens: the tokens of the running forward and their adapters; None before the first adapter.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -40,9 +39,7 @@ class AdaptedLeaf(nn.Module):
         self.tokens: ForwardTokens | None = None
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """Attach local factors `{"A": ..., "B": ...}` as adapter `name`; on pieces `A.q`, `B.q` and so on. Frozen until
-        set.
-        """
+        """Attach local factors `{"A": ..., "B": ...}` (for pieces `"A.q"`, `"B.q"`, ...) as adapter `name`; frozen."""
         for part, value in factors.items():
             side, _, piece = part.partition(".")
             width = len(self._piece_rows(piece)) if piece else self.out_features
@@ -54,7 +51,7 @@ class AdaptedLeaf(nn.Module):
         self.scaling[name] = scaling
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """What of `adapter` sits here, under the names of `add_adapter`."""
+        """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
         if adapter not in self.scaling:
             return {}
         found: dict[str, nn.Parameter] = {}
@@ -65,7 +62,7 @@ class AdaptedLeaf(nn.Module):
 
     @property
     def in_use(self) -> str | None:
-        """The adapter in use, where it has factors here."""
+        """The adapter in use, if it has factors here."""
         return self.active if self.active in self.scaling else None
 
     def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
@@ -73,14 +70,14 @@ class AdaptedLeaf(nn.Module):
         return self.factor_a(adapter), self.factor_b(adapter)
 
     def factor_a(self, adapter: str) -> Tensor:
-        """`[..., r, in]`; of k pieces their stack, `[..., k r, in]`."""
+        """`[..., r, in]`; for k pieces their factors stacked, `[..., k r, in]`."""
         pieces = self.pieces[adapter]
         if not pieces:
             return self.lora_A[adapter]
         return torch.cat([self.lora_A[f"{adapter}/{piece}"] for piece in pieces], -2)
 
     def factor_b(self, adapter: str) -> Tensor:
-        """`[..., out, r]`; of k pieces `[..., out, k r]`, zero outside their blocks."""
+        """`[..., out, r]`; for k pieces `[..., out, k r]`, zero outside their blocks."""
         pieces = self.pieces[adapter]
         if not pieces:
             return self.lora_B[adapter]
@@ -93,12 +90,12 @@ class AdaptedLeaf(nn.Module):
         return torch.cat(blocks, -1)
 
     def _piece_rows(self, piece: str) -> Tensor:
-        """Where the rows of `piece` lie in what this rank holds."""
+        """The local row indices of `piece`."""
         raise AssertionError(f"{type(self).__name__} has no pieces, and {piece!r} is none")
 
 
 def become(module: nn.Module, own: type) -> None:
-    """Give a module, which stays the model's own, the forward of `own` around its own."""
+    """Mix the class `own` into a module in place: its methods come before the model's own."""
     base: Any = type(module)
     module.__class__ = _class(own, base)
 

@@ -1,10 +1,10 @@
-"""Dropout on a mesh: the model's own modules, and which features LoRA's on the input of a linear sees.
+"""Dropout on a mesh: that of the model's own modules, and the input features that LoRA's dropout sees.
 
-Owns: `TokenDropout`, in the place of the model's `nn.Dropout`. Does not own: which tokens a module sees, and their
-masks (`layers.tokens`), the bits of these (`meshlora.common.masks`), which dropouts are exact (`plan.dropout`), what
-the tokens of a batch are called (`data.collate`).
+Owns: `TokenDropout`, which replaces the model's `nn.Dropout`. Does not own: the tokens of a module and their masks
+(`layers.tokens`), mask bits (`meshlora.common.masks`), which dropouts are exact (`plan.dropout`), the numbering of a
+batch's tokens (`data.collate`).
 
-Masks are made when they are needed, in the backward once more: no mask outlives the layer that applies it.
+Masks are computed on use, and again in the backward: no mask outlives the layer that applies it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshlora.plan.rules import LinearRule
 
 
 def input_features(rule: LinearRule, tp: Axis) -> Tensor:
-    """int64 `[in_local]`: which of the whole matrix's input features this rank's part has."""
+    """int64 `[in_local]`: the input features of the whole matrix that this rank holds."""
     if rule.split is Split.ROW and rule.layout is not None:
         return rule.layout.rows(rank=tp.rank, size=tp.size)
     return torch.arange(rule.in_features)
 
 
 class _DropFunction(Function):
-    """y = x keep / (1 - p), x `[T, H]`; nothing of the size of x is saved. masks: of neighbouring rows, in order."""
+    """y = x keep / (1 - p), x `[T, H]`; nothing of x's size is saved. masks: of consecutive rows, in order."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, masks: Sequence[Mask]) -> Tensor:
@@ -49,9 +49,9 @@ def _dropped(x: Tensor, masks: Sequence[Mask]) -> Tensor:
 
 
 class TokenDropout(nn.Module):
-    """In the place of an `nn.Dropout` on hidden states, alike on all tp ranks.
+    """Replaces an `nn.Dropout` on hidden states; identical on all tp ranks.
 
-    name: of the module in the whole model.
+    name: the module's name in the whole model.
     """
 
     def __init__(self, name: str, p: float, tokens: ForwardTokens) -> None:
@@ -73,7 +73,7 @@ class TokenDropout(nn.Module):
 
 
 def replace_dropouts(model: nn.Module, model_type: str, tokens: ForwardTokens) -> None:
-    """Put `TokenDropout` in the place of the model's exact dropouts that drop anything."""
+    """Replace the model's exact dropouts with p > 0 by `TokenDropout`."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Dropout) and module.p > 0 and is_exact_module(model_type, name):
             model.set_submodule(name, TokenDropout(name, module.p, tokens))

@@ -1,11 +1,11 @@
-"""Riding along: under sp, x A^T of a region's linears travels with the region's input.
+"""Early A: under sp, x A^T of a region's linears is computed before the gather of x, and gathered with it.
 
-Owns: what is put beside the input before its gather and taken from it after, with the gradients of both, and the note
-on the gathered input by which linears find what is theirs. Does not own: the gather (`model.regions`), what a linear
-makes of it (`layers.linear`).
+Owns: packing these low-rank activations with the input before its gather and unpacking them after it, with gradients;
+the note on the gathered input in which linears find theirs. Does not own: the gather (`model.regions`), the use of the
+activations (`layers.linear`).
 
-A linear that multiplies the gathered input by A keeps all of it, `[T, H]`, on every rank, for dA alone. Here each rank
-multiplies its own tokens before the gather, and keeps these, `[T/tp, H]`.
+A linear that multiplies the gathered input by A saves all of it, `[T, H]`, on every rank, for dA alone. Here each rank
+multiplies its own tokens before the gather, and saves only these, `[T/tp, H]`.
 
     forward     z_k = s_k D(x) A_k^T                  of own tokens
                 gather of [x | z_1 | ... | z_n]       `[T, H + r_1 + ... + r_n]`
@@ -14,8 +14,8 @@ multiplies its own tokens before the gather, and keeps these, `[T/tp, H]`.
                 reduce-scatter of [dx | dz_1 | ... | dz_n]
                 dA_k = s_k dz_k^T D(x), dx += D(s_k dz_k A_k)      of own tokens
 
-As many collectives as without, A's products on a share of the tokens, and dA is the sum over tp of terms as before: now
-of each rank's tokens, and no longer of its output features.
+The number of collectives is unchanged, products with A run on 1/tp of the tokens, and dA is still a sum of terms over
+tp: now one for each rank's tokens, no longer one for its output features.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshlora.layers.notes import note, noted
 
 @dataclass(frozen=True)
 class Rider:
-    """A linear whose z rides. a: `[r, H]`. scale: s. dropout: on own tokens, None: none."""
+    """A linear whose z is gathered with x. a: `[r, H]`. scale: s. dropout: the mask of own tokens, or None."""
 
     leaf: nn.Module
     a: Tensor
@@ -43,11 +43,11 @@ class Rider:
 
 
 class _Ride(dict[nn.Module, Tensor]):
-    """What is noted on a gathered input: linear -> its z `[T, r]`."""
+    """The note on a gathered input: linear -> its z `[T, r]`."""
 
 
 class Pack(Function):
-    """x `[t, H]`, own tokens -> [x | z_1 | ... | z_n]. factors: the A of each rider, by themselves for autograd."""
+    """x `[t, H]`, own tokens -> [x | z_1 | ... | z_n]. factors: A of each rider, passed separately for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, riders: Sequence[Rider], *factors: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Pack(Function):
 class _Unpack(Function):
     """[x | z_1 | ... | z_n] `[T, H + ...]`, of all tokens -> x, z_1, ..., z_n.
 
-    Copies: a view would keep all that was gathered for as long as one of them is kept.
+    Copies: a view would keep the whole gathered tensor alive as long as any of them.
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ class _Unpack(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         def of(grad: Tensor | None, width: int) -> Tensor:
-            # A linear that was called with another tensor than the region's input has nothing to send back.
+            # A linear that was called with a tensor other than the region's input returns no gradient.
             return torch.zeros(*ctx.shape[:-1], width, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
 
         return torch.cat([of(grad, width) for grad, width in zip(grads, ctx.widths, strict=True)], -1), None
@@ -104,7 +104,7 @@ def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
-    """What `pack` made, of all tokens, `[..., width + ...]` -> x `[..., width]`, with a note of what rode along."""
+    """The gathered result of `pack`, `[..., width + ...]` -> x `[..., width]`, with each z in a note on it."""
     x, *zs = _Unpack.apply(packed, [width, *(len(rider.a) for rider in riders)])
     note(x, _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}))
     gathered: Tensor = x
@@ -112,7 +112,7 @@ def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
 
 
 def rode_along(leaf: nn.Module, x: Tensor) -> Tensor | None:
-    """z `[T, r]` of `leaf`, where x is what it rode with, unchanged."""
+    """z `[T, r]` of `leaf`, if it was gathered with x and x is unchanged."""
     ride = noted(x, _Ride)
     z = None if ride is None else ride.get(leaf)
     return None if z is None else z.view(-1, z.shape[-1])

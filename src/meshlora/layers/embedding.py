@@ -1,9 +1,9 @@
 """The input embedding, split over the vocabulary, with LoRA.
 
-Owns: the look-up of local rows and the sum over tp. Does not own: the output head (`layers.linear`).
+Owns: the lookup of local rows and the sum over tp. Does not own: the output head (`layers.linear`).
 
-Each rank looks up the tokens that are its own and has zeros for the others; the sum over tp is the whole embedding.
-The module stays the model's own: what a family does to an embedding (gemma scales it) is done as before.
+Each rank looks up the ids in its slice and has zeros for the others; the sum over tp is the whole embedding.
+The module stays the model's own, so that a family's own code still runs (gemma scales its embeddings).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ParallelEmbedding(nn.Embedding):
     """An embedding `[V, H]` of which this rank holds `ceil(V / tp)` rows. Made by `parallelize_embedding`.
 
     Attributes:
-        rule: how the vocabulary is split; None where it is whole.
+        rule: how the vocabulary is split; None if it is whole.
         lora_embedding_A, lora_embedding_B: adapter name -> local factor `[r, V_local]`, `[H, r]`, named as PEFT does.
-        scaling: adapter name -> s. active, tokens: as of `AdaptedLeaf`.
+        scaling: adapter name -> s. active, tokens: as in `AdaptedLeaf`.
     """
 
     rule: ParameterRule | None
@@ -48,13 +48,13 @@ class ParallelEmbedding(nn.Embedding):
         self.scaling[name] = scaling
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """What of `adapter` sits here, under the names of `add_adapter`."""
+        """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
         if adapter not in self.scaling:
             return {}
         return {"A": self.lora_embedding_A[adapter], "B": self.lora_embedding_B[adapter]}
 
     def forward(self, input: Tensor) -> Tensor:
-        """ids `[B, S]` -> `[B, S, H]`, alike on all ranks."""
+        """ids `[B, S]` -> `[B, S, H]`, identical on all ranks."""
         ids, is_other = self._local(input)
         y = super().forward(ids)
         if self.active is not None and self.active in self.scaling:
@@ -66,7 +66,7 @@ class ParallelEmbedding(nn.Embedding):
         return reduce_each_to_one(y.masked_fill(is_other.unsqueeze(-1), 0), self.tp)
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(rows of ours to look up, where they are not ours); None where the vocabulary is whole."""
+        """(local rows to look up, mask of ids that other ranks hold); no mask if the vocabulary is whole."""
         if self.rule is None:
             return ids, None
         local = ids - self.first_id
@@ -74,7 +74,7 @@ class ParallelEmbedding(nn.Embedding):
         return local.masked_fill(is_other, 0), is_other
 
     def _lora_of_each(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """ids `[T]` -> `[T, H]`, of several adapters each on its own tokens."""
+        """ids `[T]` -> `[T, H]`, each of several adapters on its own tokens."""
         assert self.tokens is not None
         found, nothing = [], self.weight.new_zeros(len(ids), self.embedding_dim)
         for part in self.tokens.parts(type(self).__name__, len(ids)):

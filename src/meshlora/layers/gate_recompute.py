@@ -1,12 +1,12 @@
-"""Gated MLPs: `act(gate) * up` is computed once more in the backward, not kept.
+"""Gated MLPs: `act(gate) * up` is recomputed in the backward, not saved.
 
-Owns: noticing the product in the model's own forward, its gradient, and what a linear that is called with the product
-keeps in its place. Does not own: that linear (`layers.linear`), which activations there are (transformers, torch).
+Owns: detecting the product in the model's own forward, its gradient, and what a linear that is called with the product
+saves instead. Does not own: that linear (`layers.linear`), the list of activations (transformers, torch).
 
-transformers writes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`. Left alone autograd keeps four tensors `[T, F]`:
+transformers writes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`. Left alone, autograd saves four tensors `[T, F]`:
 gate for the activation, act(gate) and up for the product, the product for A of down_proj. Two are enough. The model's
-code stays as it is: its activation returns a tensor that knows where it comes from, and the multiplication asks it.
-Whatever else is done with that tensor is done as always.
+code is unchanged: its activation returns a tensor with a note of its source, which the multiplication looks up.
+Every other operation on that tensor runs as usual.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _MULTIPLY = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mu
 
 
 def _classes() -> set[type]:
-    """Activations that transformers chooses by name, and those of torch that its models name themselves; none that
-    draws numbers.
-    """
+    """Activations that transformers selects by name, and torch's that its models use directly; none is random."""
     found = (entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values())
     return ({entry for entry in found if isinstance(entry, type)} | {nn.SiLU, nn.GELU}) - {nn.RReLU}
 
@@ -38,14 +36,14 @@ _ACTIVATIONS = _classes()
 
 
 class Activation:
-    """An activation to run again, and its result for whoever comes second in a backward."""
+    """An activation to run again, with its result cached for its second use in a backward."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function, self._is_lifted = function, is_lifted()
         self._kept: Tensor | None = None
 
     def of(self, gate: Tensor, *, keep: bool) -> Tensor:
-        """act(gate), as in the forward. keep: until it is asked for once more without."""
+        """act(gate), as in the forward. keep: cache it until the next call without `keep`."""
         found = self._kept
         if found is None:
             with torch.no_grad(), lift(self._is_lifted):
@@ -56,7 +54,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Product:
-    """Where a product `act(gate) * up` comes from."""
+    """The source of a product `act(gate) * up`."""
 
     gate: Tensor
     up: Tensor
@@ -64,12 +62,12 @@ class Product:
 
 
 def product_behind(x: Tensor) -> Product | None:
-    """What `x` was multiplied of, where it is such a product and unchanged."""
+    """The source of `x`, if it is such a product and unchanged."""
     return noted(x, Product)
 
 
 class _Gated(Function):
-    """forward: y = a u, a = act(gate); backward: da = g u, du = g a. The activation's own node goes on from da."""
+    """forward: y = a u, a = act(gate); backward: da = g u, du = g a. The activation's own node continues from da."""
 
     @staticmethod
     def forward(ctx: Any, activated: Tensor, up: Tensor, gate: Tensor, activation: Activation) -> Tensor:
@@ -87,14 +85,14 @@ class _Gated(Function):
 
 
 class _Source(NamedTuple):
-    """Where act(gate) comes from. gate: without its graph, as what is kept of it is its values."""
+    """The source of act(gate). gate: detached, as only its values are saved."""
 
     gate: Tensor
     activation: Activation
 
 
 class _Activated(Tensor):
-    """act(gate), with a note of its source: multiplied with another tensor it gives a product with a note of both."""
+    """act(gate) with a note of its source: multiplied by another tensor it gives a product with a note of both."""
 
     @classmethod
     def __torch_function__(
@@ -125,7 +123,7 @@ def _multiply(activated: Tensor, up: Tensor, source: _Source) -> Tensor:
 
 
 def watch_activations(model: nn.Module, owners: Iterable[str]) -> None:
-    """Let the activations that are children of the modules `owners` tell what they return of what."""
+    """Make the activations that are children of the modules `owners` note the source of their output."""
     for owner in owners:
         for module in model.get_submodule(owner).children():
             if type(module) in _ACTIVATIONS and not list(module.parameters()) and not list(module.buffers()):

@@ -1,7 +1,7 @@
 """The linear layer with LoRA on a mesh: column-parallel, row-parallel or whole.
 
-Owns: the module that holds the local parts of W, A and B. Does not own: what it computes (`layers.products`), where
-regions begin (`model.regions`), how factors are drawn (`adapter.initialization`).
+Owns: the module that holds the local parts of W, A and B. Does not own: its computation (`layers.products`), region
+borders (`model.regions`), the initialization of factors (`adapter.initialization`).
 
 Column-parallel layers communicate nothing. A row-parallel layer adds its base and LoRA terms locally and reduces the
 sum once; the bias is added after that, once.
@@ -35,18 +35,18 @@ from meshlora.plan.rules import LinearRule
 
 
 class ParallelLinear(AdaptedLeaf):
-    """A frozen linear of the base model with its adapters, as this rank holds it.
+    """This rank's part of a frozen linear of the base model, with its adapters.
 
     Attributes, besides those of `AdaptedLeaf`:
         rule: the whole matrix and how it is split.
         weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
         bias: `[out_local]` (column) or `[out]` (row, whole), or None.
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
-        dropout: adapter name -> share of the input's elements that its A does not see in training; 0 is left out.
-        quantized: how the weight is packed (`pack_weight`), None: not at all. weight and weight_absmax are then those
+        dropout: adapter name -> probability of dropout on the input of A in training; absent if 0.
+        quantized: how the weight is packed (`pack_weight`), None if it is not; else weight and weight_absmax are those
             of a `Packed`.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
-        has_neighbours: whether other linears are called with the same input.
+        has_neighbours: whether other linears share its input.
     """
 
     has_neighbours = False
@@ -67,7 +67,7 @@ class ParallelLinear(AdaptedLeaf):
         self.dtype = dtype
 
     def pack_weight(self, weight: Tensor, kind: str) -> None:
-        """Hold `weight` `[out_local, in_local]` in few bits from now on."""
+        """Hold `weight` `[out_local, in_local]` quantised from now on."""
         packed = pack(weight, kind)
         self.weight = nn.Parameter(packed.codes, requires_grad=False)
         self.weight_absmax = nn.Parameter(packed.absmax, requires_grad=False)
@@ -75,25 +75,25 @@ class ParallelLinear(AdaptedLeaf):
 
     @property
     def frozen_weight(self) -> Tensor | Packed:
-        """W as products take it."""
+        """W in the form that products take."""
         if self.quantized is None or self.weight.dtype != torch.uint8:
             return self.weight
         return Packed(self.weight, self.weight_absmax, self.quantized, self.dtype)
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """As `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in a call of its own or not."""
+        """As in `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in the same call or a separate one."""
         if "magnitude" in factors:
             self.lora_magnitude_vector[name] = nn.Parameter(factors["magnitude"], requires_grad=False)
         super().add_adapter(name, {p: v for p, v in factors.items() if p != "magnitude"}, scaling=scaling)
 
     def set_dropout(self, name: str, p: float, tokens: ForwardTokens) -> None:
-        """Let adapter `name` drop the share `p` of its input's elements while the module trains."""
+        """Give the input of adapter `name` dropout with probability `p` in training."""
         self.tokens = tokens
         if p > 0:
             self.dropout[name] = p
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """What of `adapter` sits here, under the names of `add_adapter`."""
+        """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
         found = super().trained(adapter)
         if found and adapter in self.lora_magnitude_vector:
             found["magnitude"] = self.lora_magnitude_vector[adapter]
@@ -104,7 +104,7 @@ class ParallelLinear(AdaptedLeaf):
         segments, names = self._segments(x)
         is_row = self.rule.split is Split.ROW
         has_magnitude = any(name in self.lora_magnitude_vector for name in names)
-        # What comes after the sum over tp, and what needs a gradient, is added by itself.
+        # A bias that comes after the sum over tp or the magnitudes, or needs a gradient, is added separately.
         adds_bias = self.bias is not None and (is_row or has_magnitude or self.bias.requires_grad)
         bias = None if adds_bias else self.bias
         if not segments:
@@ -124,14 +124,14 @@ class ParallelLinear(AdaptedLeaf):
         return self._add_bias(y) if adds_bias else y
 
     def rider(self, x: Tensor) -> Rider | None:
-        """What of this linear can ride with a region's input, of which this rank's tokens are x `[..., in]`."""
+        """What early A needs of this linear, or None. x: this rank's tokens of a region's input, `[..., in]`."""
         name = self.in_use
         if name is None or self.in_features != x.shape[-1]:
             return None
         return Rider(self, self.factor_a(name), self.scaling[name], self._mask(name, x))
 
     def _segments(self, x: Tensor) -> tuple[list[Segment], list[str]]:
-        """What is computed on which rows of x besides the base, and for which adapters."""
+        """The adapter products on the rows of x, and the adapter of each."""
         name = self.in_use
         if name is not None:
             return [Segment(0, x.numel() // x.shape[-1], self.scaling[name], self._mask(name, x))], [name]
@@ -144,7 +144,7 @@ class ParallelLinear(AdaptedLeaf):
         return segments, names
 
     def _parts(self, x: Tensor) -> list[Part]:
-        """Which rows of x are for which adapter, where several are trained."""
+        """The rows of x of each adapter, if several are trained."""
         if self.active is not None or not self.scaling or self.tokens is None or not self.tokens.names_adapters:
             return []
         return self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
@@ -157,11 +157,11 @@ class ParallelLinear(AdaptedLeaf):
         if part is None:
             (part,) = self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
         features = input_features(self.rule, self.tp).to(x.device)
-        # Not the module's own name: what it returns may have a dropout too.
+        # Not the module's own name: its output may have a dropout too.
         return self.tokens.mask(f"{self.rule.name}.lora_dropout", self.dropout[adapter], part, features)
 
     def _with_magnitudes(self, y: Tensor) -> Tensor:
-        """y `[..., out_local]`, the rows of each adapter with magnitudes times `m / ||W + s B A||`."""
+        """y `[..., out_local]` with the rows of each adapter with magnitudes multiplied by `m / ||W + s B A||`."""
         if self.in_use is not None:
             return y * self._ratio(self.in_use).to(y.dtype)
         rows = y.reshape(-1, y.shape[-1])
@@ -184,7 +184,7 @@ class ParallelLinear(AdaptedLeaf):
         )
 
     def _leave_region(self, y: Tensor) -> Tensor:
-        """y `[B, S, out]` or flat, one term of a sum -> the sum; under sp that of our tokens, `[1, B*S/tp, out]`."""
+        """y `[B, S, out]` or flat, one term of a sum -> the sum; under sp for our tokens, `[1, B*S/tp, out]`."""
         if self.scatters_tokens:
             own = reduce_scatter_each_to_each(y.reshape(-1, y.shape[-1]), self.tp)
             return own if y.ndim == 2 else torch.unsqueeze_copy(own, 0)  # no view: some models add to it in place
@@ -196,10 +196,10 @@ class ParallelLinear(AdaptedLeaf):
 
     @torch.no_grad()
     def weight_norm(self, adapter: str) -> Tensor:
-        """`||W + s B A||` of each row, `[out_local]`: DoRA's, a constant to the gradient (section 4.3 of the paper).
+        """Row norms `||W + s B A||`, `[out_local]`, of DoRA; constant in the backward (section 4.3 of the paper).
 
-        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T: no matrix of the size of W is made. Of a row-parallel
-        linear each rank has the terms of its own input features: one small sum over tp.
+        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T: no matrix of the size of W is allocated. In a
+        row-parallel linear each rank has the terms of its own input features: one small sum over tp.
         """
         a, b = (factor.float() for factor in self.factors(adapter))
         weight = unpacked(self.frozen_weight).float()
@@ -217,8 +217,8 @@ class ParallelLinear(AdaptedLeaf):
 class ParallelHead(ParallelLinear):
     """The output head, whose logits are split over the vocabulary.
 
-    Called, it returns whole logits: gathered over tp. While `is_lazy` it returns a `LogitsRecipe` instead, from which
-    the loss computes what it needs, a few tokens at a time.
+    It returns whole logits, gathered over tp. While `is_lazy` it returns a `LogitsRecipe` instead, from which the loss
+    computes what it needs, a few tokens at a time.
     """
 
     is_lazy = False

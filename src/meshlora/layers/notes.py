@@ -1,10 +1,10 @@
-"""Notes on a tensor: what is known of its values beside them, for a layer that is called with it later.
+"""Notes on a tensor: facts about its values, for a layer that is called with it later.
 
-Owns: writing a note, and reading one that still holds. Does not own: what is noted, which is the writer's:
+Owns: writing a note, and reading one that is still valid. Does not own: the contents, which belong to the writers:
 `layers.shared_input`, `layers.early_a`, `layers.gate_recompute`. Why notes: docs/decisions/016.
 
-The model's own code lies between who knows and who asks, and hands on tensors alone. A note holds for this very tensor,
-unchanged: a copy, a view and a tensor that was changed in place have none, and whoever finds none computes as always.
+The model's own code lies between writer and reader, and passes tensors alone. A note is valid for this very tensor,
+unchanged: a copy, a view and a tensor modified in place have none, and a reader that finds none computes as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTES = "_meshlora_notes"  # kind -> (the note, the version of the tensor then)
 
 
 def note(x: Tensor, found: _Note) -> _Note:
-    """Write `found` on x itself, so that it is gone with x: a table of ours would keep a graph alive."""
+    """Attach `found` to x itself, so that it is freed with x: a global table would keep a graph alive."""
     notes = getattr(x, _NOTES, None)
     if notes is None:
         notes = {}
@@ -30,6 +30,6 @@ def note(x: Tensor, found: _Note) -> _Note:
 
 
 def noted(x: Tensor, kind: type[_Note]) -> _Note | None:
-    """The note of that kind on x, where x was not changed since."""
+    """The note of that kind on x, if x has not been modified since."""
     found = getattr(x, _NOTES, {}).get(kind)
     return found[0] if found is not None and found[1] == version_of(x) else None

@@ -1,7 +1,7 @@
 """The products of a linear with LoRA: `y = x W^T + b + s (x A^T) B^T` with W frozen, of one adapter or of several.
 
-Owns: forward and backward in one autograd function, each adapter on rows of its own. Does not own: whose the rows are
-(`layers.tokens`), the module that holds the matrices (`layers.linear`).
+Owns: forward and backward in one autograd function, each adapter on its own rows. Does not own: which rows are which
+adapter's (`layers.tokens`), the module that holds the matrices (`layers.linear`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshlora.layers.quantized import Packed, unpacked
 from meshlora.layers.shared_input import InputGradient
 from meshlora.layers.tokens import Segment, are_alike
 
-# Up to so many tokens a product on CPUs is faster with the tokens as its columns: by a fifth at 32, equal at 64, slower
+# Up to this many tokens a product on CPUs is faster with tokens as columns: by a fifth at 32, equal at 64, slower
 # beyond (MKL, float32, 1,024 x 1,408). bfloat16 has other kernels.
 _FEW_TOKENS = 32
 
@@ -37,20 +37,20 @@ class LoraLinearFunction(Function):
         dA = dz^T D(x)         `[r, in]`
         dB = g^T z             `[out, r]`
         dx = D(dz A) + g W     `[T, in]`
-    The small product comes first and the large one is added to it, which costs the large one next to nothing; the
-    other way round is one more pass over y and dx.
-    Segments that are alike (`layers.tokens.are_alike`) are one batched product. It is not the product of all rows
-    with all factors, from which what belongs together is taken: an infinity in one adapter's rows would reach the
-    others' gradients. The factors of a segment without rows get zeros: other ranks have its rows.
-    W and b are frozen: no gradient is computed for them, and x is saved for dA alone; of a product of two tensors that
-    are kept anyway (`layers.gate_recompute`) these are saved in its place. A packed W is unpacked in either direction,
-    once for all segments, and what is kept of it is the packed one. The mask of D is computed once more in the
-    backward. Where x is shared with other linears, all of them add to one dx and return none (`layers.shared_input`):
-    they are called with x detached, and the token of what is shared.
-    rides: z came with x (`layers.early_a`), in the place of A, of one adapter; its gradient is g B, and nothing of x is
-    kept.
-    The factors may be of higher precision than x (fp32 beside bf16): they are rounded on use, their gradients are not
-    kept in the lower precision.
+    The small product comes first and the large one accumulates into it at almost no extra cost; the other order takes
+    one more pass over y and dx.
+    Segments that are alike (`layers.tokens.are_alike`) run as one batched product, not as a masked product of all rows
+    with all factors: there an infinity in one adapter's rows would reach the others' gradients. The factors of a
+    segment without rows get zeros: other ranks have its rows.
+    W and b are frozen: no gradient is computed for them, and x is saved for dA alone; if x is a product of two tensors
+    that are saved anyway (`layers.gate_recompute`), these are saved instead. A packed W is unpacked in each direction,
+    once for all segments, and only the packed one is saved. The mask of D is recomputed in the backward. Linears that
+    share x all add to one dx and return none (`layers.shared_input`): they are called with x detached, and with the
+    token of the shared input.
+    rides: z was gathered with x (`layers.early_a`) and replaces A, of one adapter; its gradient is g B, and nothing of
+    x is saved.
+    The factors may have higher precision than x (fp32 with bf16): they are rounded on use, and their gradients are
+    returned in the higher precision.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ class LoraLinearFunction(Function):
 
 @dataclass(frozen=True)
 class _Group:
-    """Segments whose products are one: a single one, with tensors `[t, ...]`, or K that are alike, `[K, t, ...]`."""
+    """Segments computed as one product: a single one, with tensors `[t, ...]`, or K that are alike, `[K, t, ...]`."""
 
     segments: Sequence[Segment]
 
@@ -133,12 +133,12 @@ class _Group:
         return own if len(self.segments) == 1 else own.unflatten(0, (len(self.segments), -1))
 
     def seen(self, x: Tensor) -> Tensor:
-        """Its rows of x as A sees them."""
+        """Its rows of x after dropout."""
         mask = self.segments[0].dropout
         return self.rows(x) if mask is None else mask.drop(self.rows(x))
 
     def scale(self, like: Tensor) -> Any:
-        """What z is multiplied by."""
+        """The factor s of z."""
         if len(self.segments) == 1:
             return self.segments[0].scale
         scales = torch.tensor([segment.scale for segment in self.segments], dtype=like.dtype)
@@ -210,9 +210,9 @@ def _sum_of_products(
 
 
 def _input(ctx: Any, saved: list[Tensor]) -> Tensor:
-    """x `[T, in]` of the forward, from what was saved in its place."""
+    """x `[T, in]` of the forward, from the tensors saved for it."""
     if ctx.activation is None:
         return saved[0]
     gate, up = saved
-    # A product's own gradient follows, and needs the activation too.
+    # The product's own backward follows, and needs the activation too.
     return (ctx.activation.of(gate, keep=True) * up).reshape(-1, up.shape[-1])

@@ -1,10 +1,10 @@
-"""Frozen matrices in few bits: packed in memory, and whole again for as long as one product takes.
+"""Quantised frozen matrices: packed in memory, and unpacked for the duration of one product.
 
-Owns: packing a rank's part of a matrix, what autograd keeps of it, the product without an adapter, and the view of
-plain weights. Does not own: which matrices these are and where their blocks may be cut (`plan.quantization`); the
-arithmetic of quantising, which is that of bitsandbytes, on CPUs as on GPUs.
+Owns: packing a rank's part of a matrix, what autograd saves of it, the product without an adapter, and the view as
+plain weights. Does not own: which matrices are quantised and where their blocks may be split (`plan.quantization`); the
+arithmetic of quantisation, which is bitsandbytes', on CPUs as on GPUs.
 
-A backward needs the matrix once more: it is unpacked again there, never kept.
+The backward unpacks the matrix again; the unpacked one is never saved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_library(kind: str | None) -> None:
 
 
 def _functional() -> Any:
-    """bitsandbytes' functions. Imported where they are needed: it takes seconds."""
+    """bitsandbytes' functions. Imported on use: it takes seconds."""
     import bitsandbytes.functional
 
     return bitsandbytes.functional
@@ -44,11 +44,11 @@ def _functional() -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix `[out, in]` in few bits.
+    """A quantised matrix `[out, in]`.
 
     Attributes:
-        codes: uint8 `[out, in]`, of 4 bits `[out, in/2]`. absmax: float32 `[out, in/64]`, the scale of each block.
-        kind: of `plan.quantization.KINDS`. dtype: of the matrix that was packed.
+        codes: uint8 `[out, in]`, with 4 bits `[out, in/2]`. absmax: float32 `[out, in/64]`, the scale of each block.
+        kind: one of `plan.quantization.KINDS`. dtype: that of the original matrix.
     """
 
     codes: Tensor
@@ -58,9 +58,9 @@ class Packed:
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """`[out, in]`: in float32 what the library makes of it, then rounded to `dtype`.
+        """`[out, in]`: unpacked to float32 by the library, then rounded to `dtype`.
 
-        Of 4 bits, on CPUs, the library rounds by itself, in the same pass.
+        With 4 bits on CPUs the library itself rounds, in the same pass.
         """
         library, shape = _functional(), torch.Size((len(self.absmax), self.absmax.shape[1] * BLOCK))
         absmax = self.absmax.reshape(-1)
@@ -78,13 +78,13 @@ class Packed:
 
 
 def unpacked(weight: Tensor | Packed) -> Tensor:
-    """`[out, in]`, whatever it is held as."""
+    """`[out, in]`, packed or not."""
     return weight.whole() if isinstance(weight, Packed) else weight
 
 
 @torch.no_grad()
 def pack(weight: Tensor, kind: str) -> Packed:
-    """`[out, in]` in few bits; 64 must divide `in`. The numbers of a block depend on its own alone."""
+    """Quantise `[out, in]`; 64 must divide `in`. The codes of a block depend on its own elements alone."""
     rows = len(weight)
     assert weight.shape[1] % BLOCK == 0, tuple(weight.shape)
     library, exact = _functional(), weight.float().contiguous()
@@ -102,7 +102,7 @@ def _levels(device: torch.device) -> Tensor:
 
 @functools.cache
 def levels_of_int8() -> tuple[float, ...]:
-    """The 256 of them, float32, as the library computes them: on a device that has content."""
+    """The 256 levels, float32, as the library computes them: not under the meta device."""
     return tuple(_functional().create_linear_map(signed=True, total_bits=8).tolist())
 
 
@@ -129,7 +129,7 @@ def frozen_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Te
 
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[None]:
-    """Inside the block every packed matrix is a plain one, for those who look at weights."""
+    """Inside the block every packed matrix is a plain one, for code that reads weights."""
     packed = [(m, m.weight, m.frozen_weight) for m in model.modules() if isinstance(getattr(m, "quantized", None), str)]
     for module, _, frozen in packed:
         assert isinstance(frozen, Packed)

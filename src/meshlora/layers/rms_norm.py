@@ -1,11 +1,11 @@
-"""RMS norms with a frozen weight: the same forward, and a backward of their own that passes over the tokens less often.
+"""RMS norms with a frozen weight: the same forward, and a backward with fewer passes over the tokens.
 
-Owns: finding the norms whose code is Llama's, their gradient, and what they keep; the hook behind norms over a width
-that is split over tp. Does not own: which those are (`plan.families.explicit`); norms of another kind, which stay the
+Owns: finding the norms whose code is Llama's, their gradient, and what they save; the hook on norms over a width that
+is split over tp. Does not own: which norms those are (`plan.families.explicit`); norms of another kind, which stay the
 model's own.
 
-transformers writes it as six operations. Their backward is twelve passes over `[T, H]`, and beside a bfloat16 model
-they keep the input in float32. Written out it is five passes, and the input is kept as it came.
+transformers writes it as six operations. Their backward takes twelve passes over `[T, H]`, and in a bfloat16 model they
+save the input in float32. Written out it takes five passes, and the input is saved in its own dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import is_lifted
 from meshlora.plan.layout import Layout
 
-# `_digest` of what the formula below was written for: `LlamaRMSNorm.forward` of transformers 5.23.
+# `_digest` of the code behind the formula below: `LlamaRMSNorm.forward` of transformers 5.23.
 _LLAMAS = "0dcf5f011ba2ed45"
 
 
@@ -61,7 +61,7 @@ class RmsNormFunction(Function):
 
 
 def own_gradients_of_norms(model: nn.Module) -> None:
-    """Give every norm of `model` whose code is the one above the backward above."""
+    """Give the backward above to every norm of `model` whose code is known."""
     for module in model.modules():
         if is_known(type(module)):
             module.forward = MethodType(_forward, module)
@@ -70,8 +70,8 @@ def own_gradients_of_norms(model: nn.Module) -> None:
 def is_known(kind: type[nn.Module]) -> bool:
     """Whether a module of `kind` computes, statement by statement, what the formula above was written for.
 
-    transformers copies this code into each of its families, under names of their own, and may change it there or
-    everywhere: what is compared with is kept here, not what is installed.
+    transformers copies this code into each of its families, under different names, and may change it there or
+    everywhere: the comparison is with a digest kept here, not with the installed code.
     """
     code = getattr(kind.forward, "__code__", None)
     return isinstance(code, CodeType) and _digest(code) == _LLAMAS
@@ -79,7 +79,7 @@ def is_known(kind: type[nn.Module]) -> bool:
 
 @functools.cache
 def _digest(code: CodeType) -> str:
-    """Of the statements that `code` was made from and the names of its arguments; "" where these cannot be read."""
+    """Digest of the source statements of `code` and the names of its arguments; "" if these cannot be read."""
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
     except (OSError, SyntaxError, ValueError):
@@ -98,10 +98,10 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def widen_norm(module: nn.Module, layout: Layout, tp: Axis, *, name: str) -> None:
-    """Make an RMS norm of the local width normalise by the whole one. One sum of `[T, 1]` a direction.
+    """Make an RMS norm of the local width normalise over the whole one. One sum of `[T, 1]` per direction.
 
-    The model's own forward normalises by its local mean m_i; y_i sqrt(m_i + eps) / sqrt(m + eps) is what the whole norm
-    gives, with the mean m over the whole width. Whatever else the norm does (its weight, its casts) is done as before.
+    The model's own forward normalises by its local mean m_i; y_i sqrt(m_i + eps) / sqrt(m + eps) is the result of the
+    whole norm, with the mean m over the whole width. The rest of the norm (its weight, its casts) is unchanged.
 
     Raises:
         UnsupportedError: it is not an RMS norm whose epsilon is known.
@@ -109,7 +109,7 @@ def widen_norm(module: nn.Module, layout: Layout, tp: Axis, *, name: str) -> Non
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float):
         raise UnsupportedError(f"{name}: {type(module).__name__}", "only RMS norms can be split over their width")
-    (copies,) = layout.copies(tp.size)  # a width of key/value heads that several ranks hold counts once
+    (copies,) = layout.copies(tp.size)  # key/value heads held by several ranks count once
 
     def hook(_: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         x = args[0].to(torch.float32)

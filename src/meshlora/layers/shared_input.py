@@ -1,10 +1,10 @@
-"""One input of several linears (q, k, v; gate, up): its gradient is added up in one tensor, in place.
+"""One input of several linears (q, k, v; gate, up): its gradient is accumulated in one tensor, in place.
 
-Owns: `share`, which gives neighbours that are called with the same tensor one node of the graph in common, and the
-tensor in which they add up what flows back. Does not own: the linears that do so (`layers.linear`).
+Owns: `share`, which gives linears that are called with the same tensor a common node in the graph, and the tensor in
+which they accumulate its gradient. Does not own: these linears (`layers.linear`).
 
-Without it each linear makes a gradient `[T, in]` of its own and autograd adds them: a write, two reads and a write
-more for each neighbour.
+Without it each linear allocates its own gradient `[T, in]` and autograd adds them: a write, two reads and a write more
+for each further linear.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from meshlora.layers.notes import note, noted
 
 
 class InputGradient:
-    """The gradient of one input, as far as linears have added to it in the backward that runs."""
+    """The gradient of one input, as accumulated so far by linears in the running backward."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._backward = -1
 
     def hold(self, total: Tensor) -> None:
-        """`total` `[T, in]` is what linears have added: what `so_far` gave, changed in place, or the first term."""
+        """Keep the sum `total` `[T, in]`: that of `so_far`, updated in place, or the first term."""
         self._sum = total
 
     def so_far(self) -> Tensor | None:
-        """What was added in the backward that runs, and not in one that stopped before it came to the input. Whoever
-        asks goes on with `hold`."""
+        """The sum of the running backward, ignoring one that was aborted before it reached the input. The caller must
+        call `hold` next."""
         is_other, self._backward = self._backward != running_backward(), running_backward()
         return None if is_other else self._sum
 
     def take(self) -> Tensor | None:
-        """The sum `[T, in]` of the backward that runs, once."""
+        """The sum `[T, in]` of the running backward; cleared by the call."""
         found = self._sum if self._backward == running_backward() else None
         self._sum = None
         return found
 
 
 class _Share(Function):
-    """forward: nothing, but a place in the graph behind x; backward: what linears have added up for x."""
+    """forward: an empty tensor, as a node of the graph after x; backward: the gradient accumulated for x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: InputGradient) -> Tensor:
         ctx.gradient, ctx.shape = gradient, x.shape
         ctx.set_materialize_grads(False)
-        # No view of x: that would keep x, and x what is noted on it, for ever.
+        # No view of x: that would keep x alive, and x its notes, for ever.
         return x.new_empty(0)
 
     @staticmethod
@@ -60,10 +60,10 @@ class _Share(Function):
 
 
 class SharedInput(NamedTuple):
-    """What is noted on an input.
+    """The note on a shared input.
 
-    gradient: where linears add what flows back. token: `[0]`, for them to be called with beside the input itself,
-    detached: that they are done is what the input's gradient waits for.
+    gradient: where linears accumulate its gradient. token: `[0]`, passed to each linear with the detached input: by it
+    the input's gradient waits for all of them.
     """
 
     gradient: InputGradient
@@ -71,9 +71,9 @@ class SharedInput(NamedTuple):
 
 
 def share(x: Tensor) -> SharedInput | None:
-    """What neighbours have in common that come with the very same tensor, unchanged.
+    """The note shared by all linears that are called with this very tensor, unchanged.
 
-    None where there is nothing to share: without a graph, or of a leaf, which its own node would keep alive for ever.
+    None if there is nothing to share: without a graph, or for a leaf, which its own node would keep alive for ever.
     """
     if not torch.is_grad_enabled() or x.grad_fn is None:
         return None

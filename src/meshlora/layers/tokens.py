@@ -1,12 +1,12 @@
-"""What the running forward is told of its tokens: whose they are, and which numbers they have.
+"""The tokens of the running forward: the adapter and the number of each.
 
-Owns: `Share`, the tokens of one adapter; `ForwardTokens`, which finds them again among the rows of a module's input;
-`Segment`, what a linear computes on some of its rows. Does not own: which rows of a batch are whose (`train.batches`),
-what is computed (`layers.linear`), the bits of masks (`meshlora.common.masks`).
+Owns: `Share`, the tokens of one adapter; `ForwardTokens`, which locates them among the rows of a module's input;
+`Segment`, a linear's product on some of its rows. Does not own: which rows of a batch are which adapter's
+(`train.batches`), the computation (`layers.linear`), mask bits (`meshlora.common.masks`).
 
-The tokens of one adapter are neighbours: a share is a range of the flat tokens `[B*S]` of the forward. The common case
+The tokens of one adapter are contiguous: a share is a range of the flat tokens `[B*S]` of the forward. The common case
 is one share of all tokens, those of the adapter in use. A module sees all tokens or, under sp between regions, its
-rank's slice of them, in which a share may be cut or have no token at all; which of the two, their number says.
+rank's slice of them, in which a share may be truncated or empty; the number of rows tells which.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from meshlora.common.masks import keep_mask, mask_key
 
 @dataclass(frozen=True)
 class Mask:
-    """The mask of dropout on some rows of one call of a module.
+    """The dropout mask of some rows in one call of a module.
 
     Attributes:
-        key: of `meshlora.common.masks.mask_key`. tokens: int64 `[T]`, the numbers of the rows. features: int64 `[H]`,
-        those
-            of the columns in the whole matrix. p: the share that is dropped.
+        key: from `meshlora.common.masks.mask_key`. tokens: int64 `[T]`, the numbers of the rows. features: int64 `[H]`,
+            those of the columns in the whole matrix. p: the dropout probability.
     """
 
     key: int
@@ -49,8 +48,8 @@ class Share:
     """The tokens of one adapter in the running forward.
 
     Attributes:
-        adapter: its name; None: whichever is in use. tokens: int64 `[T]`, their numbers in its own optimizer step.
-        seed, step: of its own run, for the masks of dropout.
+        adapter: its name; None: the one in use. tokens: int64 `[T]`, their numbers in the adapter's optimizer step.
+        seed, step: of the adapter's run, for dropout masks.
     """
 
     adapter: str | None
@@ -61,7 +60,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows `start:stop` of a module's input are those of `share` with the numbers `tokens`."""
+    """Rows `start:stop` of a module's input: the tokens of `share` with the numbers `tokens`."""
 
     share: Share
     start: int
@@ -71,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a linear does with the rows `start:stop` of its input: the product of one adapter, its scale, its mask."""
+    """The product of one adapter on rows `start:stop` of a linear's input: its scale, its mask."""
 
     start: int
     stop: int
@@ -80,9 +79,9 @@ class Segment:
 
 
 class ForwardTokens:
-    """What the running forward is told of its tokens; one for each model, shared by its layers.
+    """The tokens of the running forward; one object per model, shared by its layers.
 
-    sp: under it a rank's modules between regions see `tensor_split(tp)[rank]` of the flat tokens.
+    sp: whether modules between regions see `tensor_split(tp)[rank]` of the flat tokens.
     """
 
     def __init__(self, tp: Axis, *, sp: bool) -> None:
@@ -92,14 +91,14 @@ class ForwardTokens:
         self._is_base = False
 
     def at(self, seed: int, step: int, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Inside the block forwards and backwards are of optimizer step `step` and of `tokens`, int64 `[B, S]`."""
+        """Inside the block forwards and backwards belong to optimizer step `step` and `tokens`, int64 `[B, S]`."""
         return self.of([Share(None, tokens.flatten(), seed, step)], [None])
 
     @contextlib.contextmanager
     def of(self, shares: Sequence[Share], adapters: Sequence[str | None]) -> Iterator[None]:
-        """Inside the block forwards and backwards are of these shares, in this order along the flat tokens.
+        """Inside the block forwards and backwards belong to these shares, in this order along the flat tokens.
 
-        adapters: all that are trained, alike on all ranks: others may have tokens of some that have none here.
+        adapters: all trained ones, identical on all ranks: some may have tokens on other ranks only.
         """
         before, self._shares, self.adapters = (self._shares, self.adapters), tuple(shares), tuple(adapters)
         try:
@@ -118,14 +117,14 @@ class ForwardTokens:
 
     @property
     def names_adapters(self) -> bool:
-        """Whether shares say which of several adapters their tokens are for."""
+        """Whether shares assign their tokens to one of several adapters."""
         return len(self.adapters) > 1 and not self._is_base
 
     def parts(self, module: str, num_rows: int) -> list[Part]:
-        """Whose the `num_rows` rows are that `module` is called with; a share without any of them has an empty part.
+        """The `num_rows` input rows of `module`, by share; a share without any of them has an empty part.
 
         Raises:
-            UserError: nobody has said. UnsupportedError: they are no tokens.
+            UserError: no shares are set. UnsupportedError: the rows are not tokens.
         """
         if self._shares is None:
             raise UserError(
@@ -152,14 +151,14 @@ class ForwardTokens:
         return found
 
     def mask(self, module: str, p: float, part: Part, features: Tensor) -> Mask:
-        """That of `part` in `module`, whose columns are `features` of the whole matrix."""
+        """The mask of `part` in `module`, whose columns are `features` of the whole matrix."""
         return Mask(mask_key(part.share.seed, part.share.step, module), part.tokens, features, p)
 
 
 def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:
-    """Whether the products of all segments are of the same shape, of neighbouring rows, and without dropout.
+    """Whether the products of all segments have the same shape, contiguous rows and no dropout.
 
-    factors: the A and the B of each.
+    factors: A and B of each segment in turn.
     """
     first = segments[0]
     size = first.stop - first.start
@@ -172,5 +171,5 @@ def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:
 
 
 def owners(parts: Sequence[Part], names: Sequence[str | None]) -> Tensor:
-    """int64 `[num_rows]`: for each row the place of its adapter in `names`."""
+    """int64 `[num_rows]`: for each row the index of its adapter in `names`."""
     return torch.cat([torch.full((part.stop - part.start,), names.index(part.share.adapter)) for part in parts])

@@ -1,7 +1,7 @@
-"""Building the model of a configuration on the meta device, within bounds.
+"""Building the model of a configuration on the meta device, within limits.
 
-Owns: names and shapes without memory, ended where a configuration asks for more than its checkpoint can hold. Does not
-own: reading the configuration (`loading.load`), what follows from the model (`plan`).
+Owns: names and shapes without memory, aborted if a configuration asks for more than its checkpoint can hold. Does not
+own: reading the configuration (`loading.load`), what is derived from the model (`plan`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshlora.common.limits import OutOfTimeError, time_limit
 from meshlora.model.stored import num_stored
 
 _BUILD_S = 120
-# Each takes about a millisecond: of so many nobody asks; and what a configuration without a checkpoint may have.
+# Parameters allowed without a look at the checkpoint (each takes about a millisecond), and without any checkpoint.
 _UNASKED, _MOST = 2_000, 300_000
 
 
@@ -48,9 +48,9 @@ _CHECK = "are its numbers of layers and experts right?"
 
 @contextlib.contextmanager
 def _no_more_parameters_than_stored(config: PretrainedConfig) -> Iterator[None]:
-    """Ends a build within the block that registers far more parameters than there are tensors for.
+    """Abort a build in the block that registers far more parameters than there are stored tensors.
 
-    Every parameter is stored, some under two names; what transformers puts together on load makes them fewer.
+    Every parameter is stored, some under two names; merging on load makes them fewer.
     """
     num_parameters, most = 0, _UNASKED
 

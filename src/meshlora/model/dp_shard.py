@@ -1,13 +1,13 @@
 """The frozen base sharded over dp (`dp_shard`): each dp rank holds 1/dp of every decoder layer's matrices.
 
-Owns: handing decoder layers to torch's `fully_shard` (FSDP2; Zhao et al., 2023), what of them it gets, and the view of
-whole weights outside of a forward. Does not own: which parameters these are (`plan.rules`), reading them
+Owns: passing decoder layers to torch's `fully_shard` (FSDP2; Zhao et al., 2023), which of their parameters it gets, and
+access to whole weights outside a forward. Does not own: the rule for these parameters (`plan.rules`), reading them
 (`model.weights`).
 
-A decoder layer is one unit: gathered over dp before its forward, freed after it, gathered once more before its
-backward. Nothing is reduced: the base is frozen, and adapters are no part of a unit. What autograd saved of a weight in
-the forward is a view of memory that is freed in between and filled with the same numbers again before the layer's
-backward; a saved *copy* of a weight would defeat the purpose, so layers save the parameter itself.
+A decoder layer is one unit: gathered over dp before its forward, freed after it, gathered again before its backward.
+Nothing is reduced: the base is frozen, and adapters are not part of a unit. What autograd saves of a weight in the
+forward is a view of memory that is freed in between and refilled with the same values before the layer's backward; a
+saved *copy* of a weight would defeat the purpose, so layers save the parameter itself.
 
 Embedding, head, norms and biases stay whole on every dp rank.
 """
@@ -30,10 +30,10 @@ from meshlora.plan.rules import ModelPlan
 
 
 def check_units(model: nn.Module, plan: ModelPlan) -> None:
-    """Refuse what cannot be sharded layer by layer. `model` may be on the meta device, and is not split yet.
+    """Refuse a model that cannot be sharded layer by layer. It may be on the meta device, and is not split yet.
 
     Raises:
-        UnsupportedError: a layer shares a weight with what is outside of it.
+        UnsupportedError: a layer shares a weight with another part of the model.
     """
     if not plan.units:
         return
@@ -53,7 +53,7 @@ def check_units(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
-    """Refuse to train parameter `name` of the base where it is sharded.
+    """Refuse to train parameter `name` of the base if it is sharded.
 
     Raises:
         UnsupportedError: it is.
@@ -67,7 +67,7 @@ def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
 
 
 def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None:
-    """Let the decoder layer `unit`, whose weights are whole on every dp rank, keep this rank's part of them."""
+    """Shard the decoder layer `unit`, whose weights are whole on every dp rank so far, over dp."""
     layer = model.get_submodule(unit)
     kept = {
         parameter
@@ -78,15 +78,15 @@ def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None
     fully_shard(layer, mesh=mesh.data.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
     assert isinstance(layer, FSDPModule)
     layer.set_custom_all_gather(_Gather(mesh.data))  # type: ignore[arg-type]
-    # Before the hooks of the layer's borders, which may return views: the gather hangs on the tensor that the layer
-    # itself returns.
+    # FSDP's hooks come before those of the layer's borders, which may return views: its gather in the backward is tied
+    # to the tensor that the layer itself returns.
     hooks = forward_hooks(layer)
     for hook in before:
         hooks[hook] = hooks.pop(hook)
 
 
 def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
-    """Join the units to one schedule: in the backward each is gathered while the one after it computes."""
+    """Join the units in one schedule: in the backward each is gathered while the one after it computes."""
     if not plan.units:
         return
     stack = model.get_submodule(plan.units[0].rpartition(".")[0].rpartition(".")[0])
@@ -94,8 +94,8 @@ def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
     layers = [model.get_submodule(unit) for unit in plan.units]
     for index, layer in enumerate(layers):
         assert isinstance(layer, FSDPModule)
-        # The first names itself, which is there. Left to torch, it would take the last layer of an evaluation that
-        # came before the step, and gather it for nothing.
+        # The first names itself, which is gathered already. Left to torch, it would prefetch the last layer of an
+        # evaluation before the step, for nothing.
         before = layers[max(0, index - 1)]
         assert isinstance(before, FSDPModule)
         layer.set_modules_to_backward_prefetch([before])
@@ -103,7 +103,7 @@ def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """Inside the block the weights of the unit that module `name` is in, or of all units, are whole. Collective."""
+    """Inside the block the weights of the unit with module `name`, or of all units, are whole. Collective."""
     units = [
         module
         for path, module in model.named_modules()
@@ -119,7 +119,7 @@ def whole_weights(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 
 class _Gather:
-    """torch's all-gather of a unit, as one of ours: counted, and named where a rank does not arrive."""
+    """FSDP's all-gather of a unit by our collective: counted, and named if a rank does not arrive."""
 
     def __init__(self, data: Axis) -> None:
         self.data = data

@@ -32,7 +32,7 @@ def parallelize(
 ) -> None:
     """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
-    The base is frozen. What is not replaced stays the model's own.
+    The base is frozen. Everything else stays the model's own.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -40,7 +40,7 @@ def parallelize(
     for name, rule in plan.linears.items():
         if rule.split is Split.WHOLE and name not in targets and name != plan.head:
             continue
-        # The routers of some families are wider than the rest.
+        # The routers of some families have a wider dtype than the rest.
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
         _replace(model, _leaf(plan, rule, mesh.tp, dtype=weight.dtype))
@@ -77,10 +77,10 @@ def parallel_leaves(model: nn.Module) -> dict[str, ParallelLeaf]:
 
 
 def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLeaf:
-    """The parallel leaf `name`; one that is still the model's own is wrapped, weights shared.
+    """The parallel leaf `name`; a module that is still the model's own is wrapped and shares its weights.
 
     Raises:
-        UserError: it is the model's own, and sharded over dp.
+        UserError: it is still the model's own, and sharded over dp.
     """
     module = model.get_submodule(name)
     if isinstance(module, ParallelLeaf):

@@ -1,12 +1,12 @@
-"""Region borders: what happens to activations where they enter and leave a block.
+"""Region borders: the collectives on activations that enter or leave a block.
 
-Owns: the hooks on the model's own modules that cut the residual stream over the tokens (sp) and that make the input of
-a region whole, and what rides with it. Does not own: the output side of a split region, which is its row-parallel
-linear.
+Owns: the hooks on the model's own modules that split the residual stream over the tokens (sp) and that make the input
+of a region whole, together with the results of early A. Does not own: the output side of a split region, which is its
+row-parallel linear.
 
 Under sp the residual stream between regions is `[1, B*S/tp, H]`: a contiguous slice of the flattened tokens. Slicing
-the flattened tokens needs no transposes, and only B*S must divide by tp. A region sees `[B, S, H]` again, as the
-attention of transformers reads batch and sequence from the shape.
+the flattened tokens needs no transposes, and only B*S must be divisible by tp. A region sees `[B, S, H]` again, as
+transformers' attention reads batch and sequence from the shape.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from meshlora.plan.rules import ModelPlan, Region
 
 
 class TokenCut:
-    """How the tokens of the running forward are cut over tp: remembers `[B, S]` between cut and join."""
+    """The split of the running forward's tokens over tp; remembers `[B, S]` between `cut` and `whole`."""
 
     def __init__(self, tp: Axis) -> None:
         self.tp = tp
         self.batch_size = self.seq_len = 0
 
     def cut(self, x: Tensor) -> Tensor:
-        """`[B, S, H]`, alike on all ranks -> `[1, B*S/tp, H]`."""
+        """`[B, S, H]`, identical on all ranks -> `[1, B*S/tp, H]`."""
         self.batch_size, self.seq_len = x.shape[0], x.shape[1]
         tokens = self.batch_size * self.seq_len
         if tokens % self.tp.size:
@@ -49,7 +49,7 @@ class TokenCut:
     def whole(self, x: Tensor, *, terms: bool) -> Tensor:
         """`[1, B*S/tp, H]` -> `[B, S, H]`, or flat `[B*S/tp, H]` -> `[B*S, H]`.
 
-        terms: the gradient on each rank will be one term of a sum.
+        terms: whether the gradient on each rank is one term of a sum.
         """
         gather = gather_each_to_each if terms else gather_each_to_one
         whole = gather(x.reshape(-1, x.shape[-1]), self.tp)
@@ -57,7 +57,7 @@ class TokenCut:
 
 
 def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
-    """Put the borders of `plan` on `model`; where each rank runs whole layers there are none."""
+    """Install the borders of `plan` on `model`; there are none if each rank runs whole layers."""
     if plan.topology.is_whole:
         return
     tp, cut = mesh.tp, TokenCut(mesh.tp)
@@ -68,7 +68,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
         _cut_arguments(module, region, tp)
     layers = model.get_submodule(plan.layers)
     assert isinstance(layers, nn.ModuleList)
-    # What comes after the last layer is a region that the head leaves: there is no sum at its end, as logits stay
+    # Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits stay
     # split, but the gradient on each rank is that of its own part of the vocabulary.
     if plan.topology.sp:
         map_input(layers[0], "the first decoder layer", cut.cut)
@@ -96,9 +96,9 @@ def _install_region(
 
 
 def _entered(x: Tensor, cut: TokenCut, riders: Sequence[ParallelLinear]) -> Tensor:
-    """x `[1, B*S/tp, H]` -> `[B, S, H]`, and with it what rides along.
+    """x `[1, B*S/tp, H]` -> `[B, S, H]`, gathered with the results of early A.
 
-    Where no gradient goes back to x nothing does: to send a gradient of z alone would be another kind of message.
+    Without a gradient for x there is no early A: sending a gradient of z alone would be another kind of message.
     """
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     riding = [rider for leaf in riders if (rider := leaf.rider(x))] if needs_gradient else []
@@ -108,7 +108,7 @@ def _entered(x: Tensor, cut: TokenCut, riders: Sequence[ParallelLinear]) -> Tens
 
 
 def _tell_local_sizes(model: nn.Module, region: Region) -> None:
-    """Give the modules of a region the counts of heads, and widths, of this rank."""
+    """Set this rank's numbers of heads, and widths, on the modules of a region."""
     for path, values in region.local.items():
         module = model.get_submodule(path)
         for name, value in values.items():
@@ -120,7 +120,7 @@ def _tell_local_sizes(model: nn.Module, region: Region) -> None:
 
 
 def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
-    """Give a region the heads of this rank of arguments that have all of them."""
+    """Slice arguments that carry all heads down to this rank's heads."""
     if not region.sliced:
         return
     names = list(inspect.signature(module.forward).parameters)
@@ -131,7 +131,7 @@ def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
         dim, heads = region.sliced[name]
         if isinstance(dim, str):  # batch and heads in one dim
             return value.unflatten(0, (-1, heads)).tensor_split(tp.size, 1)[tp.rank].flatten(0, 1)
-        # Of a mask that is the same for all heads there is one.
+        # A mask that is the same for all heads has size 1 here.
         return value.tensor_split(tp.size, dim)[tp.rank] if value.shape[dim] == heads else value
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -144,7 +144,7 @@ def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
 def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, ...] = ()) -> None:
     """Apply `change` to the hidden states that `module` is called with.
 
-    passes: arguments that may carry a gradient besides, as they are only added to what the module returns.
+    passes: other arguments that may carry a gradient, as they are only added to the module's output.
     """
     names = list(inspect.signature(module.forward).parameters)
 

@@ -1,9 +1,9 @@
-"""What a checkpoint stores for each parameter of a model: one tensor, or many that are put together.
+"""The stored tensors of each parameter of a model: one, or several to be put together.
 
 Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, experts one by
-one) and where each lies in its parameter. Does not own: reading them (`model.weights`).
+one) and the place of each in its parameter. Does not own: reading them (`model.weights`).
 
-What transformers does on load is the truth: its renamings, and of its conversions those that concatenate tensors or
+transformers' own rules for loading decide: its renamings, and those of its conversions that concatenate tensors or
 stack the matrices of experts. Others are refused by name.
 """
 
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file. dtype: as safetensors writes it: F32, BF16, I8. value: of one that is in no file."""
+    """One tensor of a file. dtype: as safetensors writes it: F32, BF16, I8. value: set for a tensor in no file."""
 
     file: Path
     key: str
@@ -55,7 +55,7 @@ class StoredTensor:
 
 
 class Block(NamedTuple):
-    """A slice of one stored tensor and where it goes in what is read; in a stack that starts with one index."""
+    """A slice of one stored tensor and its place in the result; in a stack the place starts with an index."""
 
     tensor: StoredTensor
     parts: tuple[Part, ...]
@@ -64,12 +64,12 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """What is stored for one parameter.
+    """The stored tensors of one parameter.
 
     Attributes:
-        experts: the numbers of those whose matrices it stacks, ascending; empty: it is no stack.
-        rows: for each expert, or for the one parameter, the tensors that lie one after another along its first dim.
-        names: for messages, the key of each place in a row, with `*` for the number of the expert.
+        experts: the numbers of the experts whose matrices it stacks, ascending; empty if it is no stack.
+        rows: for each expert, or for the one parameter, the tensors to concatenate along its first dim.
+        names: for messages, the key of each position in a row, with `*` for the number of the expert.
     """
 
     rows: tuple[tuple[StoredTensor, ...], ...]
@@ -83,19 +83,19 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter."""
+        """The shape of the parameter."""
         first = self.rows[0]
         shape = (sum(t.shape[0] for t in first), *first[0].shape[1:]) if len(first) > 1 else first[0].shape
         return (len(self.experts), *shape) if self.experts else shape
 
     def shape_of(self, parts: Sequence[Part]) -> list[int]:
-        """Of the slices of the parameter along some dims."""
+        """The shape of the parameter sliced to `parts`."""
         return [_along(dim, size, parts)[-1][1].stop for dim, size in enumerate(self.shape)]
 
     def blocks(self, parts: Sequence[Part]) -> Iterator[Block]:
-        """The slices of the parameter along some dims, as slices of what is stored, tensor by tensor.
+        """The slices `parts` of the parameter, as slices of the stored tensors, one by one.
 
-        Several parts along one dim are put one after another.
+        Several parts along one dim are concatenated.
         """
         chosen = [_along(dim, size, parts) for dim, size in enumerate(self.shape)]
         stacked = 1 if self.experts else 0
@@ -118,7 +118,7 @@ class Stored:
                     yield Block(tensor, own, (*(p.start for p in place[:stacked]), *place[stacked:]))
 
     def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
-        """(What is wrong, the rule) where this is no parameter `name` of shape `needed`."""
+        """(What is wrong, the rule) if this does not fit parameter `name` of shape `needed`."""
         if not self.experts or len(needed) != len(self.shape):
             return None if self.shape == needed else (name, shape_mistake(self.shape, needed))
         number, width, *others = needed
@@ -134,7 +134,7 @@ class Stored:
 
 
 def _along(dim: int, size: int, parts: Sequence[Part]) -> list[tuple[tuple[int, int], slice]]:
-    """(What is wanted along a dim, where it goes)."""
+    """[(range wanted along a dim, its place in the result)]."""
     found, offset = [], 0
     for part in [p for p in parts if p.dim == dim] or [Part(dim, 0, size)]:
         found.append(((part.start, part.stop), slice(offset, offset + part.stop - part.start)))
@@ -145,7 +145,7 @@ def _along(dim: int, size: int, parts: Sequence[Part]) -> list[tuple[tuple[int, 
 def _overlaps(
     chosen: list[tuple[tuple[int, int], slice]], bound: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], slice]]:
-    """What of the chosen lies within `bound`: (counted from its start, where it goes)."""
+    """The parts of the chosen ranges within `bound`: (range from its start, place in the result)."""
     for (start, stop), place in chosen:
         low, high = max(start, bound[0]), min(stop, bound[1])
         if low < high or (start == stop and bound[0] <= start <= bound[1]):
@@ -156,7 +156,7 @@ def _overlaps(
 
 
 def shape_mistake(given: tuple[int, ...], needed: tuple[int, ...]) -> str:
-    """For messages."""
+    """The words for a wrong shape."""
     return f"its shape is {list(given)}, config.json says {list(needed)}"
 
 
@@ -164,7 +164,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
     Raises:
-        UserError: none there, an index that names a missing file, or pickled weights only.
+        UserError: none found, an index that names a missing file, or pickled weights only.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -192,7 +192,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def num_stored(folder: Path) -> int:
-    """How many tensors a checkpoint holds; 0 where there is none that can be read."""
+    """The number of tensors in a checkpoint; 0 if none can be read."""
     try:
         return sum(1 for _ in _stored_tensors(folder))
     except UserError:
@@ -208,10 +208,10 @@ def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 
 class _Found(NamedTuple):
-    """A tensor as transformers would take it.
+    """A tensor as transformers would load it.
 
     Attributes:
-        pattern: of the conversion, its place among those that are put together. number: for a `*` in it.
+        pattern: the index of its pattern in the conversion. number: the match of a `*` in the pattern.
         is_stacked: whether the number is that of an expert.
     """
 
@@ -222,11 +222,11 @@ class _Found(NamedTuple):
 
 
 def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
-    """Name in `model` (not split, meta device) -> what is stored for it; and other tensors, for which it has no place.
+    """Name in `model` (not split, meta device) -> its stored tensors; and the tensors without a place in the model.
 
     Raises:
         UserError: two tensors for one place, an expert without one of its matrices.
-        UnsupportedError: a conversion that is not known.
+        UnsupportedError: an unknown conversion.
     """
     from transformers import conversion_mapping, core_model_loading
 
@@ -239,7 +239,7 @@ def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
     for tensor in _stored_tensors(folder):
         name, pattern = rename(tensor.key, renamings, converters, prefix, names)
         if name not in names and tensor.key in names:
-            # It has today's name already.
+            # It has the current name already.
             name, pattern = rename(tensor.key, [], [], prefix, names)
         place = _Found(tensor)
         if pattern is not None:
@@ -252,13 +252,13 @@ def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
     for name, places in found.items():
         if name in names:
             stored[name] = _together(places)
-        else:  # nobody puts these together
+        else:  # no parameter takes these
             stored |= {p.tensor.key if len(places) > 1 else name: Stored(((p.tensor,),)) for p in places}
     return stored
 
 
 def _check_operations(key: str, operations: Sequence[Any]) -> bool:
-    """Whether a conversion stacks experts; one that does something else than that and concatenating is refused."""
+    """Whether a conversion stacks experts; anything but stacking and concatenating is refused."""
     kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
     if kinds == [("Concatenate", 0)]:
         return False
@@ -268,7 +268,7 @@ def _check_operations(key: str, operations: Sequence[Any]) -> bool:
 
 
 def _number(key: str, pattern: str) -> int | None:
-    """What stands for the `*` in a pattern of transformers."""
+    """The match of the `*` in a pattern of transformers."""
     match = re.search(pattern.replace("*.", r"(\d+)\."), key) if "*." in pattern else None
     return int(match[1]) if match else None
 

@@ -1,7 +1,7 @@
 """Writing a safetensors file one tensor at a time, and reading it back.
 
-Owns: the bytes of the format (8 bytes of header length, a JSON header, the data) and what was meant to be in them.
-`safetensors.torch.save_file` wants all tensors of a file in memory at once; here the peak is one.
+Owns: the bytes of the format (8 bytes of header length, a JSON header, the data) and the check against those intended.
+`safetensors.torch.save_file` needs all tensors of a file in memory at once; here the peak is one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_stream(
     path: Path, entries: Sequence[Entry], read: Callable[[Entry], Tensor], metadata: Mapping[str, str]
 ) -> dict[str, str]:
-    """Write `entries`, each read when its turn comes; returns key -> SHA-256 of the bytes that were meant."""
+    """Write `entries`, each read when its turn comes; returns key -> SHA-256 of the intended bytes."""
     # Widest types first, as safetensors does: every tensor is then aligned.
     ordered = sorted(entries, key=lambda e: (-_NUM_BYTES[e.dtype], e.key))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -73,7 +73,7 @@ def write_stream(
 
 
 def check_stream(path: Path, entries: Sequence[Entry], meant: Mapping[str, str]) -> None:
-    """Open `path` as any reader would; every tensor is there and holds the bytes that were meant.
+    """Read `path` back as any reader would; every tensor must be there and hold the intended bytes.
 
     Raises:
         MeshloraError: the file is not what was written.
@@ -83,7 +83,7 @@ def check_stream(path: Path, entries: Sequence[Entry], meant: Mapping[str, str])
     if keys != {entry.key for entry in entries}:
         raise MeshloraError(f"{path.name}: read back, its tensors are not those that were written")
     for entry in entries:
-        with open_safetensors(path) as file:  # a map of its own, so that at most one tensor is in memory
+        with open_safetensors(path) as file:  # a new map for each, so that at most one tensor is in memory
             tensor = file.get_tensor(entry.key).clone()
         same = tuple(tensor.shape) == entry.shape and hashlib.sha256(_bytes(tensor)).hexdigest() == meant[entry.key]
         if not same:

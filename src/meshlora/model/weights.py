@@ -1,11 +1,11 @@
 """Base weights: each rank reads only its own slices of a checkpoint.
 
-Owns: reading slices of a Hugging Face checkpoint, checking that it is one of the model, and filling a parallel model.
+Owns: reading slices of a Hugging Face checkpoint, checking that it fits the model, and filling a parallel model.
 Does not own: finding its tensors (`model.stored`), how a weight is split (`plan`), adapters (`adapter`).
 
 Peak host memory of a rank: its shard, packed where it is quantised, plus one tensor; under dp_shard plus one decoder
 layer. A safetensors file is a memory map whose touched pages count as ours while it is open, so each tensor is read
-through a map of its own.
+through a new map.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _ROWS_AT_ONCE = 4096
 
 
 class Source:
-    """Where full tensors come from, a slice at a time.
+    """A source of full tensors, read slice by slice.
 
     Attributes:
-        stored: name in the model (not split) -> what is stored for it.
+        stored: name in the model (not split) -> its stored tensors.
     """
 
     def __init__(self, stored: dict[str, Stored], description: str) -> None:
         self.stored, self._description = stored, description
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of the whole tensor; None where it is absent."""
+        """Shape of the whole tensor; None if it is absent."""
         return self.stored[name].shape if name in self.stored else None
 
     def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
-        """(What is wrong, the rule) where a tensor that is there is none of shape `needed`."""
+        """(What is wrong, the rule) if the stored tensor does not have shape `needed`."""
         return self.stored[name].mistake(name, needed)
 
     def integers(self, name: str) -> str | None:
-        """What of it holds the integers of a quantised weight, rather than floating-point numbers; None: nothing."""
+        """A stored tensor of `name` that holds integers, as quantised weights do; None if there is none."""
         stored = self.stored[name]
         found = next((t for t in stored.tensors if not t.dtype.startswith(("F", "BF"))), None)
         return None if found is None else found.key if stored.experts else name
 
     def read(self, name: str, *parts: Part) -> Tensor:
-        """The tensor, of some dims only these parts, one after another; in memory of its own or to be copied."""
+        """The slices `parts` of the tensor, concatenated along each dim. It may be a view: copy it."""
         stored = self.stored[name]
         blocks = list(stored.blocks(parts))
         if len(blocks) == 1 and not stored.experts:
@@ -77,7 +77,7 @@ class Source:
         return whole
 
     def unused(self, wanted: set[str]) -> list[str]:
-        """Names that the source has and nobody wants."""
+        """Names in the source that are not in `wanted`."""
         return sorted(self.stored.keys() - wanted)
 
     def describe(self) -> str:
@@ -86,7 +86,7 @@ class Source:
 
 
 class StateDictSource(Source):
-    """Tensors that are in memory already: a model with random weights."""
+    """Tensors already in memory: a model with random weights."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         stored = {name: Stored(((StoredTensor.in_memory(name, tensor),),)) for name, tensor in tensors.items()}
@@ -119,12 +119,12 @@ def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a rank's tensor lies in the stored one.
+    """How a rank's tensor maps to the stored one.
 
     Attributes:
-        shape: of the stored one. is_transposed: whether the stored one is, and we hold it the other way round.
-        dim: that is split over tp (None: none), as we hold it. layout: of that dim.
-        num_experts: of a stack of matrices of experts: dim 0 is split over ep, and `dim` over etp, not tp.
+        shape: of the stored one. is_transposed: whether the stored one is the transpose of ours.
+        dim: our dim that is split over tp (None: none). layout: of that dim.
+        num_experts: for a stack of experts' matrices: dim 0 is split over ep, and `dim` over etp, not tp.
     """
 
     shape: tuple[int, ...]
@@ -138,16 +138,16 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
     """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
 
     Raises:
-        UserError: what `check_checkpoint` refuses; on the ranks that read it, a value that is not finite.
+        UserError: as `check_checkpoint`; a value that is not finite, on the ranks that read it.
     """
     aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused)
-    # Buffers first: a module's own rule also draws its parameters, which on the meta device does nothing.
+    # Buffers first: a module's own initialization also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, source, mesh)
     made: dict[int, nn.Parameter] = {}
     unit: str | None = None
     for path, module in [*model.named_modules(), ("", None)]:
         if unit is not None and not path.startswith(f"{unit}."):
-            made.clear()  # nothing of a unit is anywhere else, and what it was cut from is to be freed
+            made.clear()  # a unit shares no parameter with others, and its whole weights must be freed
             shard_unit(model, unit, plan, mesh)
             unit = None
         if module is None:
@@ -172,7 +172,7 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
 
 
 def _check_finite(value: Tensor, name: str, source: Source) -> None:
-    # A fifth of what the copy into memory takes; isfinite takes five times that copy.
+    # A fifth of the time of the copy into memory; isfinite takes five times that copy.
     if value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
         raise UserError(
             f"{source.describe()}: {name}",
@@ -182,7 +182,7 @@ def _check_finite(value: Tensor, name: str, source: Source) -> None:
 
 
 def _base_name(path: str, module: nn.Module, leaf: str) -> str:
-    """The name of a parameter in the model before it was split: in it, projections of experts are no modules."""
+    """The name of a parameter in the model before the split, in which projections of experts are not modules."""
     if isinstance(module, ParallelExpertLinear):
         return path if leaf == "weight" else f"{path}_{leaf}"
     return f"{path}.{leaf}" if path else leaf
@@ -198,7 +198,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
-    """Names of what transformers keeps in float32 in a half-precision model (its `dtype_plan`): biases of routers."""
+    """Names of tensors that transformers keeps in float32 in a half-precision model (`dtype_plan`): router biases."""
     globs = compat.kept_in_float32(model, dtype)
     if not globs:
         return set()
@@ -209,9 +209,9 @@ def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
 def check_checkpoint(
     model: nn.Module, source: Source, *, plan: ModelPlan | None = None, allow_unused: bool = False
 ) -> dict[str, list[str]]:
-    """Every weight of `model` is in `source` and every one of `source` has a place; returns the names of tied weights.
+    """Check that `source` has every weight of `model`, and no other; returns the names of tied weights.
 
-    plan: of a model that is split already.
+    plan: for a model that is split already.
 
     Raises:
         UserError: weights are missing, of another shape or not used by the model. UnsupportedError: they are integers.
@@ -257,7 +257,7 @@ def _stored_name(name: str, source: Source, aliases: dict[str, list[str]]) -> st
 
 
 def check_tied(names: Sequence[str], source: Source) -> None:
-    """Where a checkpoint stores a tied weight twice, both are the same; transformers would not tie them otherwise."""
+    """Check that a tied weight that is stored twice has the same values; transformers would not tie them otherwise."""
     first, *others = [name for name in names if source.shape(name) is not None]
     for name in others:
         shape = source.shape(first)
@@ -275,7 +275,7 @@ def check_tied(names: Sequence[str], source: Source) -> None:
 
 
 def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
-    """Where the base parameter `name` lies in what is stored."""
+    """The placement of the base parameter `name` in the stored tensor."""
     if isinstance(module, ParallelExpertLinear):
         return _placement_of_experts(module.rule, is_bias=parameter.ndim == 2)
     if isinstance(module, ParallelLinear):
@@ -310,7 +310,7 @@ def _placement_of_experts(rule: ExpertRule, *, is_bias: bool) -> Placement:
 
 
 def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
-    """This rank's part of the stored tensor `name`, as we hold it: its runs one after another, then padding."""
+    """This rank's part of the stored tensor `name`, as we hold it: its runs concatenated, then padding."""
     parts: list[Part] = []
     axis = mesh.tp
     if where.num_experts:
@@ -329,7 +329,7 @@ def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tens
 
 
 def _parts(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
-    """What a rank holds along `dim`; pieces that lie side by side, as interleaved gate and up do, are one part."""
+    """The slices of a rank along `dim`; adjacent runs, as of interleaved gate and up, are one part."""
     parts: list[Part] = []
     for run in layout.runs(rank=rank, size=size):
         if parts and parts[-1].stop == run.start:
@@ -340,7 +340,7 @@ def _parts(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
 
 
 def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
-    """Stored buffers are read; the others (rotary frequencies, scales) are computed by the model's own rule."""
+    """Read stored buffers; the others (rotary frequencies, scales) are computed by the model's own initialization."""
     for path, module in model.named_modules():
         computed = False
         for leaf, old in list(module.named_buffers(recurse=False)):
@@ -348,7 +348,7 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
             if compat.is_persistent(module, leaf) and source.shape(name) is not None:
                 setattr(module, leaf, source.read(name).to(device=mesh.device, dtype=old.dtype))
             elif old.is_meta:
-                # Not finite until the model's own rule has written it: a buffer that it forgets is found below.
+                # NaN until the model's own initialization writes it: a buffer that it forgets is found below.
                 poison = float("nan") if old.is_floating_point() else 0
                 setattr(module, leaf, torch.full_like(old, poison, device=mesh.device))
                 computed = True

@@ -1,12 +1,12 @@
-"""Wrappers that would split, copy or average a model which the ranks have divided among themselves already.
+"""Refusal of wrappers that would shard, replicate or average a model that is already sharded over the ranks.
 
-Owns: which wrappers of other libraries are refused, and noticing one before it communicates. Does not own: what else is
-refused on a model (`loading.guards`).
+Owns: which wrappers of other libraries are refused, and detecting one before it communicates. Does not own: other
+refusals on a model (`loading.guards`).
 
 `DistributedDataParallel(model)` broadcasts rank 0's part of every weight over the parts of the others, and ends without
-an error. No wrapper asks a model for permission. But each walks through its modules before anything else, and a walk
-asks every module for those below it. So the model and its layers answer that question themselves, and look at who asks.
-That also finds a model inside another module, and a layer that is wrapped alone.
+an error. Wrappers do not ask a model for permission, but each first walks its modules, through `named_modules` of every
+module. So the model and its layers override that method and look at the caller. This also covers a model inside another
+module, and a layer that is wrapped alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshlora.common.compat import COMPOSED
 from meshlora.common.errors import UserError
 from meshlora.plan.topology import Topology
 
-# (module, function) of the code that wraps -> what the user called.
+# (module, function) of the wrapping code -> what the user called.
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): "torch.nn.parallel.DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "DataParallel.forward"): "torch.nn.DataParallel",
@@ -34,28 +34,28 @@ _WRAPPERS = {
     ("transformers.trainer", "Trainer.__init__"): "transformers.Trainer",
     ("deepspeed", "initialize"): "deepspeed.initialize",
 }
-# Of torch's that run in `COMPOSED`: there they are seen before they open a mesh.
+# torch's wrappers that run in `COMPOSED`, where they are detected before they open a mesh.
 _COMPOSABLE = {"fully_shard", "replicate"}
 
 
 def refuse_wrappers(model: Any, topology: Topology) -> None:
-    """Let `model` and its layers refuse to be wrapped. On one rank nothing is divided, and every wrapper is welcome."""
+    """Make `model` and its layers refuse to be wrapped. On one rank nothing is sharded, and all are allowed."""
     if topology.world == 1:
         return
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
     for module in (model, *layers):
         object.__setattr__(module, "named_modules", functools.partial(_named_modules, module, topology))
-    model.register_forward_pre_hook(lambda *_: _check_caller(topology))  # DataParallel walks through nothing on CPUs
+    model.register_forward_pre_hook(lambda *_: _check_caller(topology))  # DataParallel walks no modules on CPUs
 
 
 def _named_modules(module: nn.Module, topology: Topology, *args: Any, **kwargs: Any) -> Any:
-    """`nn.Module.named_modules`: `modules`, `parameters`, `buffers` rest on it, and those of every module around."""
+    """`nn.Module.named_modules`: `modules`, `parameters` and `buffers` call it, as do those of enclosing modules."""
     _check_caller(topology)
     return type(module).named_modules(module, *args, **kwargs)
 
 
 def _check_caller(topology: Topology) -> None:
-    """Raises UserError where a wrapper is among the callers; the outermost is the one that the user called."""
+    """Raises UserError if a wrapper is among the callers; the outermost is the one that the user called."""
     found = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

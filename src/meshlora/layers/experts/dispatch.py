@@ -1,12 +1,12 @@
-"""Dispatch: tokens travel to their experts, what the experts make of them travels back.
+"""Dispatch: tokens travel to their experts, and the experts' outputs travel back.
 
-Owns: the routes over the ranks, the order of rows on the way and at the experts, and the weighted sum at home. Does not
-own: what an expert computes (`layers.experts.module`), who chooses it (the model's router).
+Owns: the routes over the ranks, the order of rows in transit and at the experts, and the weighted sum at the source.
+Does not own: the experts' computation (`layers.experts.module`), routing (the model's router).
 
-A *slot* is one of the k choices of one token. At home the T k slots are sorted by expert, stably, so that the rows for
-one rank lie together. At an expert its rows lie in the order of the ranks that they come from, and of the tokens there:
-never in the order of arrival, so that the result does not depend on it. Nothing is dropped and nothing is padded; a
-rank without rows takes part in every exchange all the same, forward and backward.
+A *slot* is one of the k choices of one token. At the source the T k slots are sorted stably by expert, so that the rows
+for one rank are contiguous. At an expert, rows are in the order of their source ranks, then of the tokens there, never
+in order of arrival, so that the result does not depend on it. Nothing is dropped and nothing is padded; a rank without
+rows still takes part in every exchange, forward and backward.
 
 Two exact routes lead to the etp ranks that share an expert:
 
@@ -15,8 +15,8 @@ Two exact routes lead to the etp ranks that share an expert:
 - two-stage: an all-to-all over ep, between ranks with the same place on etp, then a gather over etp; the way back is a
   reduce-scatter and an all-to-all. The same bytes in more calls: it pays where etp is inside a node and ep is not.
 
-Only counts are told in advance, one all-gather of how many rows each rank has for each expert: no expert ids and no
-routing weights travel.
+Only counts are exchanged in advance, one all-gather of each rank's number of rows per expert: expert ids and routing
+weights do not travel.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from meshlora.plan.topology import EP, ETP
 
 @dataclass(frozen=True)
 class Places:
-    """A map from n rows to M, each to c places, all of which are taken: as a gather in either direction.
+    """A map from n rows to M = n c places, c for each row: a gather in either direction.
 
     A sum over the places of a row is always taken in their order, forward and backward: no scatter, no atomics.
 
     Attributes:
-        index: int64 `[M]`, from which row each place is. places: int64 `[n, c]`, the way back.
+        index: int64 `[M]`, the row of each place. places: int64 `[n, c]`, the places of each row.
     """
 
     index: Tensor
@@ -55,7 +55,7 @@ class Places:
 
     @classmethod
     def permutation(cls, index: Tensor) -> Places:
-        """Each row to one place."""
+        """One place per row."""
         return cls(index, inverse_of(index).unsqueeze(1))
 
     def to(self, device: torch.device) -> Places:
@@ -105,7 +105,7 @@ class _WeightedSum(Function):
 
 @dataclass(frozen=True)
 class Slots:
-    """The choices of the tokens of one rank, sorted by expert.
+    """The expert choices of one rank's tokens, sorted by expert.
 
     Attributes:
         places: token -> its k sorted places, in the order of its choices. counts: rows for each of the E experts.
@@ -122,7 +122,7 @@ class Slots:
         return cls(Places(order // top_k, inverse_of(order).view(-1, top_k)), counts)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """`[T, H]` -> one row for each slot `[T k, H]`, sorted by expert."""
+        """`[T, H]` -> one row per slot `[T k, H]`, sorted by expert."""
         return self.places.spread(tokens)
 
     def weighted_sum(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -131,10 +131,10 @@ class Slots:
 
 
 class Journey:
-    """The way of one forward's rows to this rank's experts and back. Collective over ep and etp.
+    """The route of one forward's rows to their experts and back. Collective over ep and etp.
 
     Attributes:
-        counts: rows at each of this rank's experts. by_expert: from the order of arrival to that by expert.
+        counts: rows at each of this rank's experts. by_expert: from arrival order to expert order.
     """
 
     def __init__(self, slots: Slots, mesh: Mesh) -> None:
@@ -155,7 +155,7 @@ class Journey:
         else:
             staged = arriving.view(self.ep.size, self.etp.size, -1).transpose(0, 1)  # [etp, ep, our experts]
             self.send, self.receive = sent.tolist(), staged[self.etp.rank].sum(1).tolist()
-            each = staged.sum((1, 2)).tolist()  # rows of each etp rank, all padded to those of the fullest
+            each = staged.sum((1, 2)).tolist()  # rows of each etp rank, all padded to the largest number
             self.most = max(each)
             self.filled = to_device(torch.cat([torch.arange(n) + i * self.most for i, n in enumerate(each)]), device)
             arriving = staged.flatten(0, 1)
@@ -163,7 +163,7 @@ class Journey:
         self.by_expert = Places.permutation(_by_expert(arriving, sources)).to(device)
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows sorted by expert `[T k, H]` -> the rows of our experts, in the order of arrival `[N, H]`."""
+        """Rows sorted by expert `[T k, H]` -> the rows of our experts, in arrival order `[N, H]`."""
         if self.is_flat:
             rows = self.copies.spread(rows) if self.etp.size > 1 else rows
             return exchange_each_to_each(rows, self.block, self.send, self.receive)
@@ -172,7 +172,7 @@ class Journey:
         return gather_each_to_each(rows, self.etp).index_select(0, self.filled)
 
     def back(self, rows: Tensor) -> Tensor:
-        """One term over etp of each row `[N, H]`, in that order -> the sums at home `[T k, H]`, sorted by expert."""
+        """One term over etp of each row `[N, H]`, in that order -> their sums at the source `[T k, H]`, by expert."""
         if self.is_flat:
             rows = exchange_each_to_each(rows, self.block, self.receive, self.send)
             return self.copies.collect(rows) if self.etp.size > 1 else rows
@@ -182,7 +182,7 @@ class Journey:
 
 
 def _copies(sent: Tensor, etp: int) -> Places:
-    """Rows sorted by ep rank, `sent[i]` for each -> those of ep rank 0 for each of its etp ranks, then of rank 1."""
+    """Rows sorted by ep rank, `sent[i]` each -> those of ep rank 0 once for each etp rank, then those of ep rank 1."""
     index, places, start = [], [], 0
     for number in sent.tolist():
         own = torch.arange(start, start + number)
@@ -193,9 +193,9 @@ def _copies(sent: Tensor, etp: int) -> Places:
 
 
 def _by_expert(counts: Tensor, sources: Tensor) -> Tensor:
-    """The order by expert, then by source, of rows that lie by place, then by expert.
+    """The permutation of rows from (block, expert) order to (expert, source) order.
 
-    counts: `[places, experts]`. sources: the number of the rank whose rows lie at each place.
+    counts: `[blocks, experts]`. sources: the source rank of each block of rows.
     """
     keys = torch.arange(counts.shape[1]) * len(sources) + sources.unsqueeze(1)
     return torch.argsort(keys.flatten().repeat_interleave(counts.flatten()), stable=True)

@@ -1,6 +1,6 @@
-"""The MLPs of all experts of a layer as one autograd function, over rows that lie sorted by expert.
+"""The MLPs of all experts of a layer as one autograd function, over rows sorted by expert.
 
-Owns: what is saved between forward and backward, and what is computed once more. Does not own: the grouped products
+Owns: what is saved between forward and backward, and what is recomputed. Does not own: the grouped products
 (`layers.experts.products`), the gate, which is the model's own code.
 """
 
@@ -20,17 +20,16 @@ from meshlora.layers.experts.products import Projection, backward_rows, bias_of_
 class GroupedMlpFunction(Function):
     """out[m] = sum_j w[m,j] f_e(x[m]), f_e(x) = fc2_e(gate(fc1_e(x))), e the expert of place j of m.
 
-    Shapes: x `[M, H]`; index int64 `[N]`, the row of x that the n-th sorted row is; places int64 `[M, k]`, the sorted
+    Shapes: x `[M, H]`; index int64 `[N]`, the row of x behind the n-th sorted row; places int64 `[M, k]`, the sorted
     rows of row m, in the order in which they are summed; N = M k; weights `[M, k]` or None for ones; out `[M, H]`.
-    At home, places are those of a token's k choices and weights its routing weights; at the experts of other ranks'
-    tokens k is 1, and a permutation there and back remains.
+    For a rank's own tokens, places are those of a token's k choices and weights its routing weights; for tokens of
+    other ranks k is 1, and only a permutation there and back remains.
 
-    Saved are x itself, not its k copies, `fc1(x)`, and z of both projections: the rows of x are gathered, and the gate
-    is computed, once more in the backward. Neither the input nor the output of fc2 is saved. With h = w gate(fc1(x)),
-    the weights move in front of fc2 (it is linear), and for them too
+    Saved are x itself, not its k copies, `fc1(x)`, and z of both projections: the backward gathers the rows of x and
+    computes the gate again. Neither the input nor the output of fc2 is saved. With h = w gate(fc1(x)), the weights move
+    in front of fc2 (it is linear), and their gradient
         dw[m,j] = sum_i dL/dh[n,i] gate[n,i]   (+ sum_o dL/dout[m,o] bias2[e,o])
-    is of what is at hand. Gradients of the projections: those of
-    `layers.experts.products.backward_rows`.
+    needs nothing else. Gradients of the projections: `layers.experts.products.backward_rows`.
     """
 
     @staticmethod
@@ -111,7 +110,7 @@ class GroupedMlpFunction(Function):
 
 
 def _by_row(weights: Tensor, places: Tensor) -> Tensor:
-    """`[M, k]` -> `[N]`, sorted as the rows are."""
+    """`[M, k]` -> `[N]`, in the order of the sorted rows."""
     rows = weights.new_empty(weights.numel())
     rows[places.reshape(-1)] = weights.reshape(-1)
     return rows

@@ -1,13 +1,13 @@
-"""Routed experts with LoRA on a mesh: one module for every family that shares the interface of transformers.
+"""Routed experts with LoRA on a mesh: one module for every family with transformers' interface of experts.
 
 Owns: the module that holds this rank's experts and runs them (`ParallelExperts`), its projections with their adapters
-(`ParallelExpertLinear`), and which tokens this rank sends. Does not own: the way of the tokens
+(`ParallelExpertLinear`), and which tokens this rank sends. Does not own: the routes of tokens
 (`layers.experts.dispatch`), the grouped products (`layers.experts.products`), routers, which stay the model's own on
 every rank.
 
-The module stays the model's own: its activation and gate, with whatever limits they have, are called as they are, on
-the features of this rank. The second projection gives each etp rank one term of a sum, LoRA's part included; the sum is
-taken on the way back, so LoRA costs no collective.
+The module stays the model's own: its activation and gate, with any clamping, are called unchanged on the features of
+this rank. The second projection yields one term of a sum on each etp rank, LoRA's part included; the sum is taken on
+the way back, so LoRA costs no collective.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class ParallelExpertLinear(AdaptedLeaf):
 
     Attributes, besides those of `AdaptedLeaf`:
         rule: of all experts. num_experts: of this rank.
-        weight: `[E_local, out_local, in_local]`, or as it is stored, `[E_local, in_local, out_local]`.
+        weight: `[E_local, out_local, in_local]`, or as stored, `[E_local, in_local, out_local]`.
         bias: `[E_local, out_local]` or None.
-        lora_A, lora_B: `[E_local, r, in_local]`, `[E_local, out_local, r]`; of an adapter that all experts share
-            `[1, ...]`.
+        lora_A, lora_B: `[E_local, r, in_local]`, `[E_local, out_local, r]`; `[1, ...]` if all experts share them.
     """
 
     def __init__(self, rule: ExpertRule, mesh: Mesh, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -60,22 +59,22 @@ class ParallelExpertLinear(AdaptedLeaf):
             self.bias = nn.Parameter(empty, requires_grad=False)
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """As `AdaptedLeaf`; B is kept as the grouped products read it."""
+        """As in `AdaptedLeaf`; B is stored in the layout that the grouped products read."""
         assert all(len(value) in (1, self.num_experts) for value in factors.values()), name
         held = {p: v.mT.contiguous().mT if p.startswith("B") else v for p, v in factors.items()}
         super().add_adapter(name, held, scaling=scaling)
 
     def projection(self) -> Projection:
-        """The frozen part; of a row projection one term of a sum over etp, with the bias in that of the first rank."""
+        """The frozen part; for a row projection one term of a sum over etp, with the bias on the first rank only."""
         bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
         scale = self.scaling[self.in_use] if self.in_use is not None else 1.0
         return Projection(self.weight, bias, scale, self.rule.is_transposed)
 
     def active_factors(self, adapters: Sequence[str | None] = ()) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the adapter in use, None where there is none.
+        """A and B of the adapter in use, None if there is none.
 
-        adapters: K that are trained. Then those of all experts with each of them, `[E_local K, ...]`, an expert's next
-        to each other; of different ranks with zeros up to the largest. B has the scale of its adapter in it.
+        adapters: the K trained ones, if several. The factors are then `[E_local K, ...]`, an expert's side by side,
+        zero-padded to the largest r, and B includes the scale of its adapter.
         """
         if self.in_use is not None:
             return self.factors(self.in_use)
@@ -103,11 +102,11 @@ class ParallelExpertLinear(AdaptedLeaf):
 
 
 class ParallelExperts(nn.Module):
-    """The experts of a layer of which this rank holds some. Made by `parallelize_experts` of the model's own module.
+    """This rank's experts of a layer. Made by `parallelize_experts` from the model's own module.
 
     Attributes:
-        rule: of all experts. mesh: where tokens go.
-        cuts_tokens: whether the tokens are alike on all tp ranks, so that each sends its share of them.
+        rule: of all experts. mesh: the ranks that hold them.
+        cuts_tokens: whether the tokens are replicated over tp, so that each rank sends its share of them.
     """
 
     rule: ExpertsRule
@@ -119,7 +118,7 @@ class ParallelExperts(nn.Module):
         """`[T, H]`, the chosen experts `[T, k]` and their weights `[T, k]` -> `[T, H]`."""
         number = len(hidden_states)
         adapters = self._adapters()
-        pairs = top_k_index  # of experts, or of experts and adapters
+        pairs = top_k_index  # ids of experts, or of pairs of an expert and an adapter
         if adapters:
             tokens = self._projections()[0].tokens
             assert tokens is not None
@@ -139,7 +138,7 @@ class ParallelExperts(nn.Module):
         return found  # type: ignore[return-value]
 
     def _adapters(self) -> tuple[str | None, ...]:
-        """Those that are trained, where they are several and some are on these experts: alike on all ranks."""
+        """The trained adapters, if they are several and any is on these experts; identical on all ranks."""
         leaves = self._projections()
         tokens = leaves[0].tokens or leaves[1].tokens
         if tokens is None or not tokens.names_adapters:
@@ -172,7 +171,7 @@ class ParallelExperts(nn.Module):
         counts: list[int],
         adapters: Sequence[str | None],
     ) -> Tensor:
-        """The MLPs of this rank's experts; `places` leads from the rows to their order by expert, and back."""
+        """Run the MLPs of this rank's experts; `places` maps the rows to expert order and back."""
         first, second = self._projections()
         return GroupedMlpFunction.apply(
             rows,
@@ -188,7 +187,7 @@ class ParallelExperts(nn.Module):
         )
 
     def _gated(self, inner: Tensor) -> Tensor:
-        """What the first projection gives -> what the second takes, by the model's own code where there is some."""
+        """The first projection's output -> the second's input, by the model's own gate if it has one."""
         if self.rule.first.fused is None:
             return self.act_fn(inner)
         own = gate_of(self)
@@ -213,9 +212,9 @@ def parallelize_experts(module: nn.Module, rule: ExpertsRule, mesh: Mesh, *, dty
 
 
 class _TokenShare(Function):
-    """`[T, H]`, `[T, k]`, alike on all tp ranks -> this rank's share of both; the last ranks may have fewer tokens.
+    """`[T, H]`, `[T, k]`, replicated over tp -> this rank's share of both; the last ranks may have fewer tokens.
 
-    Backward: one gather of both gradients, byte for byte.
+    Backward: one gather of both gradients, as bytes.
     """
 
     @staticmethod
@@ -237,7 +236,7 @@ def _share(tokens: Tensor, tp: Axis) -> Tensor:
 
 
 def _padded(own: Tensor, number: int, tp: Axis) -> Tensor:
-    """A share of `number` tokens `[n, ...]`, with zeros up to the longest."""
+    """A share of `number` tokens `[n, ...]`, zero-padded to the largest share."""
     each = -(-number // tp.size)
     return torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
 
@@ -249,7 +248,7 @@ def _by_slot(weights: Tensor, slots: Slots) -> Tensor:
 
 
 class ScaledExpertsBlock(nn.Module):
-    """A block whose own code hands every token, scaled, to every expert (llama4): here only to those it chose."""
+    """A block whose own code passes every token, scaled, to every expert (llama4): here only to its chosen ones."""
 
     router: Any
     shared_expert: Any
@@ -260,11 +259,11 @@ class ScaledExpertsBlock(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """`[..., H]` -> (`[T, H]`, router logits `[T, E]`)."""
         tokens = hidden_states.reshape(-1, self.hidden_dim)
-        scores, logits = self.router(tokens)  # zero but for those that were chosen
+        scores, logits = self.router(tokens)  # zero except for the chosen experts
         weights, chosen = torch.topk(scores, self.top_k, dim=1)
         return self.shared_expert(tokens) + self.experts(tokens, chosen, weights), logits
 
 
 def parallelize_block(module: nn.Module) -> None:
-    """Make `module`, the block around experts that want scaled tokens, send them only where they are wanted."""
+    """Make `module`, the block around experts of scaled tokens, send tokens to their chosen experts only."""
     become(module, ScaledExpertsBlock)

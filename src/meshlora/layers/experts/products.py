@@ -1,19 +1,18 @@
-"""LoRA on the experts of a layer: products grouped by expert, over rows that lie sorted by expert.
+"""LoRA on the experts of a layer: products grouped by expert, over rows sorted by expert.
 
 Owns: forward and backward of one projection of all experts, `y[n] = x[n] W_e^T + s (x[n] A_e^T) B_e^T` with e the
-expert of row n and W frozen; and the sort and the sums over rows around them. Does not
-own: which rank has which expert and how rows get there (`layers.experts.dispatch`), nor the module that holds the
-matrices.
+expert of row n and W frozen; the sort and the row sums around them. Does not own: which rank
+has which expert and how rows get there (`layers.experts.dispatch`), the module that holds the matrices.
 
-Legend, beyond docs/notation.md: N rows, E experts here, `counts[e]` rows of expert e, `sum(counts) = N`; r the rank.
-Nothing of the size of W is ever made, and no product is padded. An expert without rows costs nothing, and its factors
-get a gradient of zeros.
+Legend, beyond docs/notation.md: N rows, E local experts, `counts[e]` rows of expert e, `sum(counts) = N`; r the rank.
+Nothing of the size of W is ever allocated, and no product is padded. An expert without rows costs nothing, and its
+factors get gradients of zero.
 
-Of K adapters each expert's rows lie sorted by adapter too: counts and factors are then those of `E K` pairs, an
-expert's next to each other, and the products with W those of the experts.
+With K adapters each expert's rows are sorted by adapter too: counts and factors are then those of `E K` pairs, an
+expert's side by side, and the products with W remain per expert.
 
-Factors are `[E, r, in]` and `[E, out, r]`, or `[1, ...]` if all experts share one. B is read as `[E, r, out]`: a B that
-lies so in memory (`empty(E, r, out).mT`) is used as it is, any other is transposed on each use.
+Factors are `[E, r, in]` and `[E, out, r]`, or `[1, ...]` if all experts share one. B is read as `[E, r, out]`: a B with
+this memory layout (`empty(E, r, out).mT`) is used as it is, any other is transposed on each use.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch import Tensor
 
 from meshlora.common.transfer import to_device
 
-# From so many rows per expert on, a CPU takes one expert after the other, so that all products of an expert find its
-# rows in the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
+# From this many rows per expert on, a CPU loops over the experts, so that all products of an expert find its rows in
+# the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
 ROWS_TO_LOOP = 16
 
 
@@ -55,7 +54,7 @@ class Projection:
 
 
 def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The T k slots of `top_k_index [T, k]`, sorted stably by expert, and how many each expert has.
+    """The T k slots of `top_k_index [T, k]`, sorted stably by expert, and their number for each expert.
 
     Returns:
         order: int64 `[T k]`; slot `order[n]` is the n-th row, that of token `order[n] // k`. counts: `[E]`.
@@ -89,7 +88,7 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Ten
 
 
 def can_group(x: Tensor, weight: Tensor) -> bool:
-    """Whether `grouped_mm` takes `x [N, in]` and `weight [E, in, out]`, either way of the last two dims."""
+    """Whether `grouped_mm` takes `x [N, in]` and `weight [E, in, out]`, with the last two dims in either order."""
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float32) or x.device != weight.device:
         return False
     if x.is_cuda and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0)):
@@ -102,7 +101,7 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: of experts, or of E K pairs."""
+    """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
     counts = of_experts(counts, len(weight))
     if len(x) and can_group(x, weight):
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -115,13 +114,13 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def of_experts(counts: Sequence[int], num_experts: int) -> Sequence[int]:
-    """The rows of each expert, of counts for it or for each of K adapters on it."""
+    """Rows per expert, from counts per expert or per pair of expert and adapter."""
     each = len(counts) // num_experts
     return counts if each == 1 else [sum(counts[e * each : (e + 1) * each]) for e in range(num_experts)]
 
 
 def _weights(weight: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The matrix for each of `counts`, views."""
+    """The matrix for each entry of `counts`; views."""
     each = len(counts) // len(weight)
     return [w for w in weight.unbind() for _ in range(each)]
 
@@ -170,7 +169,7 @@ def forward_rows(
             continue
         torch.mm(x_e, weight_e, out=y_e)
         if not shares_a:
-            # z^T: a product with the few rows of A on its left is up to three times as fast as with them on its right.
+            # z^T: a product with the few rows of A on the left is up to three times as fast as on the right.
             torch.mm(a_e, x_e.T, out=zt_e)
         if not shares_b:
             y_e.addmm_(zt_e.T, bt_e, alpha=projection.scale)
@@ -261,24 +260,24 @@ def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _by_expert(x: Tensor, index: Tensor | None, counts: Sequence[int]) -> Iterable[Tensor]:
-    """The rows of each expert; of an index they are gathered when asked for, and never there all at once."""
+    """The rows of each expert; with an index they are gathered lazily, never all at once."""
     return x.split(counts) if index is None else (x.index_select(0, part) for part in index.split(counts))
 
 
 def _transposed(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """B `[E, out, r]` -> `[E, r, out]`, dense, in `dtype`; B itself if it lies so."""
+    """B `[E, out, r]` -> `[E, r, out]`, dense, in `dtype`; B itself if it has this layout."""
     return b.mT.to(dtype).contiguous()
 
 
 def _groups_factors(x: Tensor, a: Tensor, counts: Sequence[int]) -> bool:
-    """Whether the low-rank products too are one call for all experts."""
+    """Whether the low-rank products also run as one call for all experts."""
     is_aligned = a.shape[1] * x.element_size() % 16 == 0
     pays = x.device.type != "cpu" or sum(counts) < ROWS_TO_LOOP * len(counts)
     return is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
 
 
 def _factor_product(x: Tensor, factor: Tensor, counts: Sequence[int]) -> Tensor:
-    """`grouped_product`, or one plain product with a factor that all experts share."""
+    """`grouped_product`, or one plain product with a factor shared by all experts."""
     return x @ factor[0] if len(factor) < len(counts) else grouped_product(x, factor, counts)
 
 
@@ -290,7 +289,7 @@ def _factor_gradient(left: Tensor, right: Tensor, counts: Sequence[int], is_shar
     gradient = F.grouped_mm(left.T, right, offs=to_device(host.cumsum(0, dtype=torch.int32), left.device))
     if 0 in counts:
         empty = to_device((host == 0).nonzero()[:, 0], left.device)
-        gradient.index_fill_(0, empty, 0)  # of no rows: not every kernel writes
+        gradient.index_fill_(0, empty, 0)  # not every kernel writes these
     return gradient
 
 

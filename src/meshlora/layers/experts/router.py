@@ -1,9 +1,9 @@
-"""LoRA on routers that own their weight: modules of transformers that are no linears.
+"""LoRA on routers that hold their weight themselves: transformers' modules other than linears.
 
 Owns: the adapter around the weight. Does not own: routers that are linears (`layers.linear`), routing.
 
-A router stays the model's own and whole on every rank. Its matrix is small, `[experts, H]`, so W + s B A is made of it
-whenever it is read: as a parametrization of torch, which the router's own code does not notice.
+A router stays the model's own and whole on every rank. Its matrix is small, `[experts, H]`, so W + s B A is computed
+whenever it is read: by a torch parametrization, transparent to the router's own code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RouterAdapter(AdaptedLeaf):
 
 
 def adapt_router(module: nn.Module, rule: LinearRule) -> RouterAdapter:
-    """The adapter around the weight of `module`; made where there is none yet."""
+    """The adapter around the weight of `module`, created if there is none yet."""
     if parametrize.is_parametrized(module, "weight"):
         lists: nn.ModuleDict = module.parametrizations  # type: ignore[assignment]
         found = lists["weight"][0]  # type: ignore[index]

@@ -1,10 +1,10 @@
-"""Whether the tp ranks of a model are given the same tokens: compared in its first forwards.
+"""A check in a model's first forwards that its tp ranks receive the same tokens.
 
-Owns: which forwards these are, and what is compared. Does not own: which rows a rank should have (`data.sampler`).
+Owns: which forwards are checked, and what is compared. Does not own: which rows a rank should have (`data.sampler`).
 
-tp ranks compute one forward together, each a part of every product. Where loops or samplers give them different rows,
-the sums mix the rows of one rank with those of another. Nothing fails as long as the shapes are alike: losses come
-out somewhere near the right ones.
+tp ranks compute one forward together, each a part of every product. If loops or samplers give them different rows, the
+sums mix the rows of one rank with those of another. Nothing fails as long as the shapes agree: losses come out
+somewhere near the right ones.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from meshlora.common.errors import UserError
 from meshlora.plan.budget import COMPARED_FORWARDS
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-# Odd, with bits set at random: of xxHash.
+# Odd, with random bits: constants of xxHash.
 _FACTORS = (-7046029288634856825, -4417276706812531889, 1609587929392839161)
 
 
 def compare_first_tokens(model: nn.Module, tp: Axis) -> None:
-    """Let the first forwards of `model`, with gradients and without, compare what they are given over `tp`.
+    """Make the first forwards of `model`, with gradients and without, compare their inputs over `tp`.
 
-    Each costs a gather of three numbers, and the host waits for them.
+    Each comparison costs a gather of three numbers and a host sync.
     """
     if tp.size == 1:
         return
@@ -44,7 +44,7 @@ def compare_first_tokens(model: nn.Module, tp: Axis) -> None:
 
 
 def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
-    """The argument of a model's forward that its tokens are in, `[B, S]`, or what stands for them, `[B, S, H]`."""
+    """(name, value) of the token argument of a model's forward: ids `[B, S]`, or embeddings `[B, S, H]`."""
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(given := kwargs.get(name), Tensor):
             return name, given
@@ -52,7 +52,7 @@ def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Te
 
 
 def _compare(name: str, given: Tensor, tp: Axis) -> None:
-    """Raises UserError, on all ranks of `tp`, where they differ."""
+    """Raises UserError, on all ranks of `tp`, if their inputs differ."""
     of_ranks = all_gather(_fingerprint(given), tp).tolist()
     if any(one != of_ranks[0] for one in of_ranks):
         shapes = [
@@ -68,7 +68,7 @@ def _compare(name: str, given: Tensor, tp: Axis) -> None:
 
 
 def _fingerprint(given: Tensor) -> Tensor:
-    """`[1, 3]`, int64: rows, numbers, and a hash of them and their places. Made on the device, without waiting."""
+    """int64 `[1, 3]`: rows, elements, and a hash of values and positions. Computed on the device, without a sync."""
     bits = given.detach().contiguous()
     if bits.is_floating_point():
         bits = bits.view(_INTEGERS[bits.element_size()])

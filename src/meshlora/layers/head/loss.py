@@ -1,11 +1,11 @@
-"""The loss over a vocabulary that is split over tp: all logits of all tokens never exist, on no rank, in neither pass.
+"""The loss over a vocabulary split over tp: no rank ever materialises the logits of all tokens, in either pass.
 
-Owns: the cross-entropy and the log-probabilities from hidden states, chunk by chunk of tokens, with their gradients.
-Does not own: the head itself, what a model does to its logits (`layers.head.recipe`), the summing of gradients over
-ranks (`model.regions`, `train.gradsync`).
+Owns: the cross-entropy and the log-probabilities from hidden states, in chunks of tokens, with their gradients. Does
+not own: the head itself, what a model does to its logits (`layers.head.recipe`), gradient sums over ranks
+(`model.regions`, `train.gradsync`).
 
-Rank r of tp holds rows `r*V/tp .. (r+1)*V/tp` of the head, V being padded at its end to a multiple of tp. The padding
-is no part of the vocabulary: it enters neither the softmax nor the mean of label smoothing.
+Rank r of tp holds rows `r*V/tp .. (r+1)*V/tp` of the head, with V padded at its end to a multiple of tp. The padding is
+not part of the vocabulary: it enters neither the softmax nor the mean of label smoothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshlora.common.transfer import to_device
 
 IGNORED = -100  # the label of a token that is not trained
 
-# Of the logits of one chunk over the whole vocabulary, so that the chunks are the same for every tp. Smaller chunks
+# Size of one chunk's logits over the whole vocabulary, so that the chunks are the same for every tp. Smaller chunks
 # read the head's weight more often than its products can hide.
 CHUNK_BYTES = 128 * 2**20
 
@@ -49,30 +49,30 @@ def summed_cross_entropy_from_hidden(
 ) -> Tensor:
     """Sum over the trained tokens of `(1-e) * -log p(label) + e * mean over the vocabulary of -log p`, e the smoothing.
 
-    one -> one, in fp32 (fp64 for float64). The gradients come into being in the forward, a chunk at a time, and the
-    backward scales them. That of `hidden` is each rank's term of a sum over `axis`, those of `parameters` are local:
-    to add them up is the caller's part.
+    one -> one, in fp32 (fp64 for float64). The gradients are computed in the forward, chunk by chunk, and scaled in the
+    backward. That of `hidden` is each rank's term of a sum over `axis`, those of `parameters` are local: the caller
+    sums them.
 
     Args:
         hidden: `[T, H]`, the same on all ranks of `axis`.
-        head: `[t, H]` -> this rank's logits `[t, V/tp]`, with all that the model does to logits. Each token by itself.
+        head: `[t, H]` -> this rank's final logits `[t, V/tp]`, with all that the model does to them, token by token.
         labels: `[T]`, shifted already, the same on all ranks of `axis`; `IGNORED` where untrained. Untrained tokens
             never reach the head.
-        parameters: the tensors behind `head` that get a gradient. What is not listed here gets none.
+        parameters: the tensors used by `head` that get a gradient. Tensors not listed here get none.
         vocab: entries without the padding.
-        trained: int64, where `labels` is not `IGNORED`, in order; who knows it spares the host to wait for the device.
-        sizes: `[K]`, then the result is `[K]`: the sum of each of K groups of so many neighbouring tokens. Without
+        trained: int64, the indices of labels other than `IGNORED`, in order. If given, it saves a host sync.
+        sizes: `[K]`; the result is then `[K]`, the sums over K groups of these numbers of consecutive tokens. Without
             `parameters`.
 
     Raises:
-        UserError: a label is not in the vocabulary; on a GPU an assertion there, which the host learns of later.
+        UserError: a label is not in the vocabulary; on a GPU an assertion there, reported at a later sync.
     """
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     assert sizes is None or (sum(sizes) == len(labels) and not parameters), (sizes, tuple(labels.shape))
     loss = _ChunkLoss(axis, vocab, label_smoothing, wide_dtype(hidden.dtype))
     chunks = _Chunks.of(hidden, head, labels, trained, loss)
     groups = None if sizes is None else to_device(torch.tensor(sizes), hidden.device)
-    # Read here: inside a Function gradients are off, and which inputs want one does not depend on that.
+    # Read here: inside a Function grad mode is always off, and requires_grad of its inputs does not reflect it.
     return _CrossEntropy.apply(hidden, chunks, groups, torch.is_grad_enabled(), *parameters)
 
 
@@ -86,10 +86,10 @@ def log_probabilities_from_hidden(
     vocab: int,
     trained: Tensor | None = None,
 ) -> Tensor:
-    """log p(label) of each token, `[T]`, 0 where untrained; for losses in which tokens weigh differently.
+    """log p(label) of each token, `[T]`, 0 where untrained; for losses that weight tokens differently.
 
-    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`, but what a token weighs is known in
-    the backward only: there the logits are computed once more, a chunk at a time.
+    Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`, but a token's weight is known only
+    in the backward: there the logits are recomputed, chunk by chunk.
     """
     loss = _ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
     chunks = _Chunks.of(hidden, head, labels, trained, loss)
@@ -98,11 +98,11 @@ def log_probabilities_from_hidden(
 
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
-    """A label in the padding, or behind it, would belong to no rank: its loss would be wrong without a sign."""
+    """A label in the padding, or beyond it, would belong to no rank: its loss would be silently wrong."""
     if not labels.numel():
         return
     least, most = labels.aminmax()
-    if labels.is_cuda:  # the host does not wait for the answer; the run ends at the next time it does
+    if labels.is_cuda:  # without a host sync; the run ends at the next one
         assert_on_device((least >= 0) & (most < vocab), f"a label is not in the vocabulary of {vocab}")
     elif least < 0 or most >= vocab:
         wrong = int(least if least < 0 else most)
@@ -115,7 +115,7 @@ class _ChunkLoss:
 
     Attributes:
         axis: the ranks that share the vocabulary. vocab: its entries without padding.
-        label_smoothing: weight of the mean over the vocabulary. dtype: what is computed in.
+        label_smoothing: weight of the mean over the vocabulary. dtype: of the computation.
     """
 
     axis: Axis
@@ -126,10 +126,10 @@ class _ChunkLoss:
     def __call__(self, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
         """logits `[t, V/tp]`, labels `[t]` -> loss of each token `[t]`; `gradient` `[t, V/tp]` gets d sum(loss) / dx.
 
-        With m the greatest logit and Z = sum_v exp(x[v] - m) over all ranks:
+        With m the largest logit and Z = sum_v exp(x[v] - m) over all ranks:
             loss = log Z + (1-e) (m - x[label]) + e (m - mean_v x[v])
             dx[v] = exp(x[v] - m) / Z - (1-e) [v == label] - e / vocab, and 0 in the padding
-        One all-gather of four numbers a token; no [t, V/tp] beside the two in the signature (on CPU, bf16 needs one).
+        One all-gather of four numbers per token; no other tensor `[t, V/tp]` (on CPU, bf16 needs one).
         """
         eps, num_local = self.label_smoothing, logits.shape[1]
         assert num_local * self.axis.size >= self.vocab, (num_local, self.axis.size, self.vocab)
@@ -141,7 +141,7 @@ class _ChunkLoss:
         is_here = (place >= 0) & (place < num_real)
         place = place.clamp(0, num_local - 1).unsqueeze(1)
         label_logit = logits.gather(1, place).squeeze(1).to(self.dtype).where(is_here, 0.0)
-        # Finite also where this rank has no logit but -inf: exp(-inf - -inf) is no number.
+        # Finite even if all of this rank's logits are -inf: exp(-inf - -inf) is NaN.
         highest = label_logit.new_full(labels.shape, torch.finfo(self.dtype).min)
         if num_real:
             highest = torch.maximum(highest, real.amax(1).to(self.dtype))
@@ -153,7 +153,7 @@ class _ChunkLoss:
         by_rank = all_gather(mine, self.axis).view(self.axis.size, *mine.shape)  # [tp, 4, t]
         top = by_rank[:, 0].amax(0)
         z = (by_rank[:, 1] * (by_rank[:, 0] - top).exp()).sum(0)
-        # Differences to the greatest logit, as a softmax in one process takes them: small where the model is sure.
+        # Differences to the largest logit, as in a single-process softmax: small where the model is confident.
         loss = z.log() + (1 - eps) * (top - by_rank[:, 2].sum(0))
         if eps:
             loss += eps * (top - by_rank[:, 3].sum(0) / self.vocab)
@@ -167,11 +167,11 @@ class _ChunkLoss:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the trained tokens pass the head, a chunk at a time.
+    """The trained tokens, which pass the head chunk by chunk.
 
     Attributes:
-        rows: where in `hidden` they are. labels: theirs. tokens: as many are a chunk. is_lifted: whether the head runs
-            in lifted float64.
+        rows: their rows in `hidden`. labels: their labels. tokens: number of tokens in a chunk. is_lifted: whether the
+            head runs in lifted float64.
     """
 
     head: Head
@@ -190,7 +190,7 @@ class _Chunks:
         rows: Tensor | None,
         loss: _ChunkLoss,
     ) -> _Chunks:
-        """Those of `hidden` `[T, H]` whose label is not `IGNORED`; rows: where, if that is known."""
+        """The rows of `hidden` `[T, H]` whose label is not `IGNORED`. rows: their indices, if known."""
         assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
         if rows is None:
             rows = (labels != IGNORED).nonzero().squeeze(1)
@@ -206,18 +206,18 @@ class _Chunks:
         needs_hidden: bool,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """(loss of each token, gradients of the sum of all for `hidden`, and for each of `parameters`).
+        """(loss of each token, gradient of their sum for `hidden`, and for each of `parameters`).
 
-        weights: of the tokens in that sum; None: ones.
+        weights: token weights in that sum; None: ones.
         """
         losses = hidden.new_empty(self.rows.shape, dtype=self.loss.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        # At least fp32: a sum over chunks in bf16 would lose what each chunk adds.
+        # At least fp32: a bf16 sum over chunks would lose the contribution of each chunk.
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-        # One for all chunks: to get fresh memory costs more than to compute in it.
+        # Shared by all chunks: allocating fresh memory costs more than computing in it.
         buffer = hidden.new_empty(0, dtype=self.loss.dtype)
 
-        def one_chunk(chunk: slice) -> None:  # a function: its logits end with it
+        def one_chunk(chunk: slice) -> None:  # a function: its logits are freed on return
             rows = self.rows[chunk]
             x = hidden.index_select(0, rows).requires_grad_(needs_hidden)
             inputs = [x, *parameters] if needs_hidden else list(parameters)
@@ -235,7 +235,7 @@ class _Chunks:
             for total, grad in zip(sums, grads, strict=True):
                 total.add_(grad)
 
-        for start in range(0, len(self.rows), self.tokens):  # not split: that makes a chunk of no tokens
+        for start in range(0, len(self.rows), self.tokens):  # not split(): of no tokens it makes an empty chunk
             one_chunk(slice(start, start + self.tokens))
         return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
 
@@ -245,7 +245,7 @@ def _chunk_tokens(loss: _ChunkLoss) -> int:
 
 
 class _CrossEntropy(Function):
-    """Forward: sums and gradients, chunk by chunk. Backward: the gradients times what comes in for each sum."""
+    """Forward: sums and gradients, chunk by chunk. Backward: the gradients times the incoming gradient of each sum."""
 
     @staticmethod
     def forward(
@@ -274,7 +274,7 @@ class _CrossEntropy(Function):
 
 
 class _LogProbabilities(Function):
-    """Forward: log-probabilities, chunk by chunk; nothing but the inputs is saved. Backward: the chunks once more."""
+    """Forward: log-probabilities, chunk by chunk; only the inputs are saved. Backward: the chunks again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, chunks: _Chunks, *parameters: Tensor) -> Tensor:
@@ -294,5 +294,5 @@ class _LogProbabilities(Function):
 
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Out of place: whoever keeps the graph may come again. The factor stays fp32: bf16 would round a mean's 1/n."""
+    """Out of place, for a retained graph. The factor stays fp32: bf16 would round a mean's 1/n."""
     return (tensor.to(torch.promote_types(tensor.dtype, factor.dtype)) * factor).to(tensor.dtype)

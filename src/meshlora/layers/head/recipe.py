@@ -1,7 +1,7 @@
-"""The recipe of logits that nobody computes: what a model's own forward does to them, for each rank to do to its slice.
+"""Logits that are never computed: a record of the model's operations on them, replayed by each rank on its slice.
 
-Owns: `LogitsRecipe`, and which calls on logits are known to act on each by itself. Does not own: the loss that replays
-them (`layers.head.loss`), the head that returns one (`layers.linear`).
+Owns: `LogitsRecipe`, and the list of calls on logits that are elementwise. Does not own: the loss that replays them
+(`layers.head.loss`), the head that returns one (`layers.linear`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _METADATA = {
     torch.numel,
 }
 
-# What acts on each logit by itself, by name: with these arguments a slice of the vocabulary is as good as the whole.
+# Elementwise functions, by name: a rank can apply them to its slice of the vocabulary alone.
 _ELEMENTWISE = (
     *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"),
     *("tanh", "clamp", "clip", "clamp_min", "clamp_max", "pow", "exp", "sigmoid"),
@@ -63,14 +63,14 @@ class _Operation:
 
 
 class LogitsRecipe(Tensor):
-    """Logits that are not computed: the hidden states they come from, and what the model did to them since.
+    """Logits that are not computed: the hidden states they come from, and the model's operations on them since.
 
-    A head returns one in place of logits, `[..., H]` -> `[..., V]` without storage. The model's own forward then scales
-    it, caps it, casts it; each such call is recorded and gives a recipe again. `replay` does the same to real logits.
-    Only what acts on each logit by itself is recorded, since each rank replays it on its own slice of the vocabulary.
+    A head returns one instead of logits, `[..., H]` -> `[..., V]` without storage. The model's own forward then scales
+    it, caps it, casts it; each such call is recorded and returns a recipe. `replay` applies the calls to real logits.
+    Only elementwise calls are recorded, since each rank replays them on its own slice of the vocabulary.
 
     Attributes:
-        hidden: what the head was called with, `[..., H]`. operations: what was recorded, in order.
+        hidden: the input of the head, `[..., H]`. operations: the recorded calls, in order.
     """
 
     hidden: Tensor
@@ -81,7 +81,7 @@ class LogitsRecipe(Tensor):
         cls, hidden: Tensor, *, vocab: int, dtype: torch.dtype | None = None, operations: tuple[_Operation, ...] = ()
     ) -> LogitsRecipe:
         shape = (*hidden.shape[:-1], vocab)
-        # Not the meta device: a model may ask where its logits are.
+        # Not the meta device: a model may ask for its logits' device.
         recipe = tensor_without_storage(cls, shape, dtype=dtype or hidden.dtype, device=hidden.device)
         recipe.hidden, recipe.operations = hidden, operations
         return recipe
@@ -90,7 +90,7 @@ class LogitsRecipe(Tensor):
         super().__init__()
 
     def replay(self, logits: Tensor) -> Tensor:
-        """What the model makes of these logits `[..., V/tp]`, out of place."""
+        """Apply the recorded operations to logits `[..., V/tp]`, out of place."""
         for operation in self.operations:
             logits = operation(logits)
         return logits
@@ -111,11 +111,11 @@ class LogitsRecipe(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        _refuse(func)  # reached only by a way around __torch_function__
+        _refuse(func)  # reached only by bypassing __torch_function__
 
 
 def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsRecipe:
-    """The recipe after this call. A call in place changes the recipe itself."""
+    """The recipe after this call. An in-place call changes the recipe itself."""
     is_in_place = func in _IN_PLACE
     if not is_in_place and func not in _OUT_OF_PLACE:
         _refuse(func)
@@ -132,7 +132,7 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         before=tuple(others[:place]),
     )
     with torch.DisableTorchFunctionSubclass():
-        # One logit tells which dtype the call gives, and whether it gives its input back (a cast without effect).
+        # One logit shows the dtype of the result, and whether the call returns its input (a cast without effect).
         probe = torch.zeros((1,) * recipe.ndim, dtype=recipe.dtype, device=recipe.device)
         vocab = recipe.shape[-1]
     result = operation(probe)
@@ -148,7 +148,7 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _scalar(value: Any, func: Callable[..., Any]) -> Any:
     """An argument that is the same for every logit: a number, a dtype, or an untrained tensor of one element."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
-        # [1]: replayed logits have fewer dims; 0-dim stays, for it takes no part in the choice of a dtype.
+        # [1]: replayed logits have fewer dims; 0-dim stays, as it takes no part in type promotion.
         return value.detach().reshape(1) if value.ndim else value.detach()
     if value is None or isinstance(value, bool | int | float | torch.dtype | torch.memory_format):
         return value
