@@ -29,11 +29,23 @@ from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp")
+# Each objective once; on each axis together with the tests below, test_packing.py and test_several_adapters.py.
+_ONCE = {"policy": "tp=2,sp", "dpo": "dp=2", "orpo": "dp=2", "kto": "tp=2"}
 
 
-@pytest.mark.parametrize("objective", PROVED)
+@pytest.mark.parametrize(
+    ("objective", "topologies"),
+    [
+        *(pytest.param(kind, (_ONCE.get(kind, TOPOLOGIES[-1]),), id=kind) for kind in PROVED),
+        *(pytest.param(kind, TOPOLOGIES, id=f"{kind} on each", marks=pytest.mark.proof) for kind in PROVED),
+    ],
+)
 def test_objective_is_that_of_one_process_on_every_mesh(
-    objective: str, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objective: str,
+    topologies: tuple[str, ...],
+    processes: Processes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one case each, that of `meshlora verify --objective`: all at once that makes the parts of a step interact."""
     seen: list[tuple[Proof, list[Outcome]]] = []
@@ -44,10 +56,10 @@ def test_objective_is_that_of_one_process_on_every_mesh(
         return seen[0][1]
 
     monkeypatch.setattr(command, "run_proof", run)
-    words = [word for topology in TOPOLOGIES for word in ("--topology", topology)]
+    words = [word for topology in topologies for word in ("--topology", topology)]
     assert main(["verify", "--family", "qwen3", "--objective", objective, *words]) == 0
     ((proof, outcomes),) = seen
-    assert [str(o.topology) for o in outcomes] == list(TOPOLOGIES)
+    assert [str(o.topology) for o in outcomes] == list(topologies)
     assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
     _check_case(proof)
 
@@ -73,25 +85,35 @@ def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: 
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
-@pytest.mark.parametrize("objective", ["orpo", "kto"])
-@pytest.mark.parametrize("micro_batch_size", [1, 5])
+@pytest.mark.parametrize(
+    ("objective", "micro_batch_size", "topologies", "steps"),
+    [
+        ("kto", 1, ("dp=2",), 2),
+        ("orpo", 5, ("tp=2,sp",), 1),
+        *(
+            pytest.param(objective, size, ("tp=2,sp", "dp=2"), 3, marks=pytest.mark.proof)
+            for objective in ("orpo", "kto")
+            for size in (1, 5)
+        ),
+    ],
+)
 def test_neither_mesh_nor_micro_batches_change_what_is_compared(
-    objective: str, micro_batch_size: int, prove: Prove
+    objective: str, micro_batch_size: int, topologies: tuple[str, ...], steps: int, prove: Prove
 ) -> None:
     """Of llama the divergence from the base is above 0, so that it counts; resumed, too."""
-    options = {"micro_batch_size": micro_batch_size, "resume": micro_batch_size == 1}
-    outcomes = prove(family="llama", objective=PROVED[objective], topologies=("tp=2,sp", "dp=2"), **options)
+    options = {"micro_batch_size": micro_batch_size, "resume": micro_batch_size == 1, "steps": steps}
+    outcomes = prove(family="llama", objective=PROVED[objective], topologies=topologies, **options)
     assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
 
 
 def test_policy_over_experts_with_load_balancing_is_that_of_one_process(prove: Prove) -> None:
-    (outcome,) = prove(family="qwen3_moe", objective=PROVED["policy"], topologies=("tp=2,sp,ep=2",))
+    (outcome,) = prove(family="qwen3_moe", objective=PROVED["policy"], topologies=("tp=2,sp,ep=2",), steps=1)
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
 def test_lora_on_the_head_is_off_in_the_base(prove: Prove) -> None:
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head", "down_proj"]}
-    (outcome,) = prove(family="qwen3", objective=PROVED["policy"], topologies=("tp=2,sp",), lora=lora)
+    (outcome,) = prove(family="qwen3", objective=PROVED["policy"], topologies=("tp=2,sp",), lora=lora, steps=1)
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
