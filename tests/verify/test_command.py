@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from meshlora.plan.layout import Layout, Run
 from meshlora.verify import command, pool
 from meshlora.verify.faults import registry
 from meshlora.verify.pool import Pool
-from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.proof import Outcome, Processes, reference_of, run_proof
 from meshlora.verify.request import DROPOUT, SEED, Request, prepare_proof
 
 PHASES = {
@@ -44,6 +46,7 @@ UNTIL_CAUGHT = {"sequences", "loaded_adapter", "forward"}
 PHASE_KEYS = {"passed", "worst_relative", "worst_name", "limit", "num_tensors"}
 DIVERGENCE_KEYS = {"phase", "name", "relative", "ranks", "ratio", "cause", "num_failed"}
 WORDS = ["verify", "--family", "llama", "--topology", "tp=2,sp"]
+ONE_STEP = [*WORDS, "--steps", "1"]
 
 pytestmark = pytest.mark.usefixtures("shared_processes")
 
@@ -51,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("shared_processes")
 def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, report = tmp_path / "out.json", tmp_path / "report.html"
     words = [
-        *WORDS,
+        *ONE_STEP,
         "--topology",
         "dp=2",
         "--mutation",
@@ -66,7 +69,7 @@ def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: p
     assert written["schema_version"] == 1
     assert written["passed"] is True
     assert written["command"].startswith("meshlora verify --family llama --topology tp=2,sp")
-    assert {"model_type": "llama", "dtype": "float64", "seed": SEED, "steps": 3}.items() <= written.items()
+    assert {"model_type": "llama", "dtype": "float64", "seed": SEED, "steps": 1}.items() <= written.items()
     assert {"objective": "sft", "label_smoothing": 0.1, "recompute": False}.items() <= written.items()
     assert written["lora"]["lora_dropout"] == DROPOUT
     assert {"torch", "transformers", "peft", "meshlora", "python"} <= written["versions"].keys()
@@ -99,8 +102,8 @@ def test_fault_that_survives_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp
     name = "lora_scale_squared"
     claimed = dataclasses.replace(registry.MUTATIONS[name], needs=frozenset())
     monkeypatch.setitem(registry.MUTATIONS, name, claimed)
-    words = [*WORDS, "--lora", str(tmp_path / "lora.yaml"), "--mutation", name, "--json", str(tmp_path / "out.json")]
-    assert main(words) == 1
+    words = [*ONE_STEP, "--lora", str(tmp_path / "lora.yaml"), "--mutation", name]
+    assert main([*words, "--json", str(tmp_path / "out.json")]) == 1
     assert json.loads((tmp_path / "out.json").read_text())["passed"] is False
 
 
@@ -160,23 +163,33 @@ class _FaultyProcesses:
         return _Faulty(self.processes.ranks(number, device), self.kind)
 
 
-def _prove_with_fault(processes: Processes, kind: str, cache_dir: Path) -> Iterator[Outcome]:
-    proof = prepare_proof(Request(("tp=2",), family="llama", cache_dir=cache_dir))
-    return run_proof(proof, _FaultyProcesses(processes, kind))  # type: ignore[arg-type]
+Sliced = Callable[[str], Outcome]
+
+
+@pytest.fixture(scope="module")
+def sliced(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Sliced:
+    """`sliced("adapter")`: what a proof finds of that fault, once."""
+    cache = tmp_path_factory.mktemp("sliced")
+
+    @functools.cache
+    def outcome(kind: str) -> Outcome:
+        proof = prepare_proof(Request(("tp=2,sp",), family="llama", cache_dir=cache, steps=1))
+        (found,) = run_proof(proof, _FaultyProcesses(processes, kind))  # type: ignore[arg-type]
+        return found
+
+    return outcome
 
 
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [("adapter", "another rank's slice"), ("base", "cut in the order of the ranks, and the base weight that it goes")],
 )
-def test_fault_in_the_products_own_slicing_is_caught(
-    kind: str, cause: str, processes: Processes, tmp_path: Path
-) -> None:
+def test_fault_in_the_products_own_slicing_is_caught(kind: str, cause: str, sliced: Sliced) -> None:
     """Shards in reversed order when they are cut and when they are joined: the product alone cannot see it.
 
     Of the adapter alone or of the base alone: with both in the same other order each rank computes what goes together.
     """
-    (outcome,) = _prove_with_fault(processes, kind, tmp_path)
+    outcome = sliced(kind)
     assert not outcome.passed
     assert outcome.divergence is not None
     assert outcome.divergence.phase == "loaded_adapter"
@@ -185,17 +198,51 @@ def test_fault_in_the_products_own_slicing_is_caught(
 
 
 def test_difference_without_a_mutation_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, sliced: Sliced, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(proof: Any, _: Any, **options: Any) -> Iterator[Outcome]:
-        return run_proof(proof, _FaultyProcesses(processes, "adapter"), **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(command, "run_proof", run)
-    assert main(WORDS) == 1
+    monkeypatch.setattr(command, "run_proof", lambda *_, **__: [sliced("adapter")])
+    assert main(ONE_STEP) == 1
     captured = capsys.readouterr()
     assert "DIFFERS" in captured.out
     assert "first difference: loaded_adapter of model.layers.0.self_attn.q_proj.lora_B on ranks 0, 1" in captured.out
     assert captured.err.startswith("error: tp=2,sp differs from one process: loaded_adapter of model.layers.0.")
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("_kill", "rank 1: the process was ended by signal 9 (SIGKILL); the machine may be out of memory"),
+        # These end in the same error: tests/verify/test_pool.py.
+        pytest.param("_hang", "ranks without an answer in 1 s: [0, 1]", marks=pytest.mark.proof),
+        pytest.param("_fill", "rank 1: the machine has no room for it (MemoryError: )", marks=pytest.mark.proof),
+    ],
+)
+def test_rank_that_ends_while_a_fault_is_in_has_not_caught_it(
+    end: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: Processes,
+    without_fault: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the run without a fault, which passed, nor the one with it makes a verdict."""
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    failing = _Failing(processes, globals()[end], without_fault)
+    monkeypatch.setattr(command, "run_proof", lambda proof, _, **options: run_proof(proof, failing, **options))
+    assert main([*ONE_STEP, "--mutation", "row_output_averaged"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"error: tp=2,sp with row_output_averaged: no verdict: {said}\n"
+    assert captured.out == ""
+
+
+def test_error_that_the_fault_raises_on_a_rank_has_caught_it(
+    monkeypatch: pytest.MonkeyPatch, processes: Processes, without_fault: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    failing = _Failing(processes, _raise, without_fault)
+    monkeypatch.setattr(command, "run_proof", lambda proof, _, **options: run_proof(proof, failing, **options))
+    assert main([*ONE_STEP, "--mutation", "row_output_averaged"]) == 0
+    assert "1 of 1 killed: 100%" in capsys.readouterr().out
 
 
 def test_rank_that_fails_is_shown_with_its_first_cause(
@@ -205,43 +252,12 @@ def test_rank_that_fails_is_shown_with_its_first_cause(
     monkeypatch.setattr(
         command,
         "run_proof",
-        lambda proof, _, **o: run_proof(proof, _Failing(processes, _raise, only_mutated=False), **o),
+        lambda proof, _, **o: run_proof(proof, _Failing(processes, _raise), **o),
     )
-    assert main(WORDS) == 1
+    assert main(ONE_STEP) == 1
     captured = capsys.readouterr()
     assert "rank 1 is out of luck" in captured.err
     assert "ranks without an answer" in captured.out
-
-
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [
-        ("_kill", "rank 1: the process was ended by signal 9 (SIGKILL); the machine may be out of memory"),
-        ("_hang", "ranks without an answer in 1 s: [0, 1]"),
-        ("_fill", "rank 1: the machine has no room for it (MemoryError: )"),
-    ],
-)
-def test_rank_that_ends_while_a_fault_is_in_has_not_caught_it(
-    end: str, said: str, monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Neither the run without a fault, which passed, nor the one with it makes a verdict."""
-    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
-    failing = _Failing(processes, globals()[end])
-    monkeypatch.setattr(command, "run_proof", lambda proof, _, **options: run_proof(proof, failing, **options))
-    assert main([*WORDS, "--mutation", "row_output_averaged"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err == f"error: tp=2,sp with row_output_averaged: no verdict: {said}\n"
-    assert captured.out == ""
-
-
-def test_error_that_the_fault_raises_on_a_rank_has_caught_it(
-    monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
-    failing = _Failing(processes, _raise)
-    monkeypatch.setattr(command, "run_proof", lambda proof, _, **options: run_proof(proof, failing, **options))
-    assert main([*WORDS, "--mutation", "row_output_averaged"]) == 0
-    assert "1 of 1 killed: 100%" in capsys.readouterr().out
 
 
 def test_cache_on_a_file_system_without_locks_is_refused(
@@ -258,27 +274,40 @@ def test_cache_on_a_file_system_without_locks_is_refused(
 
 
 def test_remains_of_a_reference_that_was_killed_are_removed(processes: Processes, tmp_path: Path) -> None:
-    proof = prepare_proof(Request(("tp=2",), family="llama", cache_dir=tmp_path, steps=1))
+    proof = prepare_proof(Request(("",), family="llama", cache_dir=tmp_path, steps=1))
     for name in (f".{proof.key}.abc.tmp", ".another.abc.tmp"):
         (tmp_path / name / "model").mkdir(parents=True)
-    list(run_proof(proof, processes))
+    reference_of(proof, processes.reference("cpu"))
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".another.abc.tmp"]
 
 
-class _Failing(_FaultyProcesses):
-    """Ranks that call `end` before what they are to do, which has no fault; where one is asked for, or always."""
+@pytest.fixture(scope="module")
+def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what the run without a fault leaves, the first time: later ones are the same, on ranks that are new."""
+    return tmp_path_factory.mktemp("without-fault")
 
-    def __init__(self, processes: Processes, end: Callable[[], None], *, only_mutated: bool = True) -> None:
+
+class _Failing(_FaultyProcesses):
+    """Ranks that call `end` before what they are to do: always, or with the folder `without_fault`, where what they are
+    to do has a fault.
+    """
+
+    def __init__(self, processes: Processes, end: Callable[[], None], without_fault: Path | None = None) -> None:
         super().__init__(processes, "")
-        self.end, self.only_mutated = end, only_mutated
+        self.end, self.without_fault = end, without_fault
 
     def ranks(self, number: int, device: str) -> Any:
         ranks = self.processes.ranks(number, device)
         faulty = _Faulty(ranks, "")
 
         def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-            if args[-1] is None and self.only_mutated:
-                return ranks.run(function, *args)
+            _, _, folder, mutation = args
+            if mutation is None and self.without_fault is not None:
+                if not list(self.without_fault.iterdir()):
+                    ranks.run(function, *args)
+                    shutil.copytree(folder, self.without_fault, dirs_exist_ok=True)
+                shutil.copytree(self.without_fault, folder, dirs_exist_ok=True)
+                return []
             if self.end is _hang:
                 options["timeout_s"] = 1.0
             return ranks.run(_ends, self.end, function, *args, **options)
