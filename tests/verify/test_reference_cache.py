@@ -7,6 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from meshlora.oracle import case as case_module
 from meshlora.oracle.case import Case, case_hash, file_fingerprint
 from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.proof import Processes, reference_of
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 
@@ -110,51 +114,73 @@ def test_files_of_a_checkpoint_count(hashed_bytes: int, tmp_path: Path, monkeypa
     assert file_fingerprint(tmp_path) != before
 
 
-def test_reference_runs_once_and_again_where_its_files_are_gone(prove: Prove, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def made(prove: Prove, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with one reference, which each test copies: a copy is believed, as the next test shows."""
+    folder = tmp_path_factory.mktemp("made")
+    _prove(prove, folder)
+    return folder
+
+
+def _prove(prove: Prove, cache: Path) -> None:
+    (outcome,) = prove(family="llama", topologies=("",), cache_dir=cache, steps=1)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+def test_reference_runs_once_and_again_where_its_files_are_gone(made: Path, prove: Prove, tmp_path: Path) -> None:
+    cache = shutil.copytree(made, tmp_path / "cache")
+
     def run() -> float:
-        (outcome,) = prove(family="llama", topologies=("",), cache_dir=tmp_path, steps=1)
-        assert outcome.passed, (outcome.divergence, outcome.error)
-        (file,) = tmp_path.glob("*/reference.safetensors")
+        _prove(prove, cache)
+        (file,) = cache.glob("*/reference.safetensors")
         return file.stat().st_mtime_ns
 
-    first = run()
+    (first,) = (file.stat().st_mtime_ns for file in made.glob("*/reference.safetensors"))
     assert run() == first
-    shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    shutil.rmtree(next(path for path in cache.iterdir() if path.is_dir()))
     assert run() != first
 
 
-@pytest.mark.parametrize("name", ["reference.safetensors", "adapter/adapter_model.safetensors", "model/config.json"])
-@pytest.mark.parametrize("damage", ["cut short", "gone"])
-def test_damaged_reference_is_made_again(name: str, damage: str, prove: Prove, tmp_path: Path) -> None:
-    def run() -> None:
-        (outcome,) = prove(family="llama", topologies=("",), cache_dir=tmp_path, steps=1)
-        assert outcome.passed, (outcome.divergence, outcome.error)
+REFERENCE, ADAPTER, MODEL = "reference.safetensors", "adapter/adapter_model.safetensors", "model/config.json"
 
-    run()
-    (file,) = tmp_path.glob(f"*/{name}")
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (REFERENCE, "cut short"),
+        (ADAPTER, "cut short"),
+        (MODEL, "gone"),
+        pytest.param(REFERENCE, "gone", marks=pytest.mark.proof),
+        pytest.param(ADAPTER, "gone", marks=pytest.mark.proof),
+        pytest.param(MODEL, "cut short", marks=pytest.mark.proof),
+    ],
+)
+def test_damaged_reference_is_made_again(name: str, damage: str, made: Path, prove: Prove, tmp_path: Path) -> None:
+    cache = shutil.copytree(made, tmp_path / "cache")
+    (file,) = cache.glob(f"*/{name}")
     whole = file.read_bytes()
     if damage == "gone":
         file.unlink()
     else:
         file.write_bytes(whole[: len(whole) // 2])
-    run()
+    _prove(prove, cache)
     assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("how", ["writable by others", "a link", "more than was written"])
 def test_reference_that_somebody_else_may_have_written_is_made_again(
-    how: str, prove: Prove, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    how: str, made: Path, prove: Prove, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run() -> Path:
-        (outcome,) = prove(family="llama", topologies=("",), cache_dir=tmp_path / "cache", steps=1)
-        assert outcome.passed, (outcome.divergence, outcome.error)
-        (file,) = tmp_path.glob("cache/*/reference.safetensors")
+    cache = shutil.copytree(made, tmp_path / "cache")
+
+    def found() -> Path:
+        (file,) = cache.glob("*/reference.safetensors")
         assert not file.parent.is_symlink()
         assert {path.stat().st_mode & 0o077 for path in (file.parent, *file.parent.rglob("*"))} == {0}
         return file
 
-    file = run()
-    made = file.stat().st_mtime_ns
+    file = found()
+    before = file.stat().st_mtime_ns
     if how == "writable by others":
         file.chmod(0o602)
     elif how == "a link":
@@ -162,12 +188,35 @@ def test_reference_that_somebody_else_may_have_written_is_made_again(
         file.parent.symlink_to(tmp_path / "elsewhere")
     else:
         (file.parent / "rounded-7.safetensors").write_bytes(file.read_bytes())
-    assert run().stat().st_mtime_ns != made
+    _prove(prove, cache)
+    assert found().stat().st_mtime_ns != before
     assert ("so the reference is not believed" in caplog.text) == (how != "more than was written")
 
 
-def test_proofs_that_need_one_reference_make_it_once(tmp_path: Path) -> None:
-    """Two commands at once: the second waits, and neither takes the files away from under the other."""
+def test_proofs_that_need_one_reference_make_it_once(processes: Processes, tmp_path: Path) -> None:
+    """The second waits, and does not take the files away from under the first."""
+    proof = prepare_proof(Request(("",), family="llama", cache_dir=tmp_path, steps=1))
+    calls, first_is_at_work = [], threading.Event()
+
+    class Worker:
+        def run(self, *args: Any, **options: Any) -> list[Any]:
+            calls.append(args)
+            assert len(calls) == 1
+            first_is_at_work.set()
+            time.sleep(0.5)  # and longer yet: the second has begun, and would be here too
+            return processes.reference("cpu").run(*args, **options)
+
+    with ThreadPoolExecutor(2) as two:
+        first = two.submit(reference_of, proof, Worker())
+        assert first_is_at_work.wait(60)
+        second = two.submit(reference_of, proof, Worker())
+        assert first.result()[0] == second.result()[0]
+    assert len(calls) == 1
+
+
+@pytest.mark.proof
+def test_commands_that_need_one_reference_make_it_once(tmp_path: Path) -> None:
+    """Two at once, as users start them."""
     command = [sys.executable, "-m", "meshlora", "verify", "--family", "llama", "--topology", "dp=1", "--steps", "1"]
     environment = {**os.environ, "HOME": str(tmp_path)}
     both = [
