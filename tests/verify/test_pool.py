@@ -168,10 +168,11 @@ def test_machine_without_room_is_no_cause(error: Exception, answered: Callable[.
 
 
 PARENT = """
-import os, signal, sys
-from pathlib import Path
+from meshlora.verify import pool as module
 from meshlora.verify.pool import Pool
 from tests.verify.test_pool import write_for_ever
+
+module._LIBRARIES = {libraries}
 
 if __name__ == "__main__":
     pool = Pool(2)
@@ -192,9 +193,24 @@ def write_for_ever(folders: list[str]) -> None:
             (new / "file").write_bytes(bytes(1000))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.proof)])
-def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "parent.py").write_text(PARENT)
+# What a rank of a test needs: of all libraries, which take five seconds more, nothing shows in how processes end.
+_FEW = (module._LIBRARIES[0], "torch.distributed", "transformers.utils", "tests.verify.test_pool")
+
+
+@pytest.mark.parametrize(
+    ("number", "libraries"),
+    [
+        (signal.SIGKILL, _FEW),
+        *(
+            pytest.param(number, module._LIBRARIES, marks=pytest.mark.proof, id=f"{number:d} with all libraries")
+            for number in (signal.SIGKILL, signal.SIGINT)
+        ),
+    ],
+)
+def test_parent_that_is_killed_leaves_neither_ranks_nor_files(
+    number: signal.Signals, libraries: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "parent.py").write_text(PARENT.format(libraries=libraries))
     root = Path(__file__).parents[2]
     source = Path(module.__file__).parents[2]
     path = os.pathsep.join([str(source), str(root)])
@@ -211,8 +227,11 @@ def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Sig
 
 
 FORKING = """
-import multiprocessing, os, pathlib, sys
+import os, pathlib
+from meshlora.verify import pool as module
 from meshlora.verify.pool import Pool, stop_forking
+
+module._LIBRARIES = module._LIBRARIES[:2]  # the product's own, and what takes less time than the others
 
 def children():
     return [p.name for p in pathlib.Path("/proc").glob("[0-9]*/status") if f"PPid:\\t{os.getpid()}\\n" in p.read_text()]
