@@ -76,7 +76,9 @@ def _end_by(number: signal.Signals, cleaned: list[int]) -> None:
             cleaned.append(number)
 
 
-@pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_python", "tokenizers"])
+@pytest.mark.parametrize(
+    "library", ["_multiarray_umath", "libtorch_python", pytest.param("tokenizers", marks=pytest.mark.proof)]
+)
 def test_interrupt_while_libraries_are_imported_is_one_word(library: str, tmp_path: Path) -> None:
     """The moment is when the process has mapped a file of that name, not a time: before it Python itself may start."""
     with Started(tmp_path, *VERIFY) as started:
@@ -179,6 +181,7 @@ def _request(tmp_path: Path) -> Request:
         family="llama",
         lora=dict(DEFAULT_LORA),
         cache_dir=tmp_path / "cache",
+        steps=1,
         mutations=("row_output_averaged",),
         device="cpu",
     )
