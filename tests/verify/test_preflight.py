@@ -8,13 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from meshlora.cli.main import main
 from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.common.proof_records import record_of, remember
@@ -58,12 +58,14 @@ def _prepared(folder: Path, **changes: Any) -> Prepared:
 
 
 def _count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The topologies that are proved from here on."""
+    """The topologies that are proved from here on: in truth the first time, and then in words alone."""
     seen: list[str] = []
+    outcomes: list[Outcome] = []
 
-    def run(proof: Any, processes: Processes, **options: Any) -> Iterator[Outcome]:
+    def run(proof: Any, processes: Processes, **options: Any) -> list[Outcome]:
         seen.append(str(proof.topologies[0]))
-        return run_proof(proof, processes, **options)
+        outcomes.extend(run_proof(proof, processes, **options) if not outcomes else ())
+        return [dataclasses.replace(outcome, topology=proof.topologies[0]) for outcome in outcomes]
 
     monkeypatch.setattr(module, "run_proof", run)
     return seen
@@ -122,20 +124,32 @@ def test_module_that_is_trained_in_full_in_one_layer_is_so_in_one_of_the_twin(tm
     assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"} <= targets
 
 
+def _with_fault(proof: Any, processes: Processes, fault: str) -> list[Outcome]:
+    """That of `proof`, and that with a fault, which does not say so."""
+    request = dataclasses.replace(proof.request, mutations=(fault,))
+    plain, mutated = run_proof(dataclasses.replace(proof, request=request), processes)
+    return [plain, dataclasses.replace(mutated, mutation=None)]
+
+
 def test_combination_that_fails_is_refused_with_its_report_and_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(proof: Any, processes: Processes, **_: Any) -> Iterator[Outcome]:
+    faulty: list[Outcome] = []
+    asked = 0
+
+    def run(proof: Any, processes: Processes, **_: Any) -> list[Outcome]:
         """The proof with a fault in the product, which is not told."""
-        request = dataclasses.replace(proof.request, mutations=("row_output_averaged",))
-        _, mutated = run_proof(dataclasses.replace(proof, request=request), processes)
-        yield dataclasses.replace(mutated, mutation=None)
+        nonlocal asked
+        asked += 1
+        faulty.extend([] if faulty else _with_fault(proof, processes, "row_output_averaged")[1:])
+        return faulty
 
     monkeypatch.setattr(module, "run_proof", run)
     prepared, cache = _prepared(tmp_path), tmp_path / "cache"
-    for _ in range(2):
+    for number in (1, 2):
         with pytest.raises(UnsupportedError, match="does not train as one process would") as caught:
             preflight({"": prepared}, cache_dir=cache)
+        assert asked == number
     assert "row-parallel output averaged over tp instead of summed" in str(caught.value)
     report = Path(re.findall(r"the report is (\S+\.html);", str(caught.value))[0])
     assert "row-parallel output averaged" in report.read_text()
@@ -258,36 +272,37 @@ def test_twin_that_lacks_what_the_model_has_is_refused(tmp_path: Path, monkeypat
         preflight_state({"": run}, cache_dir=tmp_path / "cache")
 
 
-def _odd_model(folder: Path) -> None:
-    """A vocabulary of 2,049, 12 heads and 2 key/value heads: on tp=4 no number is what a rank has of another."""
-    config = twin_config(
-        "llama", vocab_size=2049, num_attention_heads=12, num_key_value_heads=2, hidden_size=96, num_hidden_layers=2
-    )
+def _odd_model(folder: Path, *, tp: int) -> None:
+    """A vocabulary of 2,049, three heads a rank and one key/value head for two ranks."""
+    heads = {"num_attention_heads": 3 * tp, "num_key_value_heads": tp // 2, "hidden_size": 24 * tp}
+    config = twin_config("llama", vocab_size=2049, num_hidden_layers=2, **heads)
     write_twin(config, folder, dtype=torch.float32, seed=0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder)
 
 
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_numbers_that_ranks_cannot_share_evenly_are_those_of_the_twin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And padding in the softmax, which a vocabulary of 256 does not have, is a refusal rather than a wrong loss."""
-    _odd_model(tmp_path / "model")
+    _odd_model(tmp_path / "model", tp=tp)
     model = {"path": str(tmp_path / "model"), "dtype": "float32"}
-    run = _prepared(tmp_path, model=model, topology="tp=4", lora={"r": 4, "target_modules": "all-linear"})
+    run = _prepared(tmp_path, model=model, topology=f"tp={tp}", lora={"r": 4, "target_modules": "all-linear"})
     proof, _ = module.proof_of(run, tmp_path / "cache")
     twin = proof.config
-    assert (twin.vocab_size % 4, twin.num_attention_heads, twin.num_key_value_heads) == (1, 12, 2)
+    assert (twin.vocab_size % tp, twin.num_attention_heads, twin.num_key_value_heads) == (1, 3 * tp, tp // 2)
+    outcomes: list[Outcome] = []
+
+    def one_by_one(proof: Any, processes: Processes, **_: Any) -> list[Outcome]:
+        outcomes.extend([] if outcomes else _with_fault(proof, processes, "padding_in_softmax"))
+        return [outcomes.pop(0)]
+
+    monkeypatch.setattr(module, "run_proof", one_by_one)
     preflight({"": run}, cache_dir=tmp_path / "cache")
-
-    def faulty(proof: Any, processes: Processes, **_: Any) -> Iterator[Outcome]:
-        request = dataclasses.replace(proof.request, mutations=("padding_in_softmax",))
-        _, mutated = run_proof(dataclasses.replace(proof, request=request), processes)
-        yield dataclasses.replace(mutated, mutation=None)
-
-    monkeypatch.setattr(module, "run_proof", faulty)
     with pytest.raises(UnsupportedError, match="does not train as one process would"):
         preflight({"": run}, cache_dir=tmp_path / "other")
+    assert not outcomes
 
 
 def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> None:
@@ -320,8 +335,34 @@ def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> No
     assert proof.case.lora["target_modules"] == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)]
 
 
-def test_train_proves_before_it_trains_and_only_the_first_time(tmp_path: Path) -> None:
-    """The whole way, by the command: two ranks of a launcher of our own, then two of torchrun."""
+def test_train_proves_before_it_trains_and_only_the_first_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the command: with a rank of a launcher of our own, and in this process, as a rank of any other launcher."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["train", str(_run_file(tmp_path, topology=""))]
+    assert main([*words, "--nproc", "1"]) == 0
+    said = capfd.readouterr().out
+    assert said.count("preflight: llama on ") == 1
+    assert said.index("preflight: llama on ") < said.index("proved in") < said.index("step 1/1")
+    assert (tmp_path / "out" / "adapter").is_dir()
+
+    before_training: list[str] = []
+    monkeypatch.setattr("meshlora.train.run.train", lambda *_, **__: before_training.append(capfd.readouterr().out))
+    monkeypatch.setattr("meshlora.comm.groups.join", lambda *_: None)
+    words += ["--set", "train.overwrite=true"]
+    assert main(words) == 0
+    shutil.rmtree(tmp_path / ".cache/meshlora/proofs/passed")
+    assert main(words) == 0
+    remembered, proved = before_training
+    assert "preflight" not in remembered
+    assert "preflight: llama on " in proved
+    assert "proved in" in proved
+
+
+@pytest.mark.proof
+def test_train_proves_before_it_trains_under_each_launcher(tmp_path: Path) -> None:
+    """The whole way: two ranks of a launcher of our own, then two of torchrun."""
     file = _run_file(tmp_path)
     own = [sys.executable, "-m", "meshlora", "train", str(file), "--nproc", "2"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshlora"]
