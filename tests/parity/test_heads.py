@@ -17,26 +17,38 @@ _FALCON_RW = {
     "bias": True,
 }
 _FALCON_7B = {"new_decoder_architecture": False, "multi_query": True, "alibi": False}
+_PADDED_AND_TIED = {"vocab_size": 249, "tie_word_embeddings": True}
+# The same on other numbers of ranks, with sp or without it.
+MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("llama", {"num_key_value_heads": 2}, ("tp=4", "tp=4,sp")),
+    ("llama", {"num_key_value_heads": 1}, ("tp=4,sp",)),
+    ("cohere", {"num_key_value_heads": 2, "use_qk_norm": True}, ("tp=4",)),
+    ("gpt_bigcode", {"multi_query": True}, ("tp=4,sp",)),
+    ("gpt_bigcode", {"multi_query": False}, ("tp=4,sp",)),
+    ("falcon", {**_FALCON_40B, "num_kv_heads": 4}, ("tp=4,sp",)),
+    ("falcon", _FALCON_RW, ("tp=2", "tp=4,sp")),
+    ("falcon", _FALCON_7B, ("tp=4,sp",)),
+    ("minicpm3", {}, ("tp=4,sp",)),
+    ("bloom", {}, ("tp=4,sp",)),
+    ("mpt", {}, ("tp=4,sp",)),
+    ("llama", _PADDED_AND_TIED, ("tp=2", "tp=4,sp")),
+]
 
 
 @pytest.mark.parametrize(
     ("family", "overrides", "topologies"),
     [
-        ("llama", {"num_key_value_heads": 2}, ("tp=4", "tp=4,sp")),
-        ("llama", {"num_key_value_heads": 1}, ("tp=2,sp", "tp=4,sp")),
+        ("llama", {"num_key_value_heads": 1}, ("tp=2,sp",)),
         ("olmo2", {"num_key_value_heads": 2}, ("tp=4,sp",)),  # with a norm over the replicated width
-        ("cohere", {"num_key_value_heads": 2, "use_qk_norm": True}, ("tp=4",)),
+        ("cohere", {"num_key_value_heads": 1, "use_qk_norm": True}, ("tp=2",)),
         ("phi3", {"num_key_value_heads": 2}, ("tp=4,sp",)),
-        ("gpt_bigcode", {"multi_query": True}, ("tp=2", "tp=4,sp")),
-        ("gpt_bigcode", {"multi_query": False}, ("tp=4,sp",)),
-        ("falcon", {**_FALCON_40B, "num_kv_heads": 4}, ("tp=2", "tp=4,sp")),
+        ("gpt_bigcode", {"multi_query": True}, ("tp=2",)),
+        ("falcon", {**_FALCON_40B, "num_kv_heads": 4}, ("tp=2",)),
         ("falcon", {**_FALCON_40B, "num_kv_heads": 2}, ("tp=4,sp",)),
-        ("falcon", _FALCON_RW, ("tp=2", "tp=4,sp")),
-        ("falcon", _FALCON_7B, ("tp=4,sp",)),
-        ("minicpm3", {}, ("tp=4,sp",)),
-        ("bloom", {}, ("tp=4,sp",)),
-        ("mpt", {}, ("tp=4,sp",)),
-        ("llama", {"vocab_size": 249, "tie_word_embeddings": True}, ("tp=2", "tp=4,sp")),  # padded, and tied
+        ("falcon", _FALCON_RW, ("tp=2,sp",)),
+        ("falcon", _FALCON_7B, ("tp=2,sp",)),
+        ("llama", _PADDED_AND_TIED, ("tp=2,sp",)),
+        *(pytest.param(*case, marks=pytest.mark.proof) for case in MORE),
     ],
 )
 def test_matches_one_process(family: str, overrides: dict[str, Any], topologies: tuple[str, ...], prove: Prove) -> None:

@@ -1,7 +1,7 @@
 """The promise in full, on every topology of up to four processes: five clipped AdamW steps.
 
-By default every topology on one family, and two on another: `tests/parity/test_families.py` has one family of each plan
-on two ranks. Everything on each of them: `-m proof`.
+By default three steps, on topologies that have each axis alone and with another one: `tests/parity/test_families.py`
+has each form of a plan on two ranks, and `tests/parity/test_heads.py` on four. Everything on each of them: `-m proof`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from tests.conftest import Prove
 TOPOLOGIES = ("tp=2", "tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4,sp", "tp=4", "dp=4", "")
 
 
-FEW = ("dp=2,tp=2,sp", "tp=4")
-OTHERS = ("qwen3", "gemma2")
-
-
 @pytest.mark.parametrize(
-    ("family", "topologies"),
+    ("family", "topologies", "steps"),
     [
-        ("llama", TOPOLOGIES),
-        ("gemma2", FEW),
-        *(pytest.param(family, TOPOLOGIES, marks=pytest.mark.proof) for family in OTHERS),
+        ("llama", ("dp=2", "dp=2,tp=2,sp", "tp=4"), 3),
+        *(pytest.param(family, TOPOLOGIES, 5, marks=pytest.mark.proof) for family in ("llama", "qwen3", "gemma2")),
     ],
 )
 def test_adapter_is_the_one_a_single_process_produces(
-    family: str, topologies: tuple[str, ...], prove_and_note: Callable[..., list[Outcome]]
+    family: str, topologies: tuple[str, ...], steps: int, prove_and_note: Callable[..., list[Outcome]]
 ) -> None:
-    outcomes = prove_and_note(family=family, topologies=topologies, steps=5)
+    outcomes = prove_and_note(family=family, topologies=topologies, steps=steps)
     assert len(outcomes) == len(topologies)
     for outcome in outcomes:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
@@ -43,7 +38,20 @@ def test_adapter_is_the_one_a_single_process_produces(
         }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_low_precision_stays_within_the_references_own_rounding(dtype: str, prove: Prove) -> None:
-    for outcome in prove(family="llama", topologies=("tp=2,sp", "dp=2,tp=2"), dtype=dtype):
+@pytest.mark.parametrize(
+    ("dtype", "topology", "steps"),
+    [
+        ("float32", "dp=2,tp=2", 2),
+        ("bfloat16", "tp=2,sp", 2),
+        *(
+            pytest.param(dtype, topology, 3, marks=pytest.mark.proof)
+            for dtype in ("float32", "bfloat16")
+            for topology in ("tp=2,sp", "dp=2,tp=2")
+        ),
+    ],
+)
+def test_low_precision_stays_within_the_references_own_rounding(
+    dtype: str, topology: str, steps: int, prove: Prove
+) -> None:
+    for outcome in prove(family="llama", topologies=(topology,), dtype=dtype, steps=steps):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
