@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from meshlora.common.errors import UserError
 from meshlora.data import Record, TokenizedDataset, tokenize
 from meshlora.data.cache import _checksum as checksum
+from meshlora.verify.pool import _context as started_from
 from tests.unit.records import BOS, END, EOS, MARKED, make_tokenizer, pair, serialized
 
 RECORDS = [pair("near", " the river"), pair("the city", " is"), Record(text="the house", origin="t")]
@@ -294,7 +294,7 @@ def tokenize_in_process(cache: str, log: str, barrier: Any, results: Any) -> Non
 
 
 def test_two_processes_that_start_together_tokenize_once_and_read_the_same(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context, _ = started_from("cpu")
     barrier, results = context.Barrier(2), context.Queue()
     arguments = (str(tmp_path / "cache"), str(tmp_path / "log"), barrier, results)
     processes = [context.Process(target=tokenize_in_process, args=arguments) for _ in range(2)]

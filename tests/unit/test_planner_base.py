@@ -46,7 +46,9 @@ BLOCKS = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 256}
         pytest.param("llama", "tp=2", {"quantization": "nf4", "config": WIDE, "seq": 32}, id="nf4"),
         pytest.param("llama", "tp=2,sp", {"quantization": "int8", "config": BLOCKS, "recompute": "full"}, id="int8"),
         pytest.param(
-            "llama", "dp=2,tp=2,sp,dp_shard", {"quantization": "nf4", "config": WIDE, "seq": 32}, id="nf4_sharded"
+            *("llama", "dp=2,tp=2,sp,dp_shard", {"quantization": "nf4", "config": WIDE, "seq": 32}),
+            id="nf4_sharded",
+            marks=pytest.mark.proof,
         ),
         pytest.param(
             "llama",

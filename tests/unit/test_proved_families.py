@@ -16,6 +16,8 @@ from meshlora.plan.families import proved as families
 from meshlora.plan.families.proved import check_proved_here, proof_of_family
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from meshlora.verify import command
+from meshlora.verify.proof import Processes, run_proof
 from tests.blueprints import build_meta
 
 OTHER = {"transformers": "5.99.1", "peft": versions()["peft"] + ".post1"}
@@ -25,6 +27,12 @@ OTHER = {"transformers": "5.99.1", "peft": versions()["peft"] + ".post1"}
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def _warm_processes(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meshlora verify` in the processes of the session: starting its own takes longer than a proof."""
+    monkeypatch.setattr(command, "_run", lambda proof, _: list(run_proof(proof, processes)))
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, **other: str) -> None:
@@ -49,6 +57,7 @@ def test_a_split_is_refused_under_another_minor_version_with_the_command_that_pr
     check_proved_here("llama", Topology(dp=16), has_experts=False)
 
 
+@pytest.mark.usefixtures("_warm_processes")
 def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, **OTHER)
     assert main(["verify", "--family", "llama", "--topology", "tp=2,sp", "--steps", "1"]) == 0
@@ -62,6 +71,7 @@ def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: 
         check_proved_here("llama", Topology(tp=2, sp=True), has_experts=False)
 
 
+@pytest.mark.usefixtures("_warm_processes")
 @pytest.mark.parametrize("words", [["--set", "vocab_size=250"], ["--dtype", "float32"], ["--lora", "lora.yaml"]])
 def test_a_proof_of_less_is_none_of_the_family(words: list[str], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, **OTHER)

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
-from meshlora.adapter.targets.options import pattern_key
+from meshlora.adapter.targets import options
+from meshlora.adapter.targets.options import check_patterns, pattern_key
 from meshlora.cli.main import main
+from meshlora.common.errors import UserError
 from meshlora.common.limits import time_limit
 from meshlora.common.reading import parse_json, parse_yaml
 from tests.unit.mistakes import (
@@ -47,6 +50,12 @@ VERIFY = ("verify", "--family", "llama", "--topology", "tp=2", "--set")
 def _a_hang_ends() -> Iterator[None]:
     with time_limit(LIMIT_S):
         yield
+
+
+@pytest.fixture
+def _seconds_of_patterns_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may run for a second runs for a tenth of one."""
+    monkeypatch.setattr(options, "time_limit", lambda seconds: time_limit(seconds / 10))
 
 
 def run_text(tail: str) -> Callable[[Setup], None]:
@@ -113,7 +122,7 @@ RUN_FILE: dict[str, Case] = {
     "date_that_does_not_exist": case(run_text("x: 2020-99-99"), "'timestamp'", "in quotes"),
     "nul_in_the_run_file": case(run_text("x: \0"), "#x0000"),
     "run_file_of_two_megabytes": case(run_text("# " + "x" * 2**21), "more than the 1,048,576 bytes"),
-    "run_file_of_too_many_values": case(run_text("x: [" + "1, " * 40_000 + "]"), "more than 30,000 values"),
+    "run_file_of_too_many_values": case(run_text("x: [" + "1, " * 31_000 + "]"), "more than 30,000 values"),
     "run_file_is_a_pipe": case(
         several(instead("pipe", os.mkfifo), lambda s: setattr(s, "file", "pipe")), "pipe or a device"
     ),
@@ -328,10 +337,17 @@ OTHER_COMMANDS: dict[str, Case] = {
 MISTAKES = RUN_FILE | MODEL | ADAPTER | OTHER_COMMANDS
 
 
-@pytest.mark.usefixtures("nothing_has_happened_yet")
+@pytest.mark.usefixtures("nothing_has_happened_yet", "_seconds_of_patterns_are_short")
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
     check_mistake(mistake, setup, capfd)
+
+
+def test_a_pattern_without_end_ends_after_the_second_that_is_said() -> None:
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="more than 1 s on the names of the model"):
+        check_patterns(LoraConfig(target_modules=SLOW), [UP])
+    assert 0.9 < time.monotonic() - begun < LIMIT_S / 2
 
 
 def not_finite(number: float) -> Callable[[Setup], None]:
