@@ -33,7 +33,6 @@ OFTEN = {
     "gemma4_unified_text": "keys that are values, keys and values of another layer",
     "gpt_neox_japanese": "a bias that the layer adds",
     "granite_swa": "a parameter with a value per head",
-    "lfm2": "a short convolution",
     "minicpm3": "an attention of low rank",
     "modernbert-decoder": "a head of several modules",
     "moshi": "a linear in a module of its own",
@@ -43,7 +42,6 @@ OFTEN = {
     "openai-gpt": "Conv1D, and no norm after the layers",
     "opt": "an MLP without a module of its own, a projection after the layers",
     "phi": "the plan of transformers; attention and MLP side by side, with biases",
-    "qwen3_5": "a gated attention beside a gated delta net",
     "recurrent_gemma": "a recurrent unit",
     "xlstm": "nothing but the vocabulary split, with biases",
 }
@@ -105,8 +103,8 @@ def test_family_that_stands_for_others_has_their_plan(stand_in: str) -> None:
         assert _plan(family) == expected, family
 
 
-# Besides those of `test_experts`: a mixer beside experts, experts without a gate, a choice that is not of a softmax.
-OFTEN_WITH_EXPERTS = {"minimax": "tp=2,sp,ep=2", "nemotron_h": "tp=2,sp,etp=2", "phimoe": "tp=2,sp,etp=2"}
+# Besides those of `test_experts`: mixers beside experts, experts without a gate.
+OFTEN_WITH_EXPERTS = {"minimax": "tp=2,sp,ep=2", "nemotron_h": "tp=2,sp,etp=2"}
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def test_messages_are_those_of_the_budget(family: str, topology: str) -> None:
     assert counted == {key: number for key, number in budget.items() if number}
 
 
-@pytest.mark.parametrize("num_layers", [8, pytest.param(80, marks=pytest.mark.proof)])
-def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer(num_layers: int) -> None:
+@pytest.mark.parametrize(("num_layers", "seq"), [(8, 1024), pytest.param(80, 8192, marks=pytest.mark.proof)])
+def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer(num_layers: int, seq: int) -> None:
     """Design section 3: 4 for each layer, and the buckets; beside them the ends of the model and two scalars.
 
     By default a tenth of its layers, whose weights would still be more than 2 GB on a rank.
@@ -129,7 +129,7 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer(num_layers: i
     config = AutoConfig.for_model(**json.loads(SHAPE.read_text()) | {"num_hidden_layers": num_layers})
     lora = LoraConfig(r=16, target_modules="all-linear")
     base = make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16"))
-    problem = Problem(base, lora, gpus=16_384, gpu=GPUS["h200"], seq=8192, global_batch=16_384)
+    problem = Problem(base, lora, gpus=16_384, gpu=GPUS["h200"], seq=seq, global_batch=16_384)
     (prediction,) = choose(problem, [Topology.parse("tp=8", world=16_384)]).ranked
     simulation = simulate(problem, prediction)
     found = Counter(grouped(prediction.messages, micro_batches=1))
