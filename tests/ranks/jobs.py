@@ -1,4 +1,4 @@
-"""Real launches of `meshlora train` with faults in their ranks: a run file in a folder of its own, and how to start it.
+"""Launches of `meshlora train` with faults in their ranks: a run file in a folder of its own, and how to start it.
 
 Faults come from a `sitecustomize.py` on PYTHONPATH, which every rank imports before anything else: the product has no
 code for being tested.
@@ -25,6 +25,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from meshlora.plan.families.twin import twin_config
+from tests.ranks.forked import Forked
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
 # From the fault to the end of every process.
@@ -70,10 +71,11 @@ if "RANK" in os.environ:
 
 @dataclass
 class Job:
-    """A run file in a folder of its own, and how to start it."""
+    """A run file in a folder of its own, and how to start it: anew, or forked from a process that has all imported."""
 
     folder: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    is_forked: bool = False
+    started: list[subprocess.Popen[str] | Forked] = field(default_factory=list)
 
     @property
     def output(self) -> Path:
@@ -94,10 +96,18 @@ class Job:
         }
         (self.folder / "run.yaml").write_text(yaml.safe_dump(tree))
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
+    def start(self, *command: str) -> subprocess.Popen[str] | Forked:
         path = os.pathsep.join([str(self.folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
+        process = self._forked(command, env) if self.is_forked else self._anew(command, env)
+        self.started.append(process)
+        return process
+
+    def _forked(self, command: tuple[str, ...], env: dict[str, str]) -> Forked:
+        return Forked(self.folder, command or TRAIN, env)
+
+    def _anew(self, command: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, *(command or TRAIN)],
             cwd=self.folder,
             env=env,
@@ -107,8 +117,6 @@ class Job:
             # Where the tests themselves run in the background, a shell has them ignore it, and so would this process.
             preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
-        self.started.append(process)
-        return process
 
     def end(self) -> None:
         """Whatever the test found, nothing of it is left for the next."""
@@ -127,6 +135,7 @@ class Job:
         if fault_at.exists():
             assert time.time() - float(fault_at.read_text()) < PATIENCE_S
         assert self.living_ranks() == []
+        assert process.returncode is not None
         return process.returncode, out, err
 
     def trains(self) -> bool:
@@ -156,8 +165,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(base: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    folder = base / request.node.name
+    yield from _job(base, request.node.name, is_forked=False)
+
+
+# The start of a process takes five seconds, and what follows one. Both ways go through the same code of the product.
+@pytest.fixture(name="job", params=["forked", pytest.param("anew", marks=pytest.mark.proof)])
+def job_either_way(base: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    yield from _job(base, request.node.name, is_forked=request.param == "forked")
+
+
+def _job(base: Path, name: str, *, is_forked: bool) -> Iterator[Job]:
+    folder = base / name
     folder.mkdir()
-    job = Job(folder)
+    job = Job(folder, is_forked)
     yield job
     job.end()

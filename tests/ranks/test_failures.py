@@ -1,6 +1,7 @@
 """A failing rank ends all ranks, with its cause shown once; what it leaves on disk is whole.
 
-Real launches (`tests.ranks.jobs`). Full disks have a file of their own.
+Launches (`tests.ranks.jobs`) of processes that are forked; with `make proof` of those that are started anew. Full disks
+have a file of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.ranks.jobs import PATIENCE_S, TRAIN, Job, base, job
+from tests.ranks.jobs import PATIENCE_S, TRAIN, Job, base, job_either_way
 
-__all__ = ["base", "job"]  # fixtures
+__all__ = ["base", "job_either_way"]  # fixtures
 
 
 # What torch and its backends say on a rank whose peer is gone.
@@ -152,11 +153,11 @@ def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) 
 
 
 def test_rank_that_hangs_is_named_with_the_collective(job: Job) -> None:
-    job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n", timeout_s=8)
+    job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n", timeout_s=4)
     code, _, err = job.run()
     assert code == 1
     assert len(err.splitlines()) == 1
-    assert "was given up after 8 s (train.timeout_s): rank 1 did not arrive; rank 1 was last in" in err
+    assert "was given up after 4 s (train.timeout_s): rank 1 did not arrive; rank 1 was last in" in err
     assert err.startswith("error: rank 0: all_reduce over ranks 0, 1 (number ")
 
 

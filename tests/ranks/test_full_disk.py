@@ -25,10 +25,10 @@ from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.trained import TrainedAdapter
 from tests.pool import Pool
 from tests.processes import own_mounts
-from tests.ranks.jobs import TRAIN, Job, base, job
+from tests.ranks.jobs import TRAIN, Job, base, job_either_way
 from tests.ranks.test_trainer import run_and_keep_groups
 
-__all__ = ["base", "job"]  # fixtures
+__all__ = ["base", "job_either_way"]  # fixtures
 
 
 FULL_DISK = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import runpy
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from meshlora.oracle.compare import compare_adapters
 from tests.pool import Pool
+from tests.ranks.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/own_loop.py"
@@ -46,11 +48,22 @@ def _in_a_pool(out: Path, topology: str, *, world: int) -> list[str]:
 
 
 def _under_torchrun(out: Path, topology: str, *, world: int) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [sys.executable, *launcher, SCRIPT, *_arguments(out, topology)]
+    command = [sys.executable, *_torchrun(world), SCRIPT, *_arguments(out, topology)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return _losses(done.stdout)
+
+
+def _torchrun(world: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+
+
+def _under_forked_torchrun(out: Path, topology: str, *, world: int) -> list[str]:
+    """Its agent and its ranks have imported the libraries before they begin."""
+    process = Forked(ROOT, [*_torchrun(world), SCRIPT, *_arguments(out, topology)], os.environ, said=out.parent)
+    said, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return _losses(said)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return out, _in_a_pool(out, "", world=1)
 
 
-@pytest.mark.parametrize(("topology", "run"), [("tp=2,sp", _under_torchrun), ("dp=2", _in_a_pool)])
+@pytest.mark.parametrize(
+    ("topology", "run"),
+    [
+        ("tp=2,sp", _under_forked_torchrun),
+        pytest.param("tp=2,sp", _under_torchrun, marks=pytest.mark.proof),
+        ("dp=2", _in_a_pool),
+    ],
+)
 def test_own_loop_saves_the_adapter_of_one_process(
     topology: str, run: Callable[..., list[str]], alone: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
