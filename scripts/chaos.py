@@ -49,10 +49,12 @@ PAIRS = [pair for pair in itertools.product(MOMENTS, FAULTS) if not (pair[0] == 
 STOPPED_S, LIMIT_S, END_S, WHOLE_S = 3.0, 8.0, 5.0, 120.0
 
 # Every rank imports this first. Where it stands at the chosen moment it says so, and waits for the fault to be done.
-HOLD = '''
-import errno, io, os, time
+# And bitsandbytes is not there: PEFT imports it, a fifth of the start of a process.
+FIRST = '''
+import errno, io, os, sys, time
 from pathlib import Path
 
+sys.modules["bitsandbytes"] = None
 here, moment = Path(__file__).parent, (Path(__file__).parent / "moment").read_text()
 output = str(here.parent / "output")
 
@@ -92,7 +94,7 @@ def break_disk(number):
     builtins.open = io.open = refusing(io.open, lambda mode="r", *_, **__: set(mode) & set("wax+"))
     peft_format.save_file = checkpoint.save_file = full
 
-if "RANK" in os.environ:
+if "RANK" in os.environ and moment:
     rank = int(os.environ["RANK"])
     (here / f"pid-{rank}").write_text(str(os.getpid()))
     if moment == "start":
@@ -188,13 +190,11 @@ def _prepared(folder: Path) -> Path:
 
 
 def _run(folder: Path, *more: str, moment: str = "") -> Started:
-    """The run in `folder`; its ranks wait at `moment`."""
-    paths = [str(folder / "faults")] if moment else []
-    if moment:
-        (folder / "faults" / "moment").write_text(moment)
-        (folder / "faults" / "sitecustomize.py").write_text(HOLD)
+    """The run in `folder`; its ranks wait at `moment`, if any."""
+    (folder / "faults" / "moment").write_text(moment)
+    (folder / "faults" / "sitecustomize.py").write_text(FIRST)
     words = ("-m", "meshlora", "train", str(folder / "run.yaml"), "--nproc", "2", "--no-preflight", *more)
-    path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])])
     # torch keeps a cache of its own, which is none of the run's files.
     return Started(folder, *words, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
 
