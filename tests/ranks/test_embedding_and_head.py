@@ -50,13 +50,44 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "saved: row linear": ({"family": "llama"}, {"target_modules": ["q_proj"], "modules_to_save": ["1.mlp.down_proj"]}),
     "biases: all": ({"family": "gpt2"}, {"target_modules": ["c_attn", "mlp.c_proj"], "bias": "all"}),
     "biases: of targets": ({"family": "qwen2"}, {"target_modules": ["q_proj", "v_proj"], "bias": "lora_only"}),
+    # And of these, several at once.
+    "embedding and head": (
+        {"family": "llama"},
+        {"target_modules": ["embed_tokens", "q_proj", "lm_head", "o_proj"]},
+    ),
+    "saved: of every kind": (
+        {"family": "llama"},
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["model.norm", "lm_head", "embed_tokens", "layers.0.input_layernorm", "1.mlp.down_proj"],
+        },
+    ),
 }  # fmt: skip
 
+# Each kind once, each topology with several.
+COVER = {
+    "embedding and head": "tp=2,sp",
+    "scaled embedding": "tp=2",
+    "capped head": "tp=2,sp",
+    "both, tied": "tp=2,sp",
+    "saved: of every kind": "dp=2,tp=2",
+    "saved: every norm": "tp=2,sp",
+    "saved: head, tied": "tp=2",
+    "biases: all": "tp=2,sp",
+    "biases: of targets": "tp=2",
+}
 
-@pytest.mark.parametrize("name", PROOFS)
-def test_trains_as_one_process_does(name: str, prove: Prove) -> None:
+
+@pytest.mark.parametrize(
+    ("name", "topologies"),
+    [
+        *((name, (topology,)) for name, topology in COVER.items()),
+        *(pytest.param(name, TOPOLOGIES, marks=pytest.mark.proof) for name in PROOFS),
+    ],
+)
+def test_trains_as_one_process_does(name: str, topologies: tuple[str, ...], prove: Prove) -> None:
     model, options = PROOFS[name]
-    for outcome in prove(**model, lora=LORA | options, topologies=TOPOLOGIES, steps=2):
+    for outcome in prove(**model, lora=LORA | options, topologies=topologies, steps=2):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
