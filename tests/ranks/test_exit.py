@@ -15,7 +15,7 @@ from meshlora.comm.groups import join, open_mesh
 from meshlora.plan.topology import Topology
 
 join("cpu")
-mesh = open_mesh(Topology(tp=4))
+mesh = open_mesh(Topology(tp=2))
 x = torch.nn.Parameter(torch.ones(1000, 1000))
 for _ in range(3):
     y = all_reduce_sum(x.detach(), mesh.tp)
@@ -28,7 +28,7 @@ def test_last_collective_does_not_abort_the_interpreter(launches: int, tmp_path:
     """gloo's thread took the GIL of an interpreter that was shutting down; it ended with SIGABRT."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     for _ in range(launches):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

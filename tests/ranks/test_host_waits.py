@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -128,17 +129,35 @@ def _check(ranks: list[dict[str, int]]) -> None:
         assert found == {"step_sums.py:read": 1}
 
 
-@pytest.mark.parametrize(("topology", "world"), [("", 1), ("tp=2,sp", 2), ("dp=2,tp=2", 4)])
+@pytest.mark.parametrize(
+    ("topology", "world"),
+    [
+        ("dp=2,tp=2,sp", 4),
+        *(pytest.param(topology, world, marks=pytest.mark.proof) for topology, world in (("", 1), ("tp=2,sp", 2))),
+    ],
+)
 def test_a_step_reads_its_numbers_once(topology: str, world: int, folder: Path, pools: Callable[[int], Pool]) -> None:
-    file = run_file(folder, f"waits-{topology or 'alone'}", topology, data__eval=None, train__eval_every=0)
+    file = run_file(
+        folder,
+        f"waits-{topology or 'alone'}",
+        topology,
+        data__eval=None,
+        train__eval_every=0,
+        train__steps=2,
+        train__warmup_steps=0,
+    )
     _check([_of_one(file, 1)] if world == 1 else pools(world).run(_of_one, file, world))
 
 
-@pytest.mark.parametrize(("topology", "world"), [("", 1), ("tp=2,sp", 2)])
+@pytest.mark.parametrize(("topology", "world"), [pytest.param("", 1, marks=pytest.mark.proof), ("tp=2,sp", 2)])
 def test_a_step_of_several_adapters_does_too(
     topology: str, world: int, texts: Path, pools: Callable[[int], Pool]
 ) -> None:
     file = many_file(texts, f"waits-{topology or 'alone'}", topology)
+    tree = yaml.safe_load(file.read_text())
+    for adapter in tree["adapters"].values():
+        adapter["train"] |= {"steps": 2, "warmup_steps": 0}
+    file.write_text(yaml.safe_dump(tree))
     _check([_of_many(file, 1)] if world == 1 else pools(world).run(_of_many, file, world))
 
 
