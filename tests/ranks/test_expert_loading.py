@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshlora
+from meshlora.comm import groups
+from meshlora.loading import load
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.model import weights
 from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import Topology
 from tests.pool import Pool
+from tests.ranks.memory import growth_of_peak, in_a_process_of_its_own, model_of_zeros
 
-# Loads one rank's share alone in a process of its own and prints, in bytes: growth of peak memory, shard, largest.
-_MEASURE = """
-import pathlib, sys, torch
-import meshlora.loading.load, meshlora.plan.topology as t
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
-from meshlora.comm import groups
-from transformers import AutoConfig
 
-folder, topology = sys.argv[1], t.Topology.parse(sys.argv[2])
-axis = lambda ranks: groups.Axis(len(ranks), 0, tuple(ranks), None)
-sets = [{n} for n in ("dp", "tp", "edp", "ep", "etp")] + [{"dp", "tp"}]
-axes = {frozenset(names): axis(topology.groups_over(names)[0]) for names in sets}
-meshlora.loading.load.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), axes)
-# Everything but weights is imported and warm before the measurement starts.
-make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
-status = lambda key: int(pathlib.Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
-pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-before = status("VmRSS")
-model = meshlora.load(folder, topology=topology, dtype="float32")
-after = status("VmHWM")
-sizes = [p.numel() * p.element_size() for p in model.parameters()]
-print(after - before, sum(sizes), max(sizes))
-"""
+def _grown_shard_and_largest(folder: Path, name: str) -> tuple[int, int, int]:
+    """In a process of its own, which loads one rank's share alone: growth of peak memory, the shard, its largest."""
+    topology = Topology.parse(name)
+
+    def axis(ranks: Sequence[int]) -> groups.Axis:
+        return groups.Axis(len(ranks), 0, tuple(ranks), None)
+
+    sets = [{n} for n in ("dp", "tp", "edp", "ep", "etp")] + [{"dp", "tp"}]
+    axes = {frozenset(names): axis(topology.groups_over(names)[0]) for names in sets}
+    # Everything but weights is imported and warm before the measurement starts.
+    make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
+    with mock.patch.object(load, "open_mesh", return_value=groups.Mesh(topology, 0, torch.device("cpu"), axes)):
+        return growth_of_peak(lambda: meshlora.load(folder, topology=topology, dtype="float32"))
 
 
 @pytest.mark.parametrize(
@@ -55,14 +49,10 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_tensor(stored: str, topo
         num_hidden_layers=4,
         mlp_only_layers=[],
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored))
+    model = model_of_zeros(config, getattr(torch, stored))
     whole = 4 * sum(p.numel() for p in model.parameters())
     model.save_pretrained(tmp_path)
-    out = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tmp_path), topology], capture_output=True, text=True, check=False
-    )
-    assert out.returncode == 0, out.stderr
-    grown, shard, largest = map(int, out.stdout.split()[-3:])
+    grown, shard, largest = in_a_process_of_its_own(_grown_shard_and_largest, tmp_path, topology)
     bound = shard + largest + 100e6
     assert grown <= bound, f"{grown / 1e6:.0f} MB for a shard of {shard / 1e6:.0f} MB"
     assert bound < whole, "the bound must be able to fail: the whole model is larger"

@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-import meshlora
-from meshlora.plan.families.twin import twin_config
-from tests.pool import Pool
-from tests.twins import make_batches
-
-# Loads one rank's share alone in a process of its own and prints, in bytes: growth of peak memory, shard, largest.
-_MEASURE = """
-import pathlib, sys, torch
-import meshlora.loading.load, meshlora.plan.topology as t
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
-from meshlora.comm import groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
-folder, tp = sys.argv[1], int(sys.argv[2])
-axis = lambda n: groups.Axis(n, 0, tuple(range(n)), None)
-one = {frozenset({"dp"}): axis(1), frozenset({"tp"}): axis(tp), frozenset({"dp", "tp"}): axis(tp)}
-topology = t.Topology(tp=tp)
-meshlora.loading.load.open_mesh = lambda *_, **__: groups.Mesh(topology, 0, torch.device("cpu"), one)
-# Everything but weights is imported and warm before the measurement starts.
-make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
-# Not ru_maxrss: a child inherits its parent's at the fork.
-status = lambda key: int(pathlib.Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
-pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-before = status("VmRSS")
-model = meshlora.load(folder, topology=topology, dtype=sys.argv[3])
-after = status("VmHWM")
-sizes = [p.numel() * p.element_size() for p in model.parameters()]
-print(after - before, sum(sizes))
-"""
+import meshlora
+from meshlora.comm import groups
+from meshlora.loading import load
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import Topology
+from tests.pool import Pool
+from tests.ranks.memory import growth_of_peak, in_a_process_of_its_own, model_of_zeros
+from tests.twins import make_batches
+
+
+def _grown_and_shard(folder: Path, tp: int, dtype: str) -> tuple[int, int]:
+    """In a process of its own, which loads one rank's share alone: growth of peak memory, and the shard, in bytes."""
+
+    def axis(size: int) -> groups.Axis:
+        return groups.Axis(size, 0, tuple(range(size)), None)
+
+    topology = Topology(tp=tp)
+    axes = {frozenset({"dp"}): axis(1), frozenset({"tp"}): axis(tp), frozenset({"dp", "tp"}): axis(tp)}
+    # Everything but weights is imported and warm before the measurement starts.
+    make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
+    with mock.patch.object(load, "open_mesh", return_value=groups.Mesh(topology, 0, torch.device("cpu"), axes)):
+        return growth_of_peak(lambda: meshlora.load(folder, topology=topology, dtype=dtype))[:2]
 
 
 def _save_large(folder: Path, dtype: torch.dtype) -> tuple[Path, int]:
@@ -48,7 +41,7 @@ def _save_large(folder: Path, dtype: torch.dtype) -> tuple[Path, int]:
     config = twin_config(
         "llama", hidden_size=1024, intermediate_size=4096, vocab_size=8000, num_hidden_layers=10, head_dim=128
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model_of_zeros(config, dtype)
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(folder, max_shard_size="250MB")
     return folder, largest
@@ -71,11 +64,7 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_tensor(
     largest *= growth
     whole = growth * sum(file.stat().st_size for file in files)
     for tp in sizes:
-        out = subprocess.run(
-            [sys.executable, "-c", _MEASURE, str(folder), str(tp), loaded], capture_output=True, text=True, check=False
-        )
-        assert out.returncode == 0, out.stderr
-        grown, shard = map(int, out.stdout.split()[-2:])
+        grown, shard = in_a_process_of_its_own(_grown_and_shard, folder, tp, loaded)
         assert grown <= shard + largest + 200e6, f"tp={tp}: {grown / 1e6:.0f} MB for a shard of {shard / 1e6:.0f} MB"
     assert shard + largest + 200e6 < whole, "the bound must be able to fail: the whole model is larger"
 
