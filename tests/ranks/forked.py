@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,7 @@ def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # as the environment says
     code = 1
     try:
         code = _code_of(lambda: _run(words))

@@ -108,7 +108,7 @@ for door in doors:
 @pytest.mark.parametrize(
     "victim",
     [
-        pytest.param("launcher", marks=pytest.mark.proof),  # in the midst of a save: test_chaos
+        pytest.param("launcher", marks=pytest.mark.proof),  # also in test_failures
         pytest.param("rank 1", marks=pytest.mark.proof),
         pytest.param("janitor", marks=pytest.mark.proof),
     ],

@@ -6,9 +6,12 @@ have a file of their own.
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from peft import PeftModel
@@ -152,6 +155,26 @@ def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) 
     assert job.living_ranks() == []
 
 
+def test_nothing_lives_on_when_the_launcher_is_killed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks trained on, and its folder stayed."""
+    with tempfile.TemporaryDirectory(prefix="meshlora-test-") as temporary:  # a socket's path must be short
+        monkeypatch.setenv("TMPDIR", temporary)
+        job.write("\n    at(3, rank, lambda loss: time.sleep(1000))\n")
+        process = job.start()
+        _wait_until((job.folder / "faults" / "fault-at").exists)
+        assert [path.name.partition("-")[0] for path in Path(temporary).iterdir()] == ["meshlora"]
+        assert len(job.started_ranks()) == 2
+        process.kill()
+        _wait_until(lambda: not any(map(_trains, job.started_ranks())) and not list(Path(temporary).iterdir()), 5)
+
+
+def _trains(pid: int) -> bool:
+    """A process that has ended, and nobody has asked how, has no words."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    return False
+
+
 def test_rank_that_hangs_is_named_with_the_collective(job: Job) -> None:
     job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n", timeout_s=4)
     code, _, err = job.run()
@@ -183,8 +206,8 @@ def test_loss_that_is_not_finite_stops_the_run_and_only_rank_0_speaks_on_the_ter
     assert [file.name for file in (job.output / "logs").iterdir()] == ["rank-1.log"]
 
 
-def _wait_until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
+def _wait_until(ready: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.1)
