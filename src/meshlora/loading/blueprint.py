@@ -27,6 +27,7 @@ from meshlora.layers.quantized import check_library
 from meshlora.loading.guards import check_dropouts, handle_dropout
 from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
+from meshlora.model.packed import check_packing
 from meshlora.model.stored import num_stored
 from meshlora.model.weights import CheckpointSource, check_checkpoint, kept_wide
 from meshlora.plan.derive import plan_model
@@ -125,6 +126,12 @@ def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, opt
     dtype = resolve_dtype(options.dtype, config)
     built = _build(copy.deepcopy(config), dtype, options)
     source = None if isinstance(model, PretrainedConfig) else Path(model)
+    if options.quantization and source and read_json(source / "config.json").get("quantization_config"):
+        raise UnsupportedError(
+            f"quantization {options.quantization} of model {source}",
+            "its checkpoint is quantised already, and rounding it twice is not proved",
+            "leave out model.quantization",
+        )
     return Blueprint(source, options, config, dtype, built, _split(built, topology, options.quantization))
 
 
@@ -191,8 +198,9 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family checks its own fields, with errors of all kinds
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedError(f"model {folder}", "quantised checkpoints are not supported yet")
+    if stored.get("quantization_config"):
+        check_packing(stored["quantization_config"], f"{file}")
+        del config.quantization_config  # its weights become plain numbers while they are read
     return config
 
 

@@ -1,7 +1,8 @@
 """The stored tensors of each parameter of a model: one, or several to be put together.
 
 Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, experts one by
-one) and the place of each in its parameter. Does not own: reading them (`model.weights`).
+one, codes and their scales) and the place of each in its parameter. Does not own: reading them (`model.weights`), the
+arithmetic of few bits (`model.packed`).
 
 transformers' own rules for loading decide: its renamings, and those of its conversions that concatenate tensors or
 stack the matrices of experts. Others are refused by name.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors, read_json
+from meshlora.model.packed import FLOAT8, BlockFloat8, Mxfp4, Packing
 from meshlora.model.stream import dtype_name
 
 # The largest checkpoints have some 100,000 tensors.
@@ -39,13 +41,19 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file. dtype: as safetensors writes it: F32, BF16, I8. value: set for a tensor in no file."""
+    """One tensor of a file.
+
+    Attributes:
+        dtype: as safetensors writes it: F32, BF16, I8. value: set for a tensor in no file.
+        packed: set for a weight in few bits: its format, codes and scales. key, shape, dtype are those of the weight.
+    """
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
     value: Tensor | None = None
+    packed: tuple[Packing, StoredTensor, StoredTensor] | None = None
 
     @classmethod
     def in_memory(cls, key: str, value: Tensor) -> StoredTensor:
@@ -207,6 +215,44 @@ def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
                 yield StoredTensor(path, key, tuple(view.get_shape()), view.get_dtype())
 
 
+def _with_packed(folder: Path) -> list[StoredTensor]:
+    """The tensors of a checkpoint, with codes and scales as the weights that they stand for.
+
+    Raises:
+        UserError: codes without scales, or with scales of another shape.
+    """
+    tensors = {tensor.key: tensor for tensor in _stored_tensors(folder)}
+    found, spent = dict(tensors), set[str]()
+    block = _block_size(folder) if any(tensor.dtype in FLOAT8 for tensor in tensors.values()) else None
+    for key, codes in tensors.items():
+        packing: Packing | None = None
+        if codes.dtype in FLOAT8:
+            name, scales = key, tensors.get(f"{key}_scale_inv")
+            packing = BlockFloat8.of(codes.shape, scales.shape, block) if scales is not None else None
+            spent.add(f"{key.removesuffix('weight')}activation_scale")  # of products in float8, which a base has not
+        elif key.endswith("_blocks") and codes.dtype == "U8":
+            name = key.removesuffix("_blocks")
+            scales = tensors.get(f"{name}_scales")
+            fits = scales is not None and len(codes.shape) == 4 and codes.shape == (*scales.shape, 16)
+            packing = Mxfp4() if fits else None
+        else:
+            continue
+        if scales is None or packing is None:
+            what = "no scales are beside it" if scales is None else f"its scales have the shape {list(scales.shape)}"
+            raise UserError(
+                f"checkpoint {folder}: {key}", f"{what}, its codes {list(codes.shape)}", "download it again"
+            )
+        spent |= {key, scales.key} - {name}
+        found[name] = StoredTensor(codes.file, name, packing.shape(codes.shape), "F32", packed=(packing, codes, scales))
+    return [tensor for key, tensor in found.items() if key not in spent]
+
+
+def _block_size(folder: Path) -> list[int] | None:
+    quantization = read_json(folder / "config.json").get("quantization_config") or {}
+    size: list[int] | None = quantization.get("weight_block_size")
+    return size
+
+
 class _Found(NamedTuple):
     """A tensor as transformers would load it.
 
@@ -236,7 +282,7 @@ def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
     rename, prefix = core_model_loading.rename_source_key, model.base_model_prefix
     names = model.state_dict()
     found: dict[str, list[_Found]] = {}
-    for tensor in _stored_tensors(folder):
+    for tensor in _with_packed(folder):
         name, pattern = rename(tensor.key, renamings, converters, prefix, names)
         if name not in names and tensor.key in names:
             # It has the current name already.

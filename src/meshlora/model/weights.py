@@ -10,6 +10,7 @@ through a new map.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from meshlora.common.files import open_safetensors
 from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelLinear
 from meshlora.model.dp_shard import shard_unit
+from meshlora.model.packed import Bounds
 from meshlora.model.stored import Part, Stored, StoredTensor, find_stored
 from meshlora.model.stored import checkpoint_files as checkpoint_files
 from meshlora.plan.layout import Layout, Split
@@ -58,6 +60,11 @@ class Source:
         stored = self.stored[name]
         found = next((t for t in stored.tensors if not t.dtype.startswith(("F", "BF"))), None)
         return None if found is None else found.key if stored.experts else name
+
+    def packed(self) -> str | None:
+        """The key of a weight that is stored in few bits; None if there is none."""
+        tensors = (t for stored in self.stored.values() for t in stored.tensors)
+        return next((t.key for t in tensors if t.packed is not None), None)
 
     def read(self, name: str, *parts: Part) -> Tensor:
         """The slices `parts` of the tensor, concatenated along each dim. It may be a view: copy it."""
@@ -106,6 +113,11 @@ class CheckpointSource(Source):
 
 
 def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
+    if stored.packed is not None:
+        packing, codes, scales = stored.packed
+        of_dim = {part.dim: (part.start, part.stop) for part in parts}
+        bounds = [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
+        return packing.read(bounds, functools.partial(_read_bounds, codes), functools.partial(_read_bounds, scales))
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)
@@ -115,6 +127,12 @@ def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
         tensor: Tensor = file.get_slice(stored.key)[tuple(index)] if index else file.get_tensor(stored.key)
         # A copy, or the memory map would live as long as the tensor.
         return tensor.clone()
+
+
+def _read_bounds(stored: StoredTensor, bounds: Bounds) -> Tensor:
+    """A slice of a tensor of as many dims, or all of one that has fewer: a scale of the whole matrix."""
+    parts = [Part(dim, *bound) for dim, bound in enumerate(bounds)]
+    return _read_slice(stored, tuple(parts[: len(stored.shape)]))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
 
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import UnsupportedError
@@ -54,6 +54,7 @@ def reference_model(
         attn_implementation=model.attn_implementation,
         experts_implementation="eager",  # the others do not compute in float64
         local_files_only=True,
+        **as_plain_numbers(config),
         **options,
     )
     if dtype == torch.float64:
@@ -67,6 +68,18 @@ def reference_model(
     if own_words(adapter).get("share_experts") and not is_stock:
         share_adapters(found)
     return found.train()
+
+
+def as_plain_numbers(config: PretrainedConfig) -> dict[str, Any]:
+    """The option of `from_pretrained` with which a checkpoint in few bits is read as plain numbers on any device."""
+    given = getattr(config, "quantization_config", None) or {}
+    if not given:
+        return {}
+    if given["quant_method"] == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    return {
+        "quantization_config": FineGrainedFP8Config(dequantize=True, weight_block_size=given.get("weight_block_size"))
+    }
 
 
 def losses_of(

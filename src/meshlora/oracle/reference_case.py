@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError
@@ -30,6 +30,7 @@ from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.quantized import quantize_base
 from meshlora.oracle.reference import (
     accumulate,
+    as_plain_numbers,
     before_losses,
     freeze_outside_pieces,
     linear_rates,
@@ -154,9 +155,9 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
     if not wanted and not scaled:
         return {}, {}
     # From the checkpoint, because PEFT trains biases in place.
-    fresh = AutoModelForCausalLM.from_pretrained(
-        case.model, dtype=getattr(torch, case.dtype), local_files_only=True, trust_remote_code=case.trust_remote_code
-    )
+    options = {"local_files_only": True, "trust_remote_code": case.trust_remote_code}
+    plain = as_plain_numbers(AutoConfig.from_pretrained(case.model, **options))
+    fresh = AutoModelForCausalLM.from_pretrained(case.model, dtype=getattr(torch, case.dtype), **plain, **options)
     quantize_base(fresh, case.quantization)
     base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
     norms = {}

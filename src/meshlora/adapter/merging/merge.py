@@ -148,6 +148,12 @@ def _planned(
 ) -> _Planned:
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     source = CheckpointSource(model_folder, model)
+    if packed := source.packed():
+        raise UnsupportedError(
+            f"{source.describe()}: {packed}",
+            "it is quantised, and merging into few bits is not supported yet",
+            "merge into the checkpoint that it was made from",
+        )
     aliases = check_checkpoint(model, source, allow_unused=True)
     for tied in {tuple(names) for names in aliases.values()}:
         check_tied(tied, source)
