@@ -3,47 +3,67 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
 
-# Family -> what of its twin is another, so that there are several blocks along each dim.
-FAMILIES: dict[str, dict[str, int]] = {
-    "llama": {"hidden_size": 64, "intermediate_size": 96},
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "gpt_oss": {},
-}
 BLOCK = 32
 
 
-def write_packed(folder: Path, family: str) -> Path:
-    """A twin with linears in fp8, of gpt-oss experts in mxfp4; the rest in bfloat16."""
-    write_twin(twin_config(family, **FAMILIES[family]), folder, dtype=torch.float32, seed=0)
-    is_mx = family == "gpt_oss"
+@dataclass(frozen=True)
+class Published:
+    """A way to publish a checkpoint.
+
+    Attributes:
+        family: whose twin; sizes: what of it is another, so that there are several blocks along each dim.
+        quantization: of config.json. pack: (name, weight, seed) -> the tensors of a weight.
+        of: the ends of the names of weights in few bits.
+    """
+
+    family: str
+    quantization: dict[str, Any]
+    pack: Callable[[str, Tensor, int], dict[str, Tensor]]
+    sizes: dict[str, int] = field(default_factory=lambda: {"hidden_size": 64, "intermediate_size": 96})
+    of: tuple[str, ...] = ("_proj.weight",)
+
+
+def write_packed(folder: Path, case: str) -> Path:
+    """The twin of `PUBLISHED[case]`; what is in plain numbers in bfloat16."""
+    one = PUBLISHED[case]
+    write_twin(twin_config(one.family, **one.sizes), folder, dtype=torch.float32, seed=0)
     packed: dict[str, Tensor] = {}
     for number, (key, value) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
-        if is_mx and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            packed |= _mxfp4(key, value, seed=number)
-        elif not is_mx and key.endswith("_proj.weight"):
-            packed |= _fp8(key, value)
-        else:
-            packed[key] = value.bfloat16()
+        packed |= one.pack(key, value, number) if key.endswith(one.of) else {key: value.bfloat16()}
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
     file = folder / "config.json"
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    quantization: dict[str, Any] = {"quant_method": "mxfp4"} if is_mx else fp8
-    config = json.loads(file.read_text()) | {"dtype": "bfloat16", "quantization_config": quantization}
+    config = json.loads(file.read_text()) | {"dtype": "bfloat16", "quantization_config": one.quantization}
     file.write_text(json.dumps(config))
     return folder
 
 
-def _fp8(key: str, value: Tensor) -> dict[str, Tensor]:
+def _drawn(*shape: int, low: int, high: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int64).to(dtype)
+
+
+def _words(*shape: int, seed: int) -> Tensor:
+    return _drawn(*shape, low=-(2**31), high=2**31, dtype=torch.int32, seed=seed)
+
+
+def _scales(*shape: int, seed: int) -> Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.02 + 0.01).half()
+
+
+def _fp8(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
     rows, columns = value.shape
     blocks = value.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
@@ -51,9 +71,95 @@ def _fp8(key: str, value: Tensor) -> dict[str, Tensor]:
     return {key: codes, f"{key}_scale_inv": scales}
 
 
-def _mxfp4(key: str, value: Tensor, *, seed: int) -> dict[str, Tensor]:
+def _fp8_rows(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
+    scales = (value.abs().amax(1, keepdim=True) / 448).bfloat16()
+    return {key: (value / scales.float()).to(torch.float8_e4m3fn), f"{key}_scale": scales}
+
+
+def _fbgemm(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+    bound = {f"{key.removesuffix('weight')}input_scale_ub": torch.tensor([1200.0])}
+    return bound | {
+        name: part.float() if "scale" in name else part for name, part in _fp8_rows(key, value, seed).items()
+    }
+
+
+def _mxfp4(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
     experts, inputs, outputs = value.shape
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(120, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+    blocks = _drawn(experts, outputs, inputs // 32, 16, low=0, high=256, dtype=torch.uint8, seed=seed)
+    scales = _drawn(*blocks.shape[:-1], low=120, high=126, dtype=torch.uint8, seed=seed)
     return {f"{key}_blocks": blocks, f"{key}_scales": scales}
+
+
+def _int4(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+    outputs, inputs = value.shape
+    return {
+        f"{key}_packed": _words(outputs, inputs // 8, seed=seed),
+        f"{key}_scale": _scales(outputs, inputs // BLOCK, seed=seed).bfloat16(),
+        f"{key}_shape": torch.tensor(value.shape),
+    }
+
+
+def _gptq(bits: int) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
+    def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+        (outputs, inputs), owner, number = value.shape, key.removesuffix(".weight"), 32 // bits
+        found = {
+            f"{owner}.qweight": _words(inputs // number, outputs, seed=seed),
+            f"{owner}.qzeros": _words(inputs // BLOCK, outputs // number, seed=seed + 100),
+            f"{owner}.scales": _scales(inputs // BLOCK, outputs, seed=seed) * 4 / 2**bits,
+        }
+        if bits == 4:  # features in the order of their activations
+            order = torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
+            found[f"{owner}.g_idx"] = (order // BLOCK).int()
+        return found
+
+    return pack
+
+
+def _awq(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+    (outputs, inputs), owner = value.shape, key.removesuffix(".weight")
+    return {
+        f"{owner}.qweight": _words(inputs, outputs // 8, seed=seed),
+        f"{owner}.qzeros": _words(inputs // BLOCK, outputs // 8, seed=seed + 100),
+        f"{owner}.scales": _scales(inputs // BLOCK, outputs, seed=seed),
+    }
+
+
+def _bitsandbytes(*, nested: bool) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
+    def pack(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
+        kind = "nf4" if nested else "fp4"
+        codes, state = quantize_4bit(value, blocksize=64, compress_statistics=nested, quant_type=kind)
+        return {key: codes} | {f"{key}.{name}": part.clone() for name, part in state.as_dict(packed=True).items()}
+
+    return pack
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+_CT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+PUBLISHED = {
+    "fp8": Published("llama", _FP8, _fp8),
+    "fp8 experts": Published("qwen3_moe", _FP8, _fp8, {"hidden_size": 64, "moe_intermediate_size": 64}),
+    "mxfp4": Published("gpt_oss", {"quant_method": "mxfp4"}, _mxfp4, {}, ("gate_up_proj", "experts.down_proj")),
+    "fbgemm": Published("llama", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _fbgemm),
+    "compressed-tensors fp8": Published("llama", _CT, _fp8_rows),
+    "compressed-tensors int4 experts": Published(
+        "qwen3_moe",
+        _CT | {"format": "pack-quantized"},
+        _int4,
+        {"hidden_size": 64, "moe_intermediate_size": 64},
+        ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    ),
+    "gptq": Published("qwen2", {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": True}, _gptq(4)),
+    "gptq of 8 bits": Published(
+        "llama", {"quant_method": "gptq", "bits": 8, "group_size": BLOCK, "checkpoint_format": "gptq_v2"}, _gptq(8)
+    ),
+    "awq": Published("qwen2", {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm"}, _awq),
+    # 256 scales share one: wide enough for two of these.
+    "nf4": Published(
+        "llama",
+        _BNB | {"bnb_4bit_quant_type": "nf4"},
+        _bitsandbytes(nested=True),
+        {"hidden_size": 64, "intermediate_size": 512},
+    ),
+    "fp4": Published("llama", _BNB | {"bnb_4bit_quant_type": "fp4"}, _bitsandbytes(nested=False)),
+}

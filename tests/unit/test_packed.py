@@ -11,27 +11,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint, read_model_config
-from meshlora.model.packed import BlockFloat8, Mxfp4
+from meshlora.model.packed import BlockFloat8, Blocks4, Bounds, GroupedInts, Mxfp4
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource, check_checkpoint
-from meshlora.oracle.reference import as_plain_numbers
+from meshlora.oracle.packed import load_base
 from meshlora.plan.topology import Topology
-from tests.packed import FAMILIES, write_packed
+from tests.packed import PUBLISHED, write_packed
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Family -> a checkpoint, written once."""
+    """Case -> a checkpoint, written once."""
     root = tmp_path_factory.mktemp("packed")
-    return functools.cache(lambda family: write_packed(root / family, family))
+    return functools.cache(lambda case: write_packed(root / case, case))
 
 
 def _source(folder: Path) -> CheckpointSource:
@@ -41,20 +41,20 @@ def _source(folder: Path) -> CheckpointSource:
     return source
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_number_is_that_of_transformers(family: str, folders: Any) -> None:
-    folder = folders(family)
-    source, plain = _source(folder), as_plain_numbers(AutoConfig.from_pretrained(folder))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_every_number_is_that_of_the_reference(case: str, folders: Any) -> None:
+    folder = folders(case)
+    source, config = _source(folder), AutoConfig.from_pretrained(folder)
+    theirs = load_base(folder, config, dtype=torch.float64, local_files_only=True, trust_remote_code=False)
     assert source.packed() is not None
     differ = [name for name, value in theirs.named_parameters() if not torch.equal(source.read(name).double(), value)]
     assert differ == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_slice_that_crosses_blocks_is_that_of_the_whole(family: str, folders: Any) -> None:
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_slice_that_crosses_blocks_is_that_of_the_whole(case: str, folders: Any) -> None:
     """Of every weight in few bits; of experts too, one of which is left out."""
-    source = _source(folders(family))
+    source = _source(folders(case))
     names = [name for name, stored in source.stored.items() if any(t.packed for t in stored.tensors)]
     assert len(names) >= 4
     for name in names:
@@ -68,31 +68,61 @@ def test_slice_that_crosses_blocks_is_that_of_the_whole(family: str, folders: An
 
 
 def _read(codes: Tensor, scales: Tensor, block: list[int] | None = None) -> Tensor:
-    packing = BlockFloat8.of(tuple(codes.shape), tuple(scales.shape), block)
-    assert packing is not None
-
-    def reader(tensor: Tensor) -> Any:
-        return lambda bounds: tensor[tuple(slice(*bound) for bound in bounds)] if tensor.ndim > 1 else tensor
-
-    return packing.read([(0, size) for size in codes.shape], reader(codes), reader(scales))
+    form = BlockFloat8.of(tuple(codes.shape), tuple(scales.shape), block)
+    assert form is not None
+    tensors = {"codes": codes, "scales": scales}
+    return form.read([(0, size) for size in codes.shape], lambda part, bounds: _slice(tensors[part], bounds))
 
 
-def test_no_more_is_read_than_the_blocks_of_a_slice() -> None:
-    asked = []
+def _slice(tensor: Tensor, bounds: Bounds) -> Tensor:
+    return tensor[tuple(slice(*bound) for bound in bounds)] if tensor.ndim == len(bounds) else tensor
 
-    def reader(tensor: Tensor) -> Any:
-        def read(bounds: Any) -> Tensor:
-            asked.append(list(bounds))
-            return tensor[tuple(slice(*bound) for bound in bounds)]
 
-        return read
+@pytest.mark.parametrize(
+    ("form", "bounds", "expected"),
+    [
+        (
+            Mxfp4((4, 96, 6)),
+            [(1, 2), (40, 50), (3, 5)],
+            {"codes": [(1, 2), (3, 5), (1, 2), (0, 16)], "scales": [(1, 2), (3, 5), (1, 2)]},
+        ),
+        (
+            BlockFloat8((64, 64), (32, 16)),
+            [(33, 40), (15, 17)],
+            {"codes": [(33, 40), (15, 17)], "scales": [(1, 2), (0, 2)]},
+        ),
+        (
+            GroupedInts((64, 64), "gptq", 4, 32),
+            [(9, 11), (33, 41)],
+            {"codes": [(4, 6), (9, 11)], "zeros": [(1, 2), (1, 2)], "scales": [(1, 2), (9, 11)]},
+        ),
+        (
+            GroupedInts((64, 64), "awq", 4, 16),
+            [(9, 11), (15, 17)],
+            {"codes": [(15, 17), (1, 2)], "zeros": [(0, 2), (1, 2)], "scales": [(0, 2), (9, 11)]},
+        ),
+        (
+            Blocks4((64, 64), 64, 16, 0.0),
+            [(17, 19), (3, 5)],
+            {
+                "codes": [(544, 608), (0, 1)],
+                "quant_map": [(0, 16)],
+                "absmax": [(17, 19)],
+                "nested_quant_map": [(0, 256)],
+                "nested_absmax": [(1, 2)],
+            },
+        ),
+    ],
+)
+def test_no_more_is_read_than_the_blocks_of_a_slice(form: Any, bounds: Bounds, expected: dict[str, Bounds]) -> None:
+    asked: dict[str, Bounds] = {}
 
-    codes, scales = torch.zeros(4, 6, 3, 16, dtype=torch.uint8), torch.zeros(4, 6, 3, dtype=torch.uint8)
-    Mxfp4().read([(1, 2), (40, 50), (3, 5)], reader(codes), reader(scales))
-    assert asked == [[(1, 2), (3, 5), (1, 2), (0, 16)], [(1, 2), (3, 5), (1, 2)]]
-    asked.clear()
-    BlockFloat8((32, 16)).read([(33, 40), (15, 17)], reader(torch.zeros(64, 64)), reader(torch.zeros(2, 4)))
-    assert asked == [[(33, 40), (15, 17)], [(1, 2), (0, 2)]]
+    def read(part: str, of_part: Bounds) -> Tensor:
+        asked[part] = list(of_part)
+        return torch.zeros([stop - start for start, stop in of_part], dtype=torch.int32)
+
+    form.read(bounds, read)
+    assert asked == expected
 
 
 def test_last_blocks_may_be_partial() -> None:
@@ -105,11 +135,10 @@ def test_last_blocks_may_be_partial() -> None:
     assert torch.equal(_read(codes, scales, [128, 128])[::9], expected)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (6, 1), (6,)])
+@pytest.mark.parametrize("shape", [(), (1,), (6, 1)])
 def test_one_scale_for_a_matrix_or_for_each_row(shape: tuple[int, ...]) -> None:
     codes, scales = torch.randn(6, 10).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
-    rows = scales.reshape(-1, 1) if scales.numel() > 1 else scales.reshape(1, 1)
-    assert torch.equal(_read(codes, scales.reshape(-1, 1) if shape == (6,) else scales), codes.float() * rows)
+    assert torch.equal(_read(codes, scales), codes.float() * scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
@@ -121,7 +150,7 @@ def test_scales_may_be_exponents(dtype: torch.dtype) -> None:
 
 
 def test_scales_of_activations_are_passed_over(tmp_path: Path) -> None:
-    folder = write_packed(tmp_path / "model", "llama")
+    folder = write_packed(tmp_path / "model", "fp8")
     file = folder / "model.safetensors"
     tensors = load_file(file)
     name = next(key for key in tensors if key.endswith(".q_proj.weight"))
@@ -132,36 +161,50 @@ def test_scales_of_activations_are_passed_over(tmp_path: Path) -> None:
 def _damage(folder: Path, change: str) -> None:
     config, file = folder / "config.json", folder / "model.safetensors"
     tree, tensors = json.loads(config.read_text()), load_file(file)
-    quantization = tree["quantization_config"]
-    scales = next(key for key in tensors if key.endswith(("down_proj.weight_scale_inv", "down_proj_scales")))
-    if change == "method":
-        quantization["quant_method"] = "gptq"
-    elif change == "experts in four bits":
-        quantization["expert_dtype"] = "fp4"
-    elif change == "block":
-        quantization["weight_block_size"] = [0, 128]
-    elif change == "no scales":
-        del tensors[scales]
+    if change.startswith("{"):
+        tree["quantization_config"] |= json.loads(change)
+        config.write_text(json.dumps(tree))
+        return
+    key = next(key for key in tensors if key.endswith(change.removeprefix("without ").removeprefix("half of ")))
+    if change.startswith("without"):
+        del tensors[key]
     else:
-        tensors[scales] = tensors[scales][..., :1].clone()
-    config.write_text(json.dumps(tree))
+        tensors[key] = tensors[key][: len(tensors[key]) // 2].clone()
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "words"),
+    ("case", "change", "words"),
     [
-        ("llama", "method", r"quant_method 'gptq': of checkpoints that are quantised only fp8 and mxfp4 are read"),
-        ("llama", "experts in four bits", "only fp8 and mxfp4 are read"),
-        ("llama", "block", r"weight_block_size \[0, 128\]: it must be \[rows, columns\]"),
-        ("llama", "no scales", r"down_proj\.weight: no scales are beside it"),
-        ("gpt_oss", "no scales", r"down_proj_blocks: no scales are beside it"),
-        ("llama", "fewer scales", r"down_proj\.weight: its scales have the shape \[2, 1\]"),
-        ("gpt_oss", "fewer scales", r"down_proj_blocks: its scales have the shape"),
+        (
+            "fp8",
+            '{"quant_method": "quanto"}',
+            "quant_method 'quanto': of quantised checkpoints those in fp8, .* are read",
+        ),
+        ("fp8", '{"expert_dtype": "fp4"}', "fp8 with expert_dtype 'fp4': it is not read yet"),
+        ("fp8", '{"weight_block_size": [0, 128]}', r"weight_block_size \[0, 128\]: it must be \[rows, columns\]"),
+        ("gptq", '{"bits": 3}', "gptq with bits 3: it is not read yet"),
+        ("gptq", '{"group_size": "many"}', "group_size 'many': it must be a number of input features"),
+        ("awq", '{"version": "gemv"}', "awq with version 'gemv': it is not read yet"),
+        ("nf4", '{"load_in_8bit": true}', "bitsandbytes with load_in_8bit True: it is not read yet"),
+        (
+            "compressed-tensors fp8",
+            '{"format": "nvfp4-pack-quantized"}',
+            "with format 'nvfp4-pack-quantized': it is not",
+        ),
+        ("fp8", "without down_proj.weight_scale_inv", r"down_proj\.weight: its stored parts are not all there"),
+        ("fp8", "half of down_proj.weight_scale_inv", r"do not fit one another \(codes \[64, 96\], scales \[1, 3\]\)"),
+        ("mxfp4", "without down_proj_scales", r"down_proj: its stored parts are not all there"),
+        ("mxfp4", "half of down_proj_scales", r"down_proj: its stored parts are not all there, or do not fit"),
+        ("gptq", "without down_proj.qzeros", r"down_proj\.weight: its stored parts are not all there"),
+        ("gptq", "half of down_proj.g_idx", r"down_proj\.weight: its stored parts are not all there"),
+        ("awq", "half of down_proj.scales", r"down_proj\.weight: its stored parts are not all there"),
+        ("compressed-tensors int4 experts", "without down_proj.weight_scale", r"down_proj\.weight: its stored parts"),
+        ("nf4", "half of down_proj.weight.quant_state.bitsandbytes__nf4", r"down_proj\.weight: its stored parts"),
     ],
 )
-def test_what_cannot_be_read_is_one_clear_message(family: str, change: str, words: str, tmp_path: Path) -> None:
-    folder = write_packed(tmp_path / "model", family)
+def test_what_cannot_be_read_is_one_clear_message(case: str, change: str, words: str, tmp_path: Path) -> None:
+    folder = write_packed(tmp_path / "model", case)
     _damage(folder, change)
     with pytest.raises((UserError, UnsupportedError), match=words):
         _source(folder)
@@ -169,6 +212,6 @@ def test_what_cannot_be_read_is_one_clear_message(family: str, change: str, word
 
 def test_quantising_twice_and_merging_are_refused(folders: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="its checkpoint is quantised already"):
-        make_blueprint(folders("llama"), Topology(), BaseOptions(dtype="float64", quantization="nf4"))
+        make_blueprint(folders("fp8"), Topology(), BaseOptions(dtype="float64", quantization="nf4"))
     with pytest.raises(UnsupportedError, match="merging into few bits is not supported yet"):
-        merge(folders("llama"), tmp_path / "adapter", tmp_path / "merged", config=read_model_config(folders("llama")))
+        merge(folders("fp8"), tmp_path / "adapter", tmp_path / "merged", config=read_model_config(folders("fp8")))

@@ -61,9 +61,9 @@ MISTAKES: dict[str, Case] = {
     ),
     "family_that_transformers_changes_on_loading": case(lambda s: s.family("youtu"), "youtu", "padding token"),
     "quantised_checkpoint": case(
-        lambda s: s.config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        lambda s: s.config(quantization_config={"quant_method": "quanto", "bits": 4}),
         "quantised",
-        "only fp8 and mxfp4 are read",
+        "are read",
     ),
     "dropout_in_the_model": case(
         lambda s: s.config(attention_dropout=0.1), "attention_dropout=0.1", "on the topology", "disable_dropout: unsupp"

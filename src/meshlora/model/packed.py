@@ -1,22 +1,18 @@
-"""Checkpoint weights in few bits: from stored codes and scales to plain numbers, for the slice that a rank holds.
+"""Checkpoint weights in few bits: from what is stored to plain numbers, for the slice that a rank holds.
 
-Owns: the formats, and the arithmetic of each. Does not own: which tensors belong together (`model.stored`), reading
-them (`model.weights`), bases that meshlora itself quantises (`layers.quantized`).
+Owns: the formats, the names of their tensors, and the arithmetic. Does not own: reading files (`model.weights`), bases
+that meshlora itself quantises (`layers.quantized`).
 
-- fp8: a float8 value times the float32 scale of its block (DeepSeek-V3, section 3.3); scales may be stored as exponents
-  alone (ue8m0).
-- mxfp4: blocks of 32 input features, a 4-bit value (E2M1) times a power of two (OCP Microscaling Formats 1.0). gpt-oss
-  stores matrices of experts as `[expert, output, block, 16 bytes]`, of which its model holds the transpose.
-
-A cut may cross a block: the block is read whole, and its scale is that of the checkpoint on every topology.
+A cut may cross a block or a word: it is read whole, and a number is that of the checkpoint on every topology.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,76 +21,164 @@ from meshlora.common.errors import UnsupportedError, UserError
 
 # (start, stop) along each dim.
 Bounds = Sequence[tuple[int, int]]
-Reader = Callable[[Bounds], Tensor]
+# `read("scales", bounds)`: a slice of one of the stored tensors.
+Reader = Callable[[str, Bounds], Tensor]
 
-FLOAT8 = ("F8_E4M3", "F8_E5M2")
+METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BLOCK = 32
+_BNB_STATE = ".quant_state.bitsandbytes__"
+
+
+class Format(Protocol):
+    """How a weight is made of stored tensors. shape: of the weight."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
+        """The slice `bounds` of the weight, in float32."""
+
+
+class Tensors(Protocol):
+    """What is known of a stored tensor before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 def check_packing(quantization: Any, what: str) -> None:
     """Refuse a `quantization_config` of a config.json whose weights cannot be read.
 
     Raises:
-        UnsupportedError: another method. UserError: it is malformed.
+        UnsupportedError: another method, or a variant of one. UserError: it is malformed.
     """
     given = quantization if isinstance(quantization, Mapping) else {}
-    method = given.get("quant_method")
-    if method not in ("fp8", "mxfp4") or given.get("expert_dtype", "fp8") != "fp8":
-        raise UnsupportedError(
-            f"{what}: quantization_config with quant_method {method!r}",
-            "of checkpoints that are quantised only fp8 and mxfp4 are read",
-            "use the checkpoint that it was made from",
-        )
+    method, way_out = given.get("quant_method"), "use the checkpoint that it was made from"
+    if method not in METHODS:
+        rule = f"of quantised checkpoints those in {', '.join(METHODS)} are read"
+        raise UnsupportedError(f"{what}: quantization_config with quant_method {method!r}", rule, way_out)
+    wrong = {
+        "expert_dtype": given.get("expert_dtype", "fp8") != "fp8",
+        "load_in_8bit": bool(given.get("load_in_8bit")),
+        "bits": method in ("gptq", "awq") and given.get("bits") not in ((4, 8) if method == "gptq" else (4,)),
+        "version": method == "awq" and str(given.get("version", "gemm")).lower() != "gemm",
+        "format": method == "compressed-tensors" and given.get("format") not in ("float-quantized", "pack-quantized"),
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise UnsupportedError(f"{what}: {method} with {name} {given.get(name)!r}", "it is not read yet", way_out)
     block = given.get("weight_block_size")
-    is_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    if block is not None and not is_block:
+    if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))):
         raise UserError(f"{what}: weight_block_size {block!r}", "it must be [rows, columns]", "download it again")
+    group = given.get("group_size", 1)
+    if method in ("gptq", "awq") and not (_is_size(group) or group == -1):
+        raise UserError(f"{what}: group_size {group!r}", "it must be a number of input features", "download it again")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def find_packed(
+    tensors: Mapping[str, Tensors], quantization: Mapping[str, Any], value: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Format | None, dict[str, str], list[str]]]:
+    """(name of a weight, its format, part -> key of the stored tensor, keys that say nothing more) of each weight.
+
+    value: reads a whole tensor by key. The format is None where the parts are not all there, or do not fit.
+    """
+    method = quantization.get("quant_method")
+    for key, codes in tensors.items():
+        owner, _, leaf = key.rpartition(".")
+        if codes.dtype in _FLOAT8:
+            scales = next((k for k in (f"{key}_scale_inv", f"{key}_scale") if k in tensors), None)
+            blocks = quantization.get("weight_block_size") or _block_of_groups(quantization)
+            form = BlockFloat8.of(codes.shape, tensors[scales].shape, blocks) if scales else None
+            spent = [f"{owner}.{name}" for name in ("activation_scale", "input_scale", "input_scale_ub")]
+            yield key, form, {"codes": key} | ({"scales": scales} if scales else {}), spent
+        elif method == "mxfp4" and key.endswith("_blocks"):
+            name = key.removesuffix("_blocks")
+            parts = {"codes": key, "scales": f"{name}_scales"}
+            yield name, Mxfp4.of(codes.shape, _shape(tensors, parts["scales"])), parts, []
+        elif leaf in ("qweight", "weight_packed"):
+            names = {"codes": leaf, "scales": "weight_scale" if leaf == "weight_packed" else "scales"}
+            names |= {"zeros": "qzeros"} if leaf == "qweight" else {}
+            names |= {"groups": "g_idx"} if f"{owner}.g_idx" in tensors else {}
+            parts = {part: f"{owner}.{name}" for part, name in names.items()}
+            shapes = {part: _shape(tensors, k) for part, k in parts.items()}
+            is_symmetric = not {f"{owner}.weight_zero_point", f"{owner}.weight_g_idx"} & tensors.keys()
+            form_of_ints = GroupedInts.of(shapes, quantization) if is_symmetric else None
+            yield f"{owner}.weight", form_of_ints, parts, [f"{owner}.weight_shape"]
+        elif _BNB_STATE in key:
+            name, _, kind = key.partition(_BNB_STATE)
+            parts = {part: f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
+            parts = {"codes": name} | {part: k for part, k in parts.items() if k in tensors}
+            yield name, Blocks4.of(kind, bytes(value(key).tolist())), parts, [key]
+
+
+def _shape(tensors: Mapping[str, Tensors], key: str) -> tuple[int, ...]:
+    return tensors[key].shape if key in tensors else ()
+
+
+def _block_of_groups(quantization: Mapping[str, Any]) -> list[int] | None:
+    """The block of compressed-tensors' block strategy."""
+    groups = quantization.get("config_groups")
+    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+    return next((w["block_structure"] for w in weights if isinstance(w.get("block_structure"), list)), None)
 
 
 @dataclass(frozen=True)
 class BlockFloat8:
-    """float8 values with a scale for each block. block: its size along each dim."""
+    """float8 values, each times the float32 scale of its block (DeepSeek-V3, section 3.3). Scales may be exponents."""
 
+    shape: tuple[int, ...]
     block: tuple[int, ...]
 
     @staticmethod
     def of(codes: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None) -> BlockFloat8 | None:
-        """The format of tensors of these shapes: one scale for all, one for each row, or one for each `block` of the
-        last two dims; None if they do not fit.
-        """
+        """One scale for all, one for each row, or one for each `block` of the last two dims."""
         if math.prod(scales) == 1:
-            return BlockFloat8(codes)
-        if scales in (codes[:1], (*codes[:-1], 1)):
-            return BlockFloat8((*(1 for _ in codes[:-1]), codes[-1]))
+            return BlockFloat8(codes, codes)
+        if scales == (*codes[:-1], 1):
+            return BlockFloat8(codes, (*(1 for _ in codes[:-1]), codes[-1]))
         whole = (*(1 for _ in codes[:-2]), *(block or ()))
         fits = len(whole) == len(codes) and scales == tuple(-(-n // size) for n, size in zip(codes, whole, strict=True))
-        return BlockFloat8(whole) if fits else None
+        return BlockFloat8(codes, whole) if fits else None
 
-    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return codes
-
-    def read(self, bounds: Bounds, codes: Reader, scales: Reader) -> Tensor:
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
-        value = codes(bounds).float()
+        value = read("codes", bounds).float()
         touched = [(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.block, strict=True)]
-        factor = _plain_scales(scales(touched)).reshape([stop - start for start, stop in touched])
+        scales = read("scales", touched)
+        # Without the type of exponents they are bytes.
+        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+        scales = scales.reshape([stop - start for start, stop in touched])
         for dim, ((start, stop), size) in enumerate(zip(bounds, self.block, strict=True)):
-            factor = factor.index_select(dim, torch.arange(start, stop) // size - start // size)
-        return value.mul_(factor)
+            scales = scales.index_select(dim, torch.arange(start, stop) // size - start // size)
+        return value.mul_(scales)
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """4-bit values of experts' matrices with a power of two for each 32 input features; held transposed."""
+    """4-bit values (E2M1) with a power of two for each 32 input features (OCP Microscaling Formats 1.0).
 
-    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the weight, `[experts, inputs, outputs]`."""
+    gpt-oss stores matrices of experts as `[expert, output, block, 16 bytes]`; its model holds the transpose.
+    """
+
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(codes: tuple[int, ...], scales: tuple[int, ...]) -> Mxfp4 | None:
+        """The format of codes and scales of these shapes; None if they do not fit."""
+        if len(codes) != 4 or codes != (*scales, _MX_BLOCK // 2):
+            return None
         experts, outputs, blocks, _ = codes
-        return experts, blocks * _MX_BLOCK, outputs
+        return Mxfp4((experts, blocks * _MX_BLOCK, outputs))
 
-    def read(self, bounds: Bounds, codes: Reader, scales: Reader) -> Tensor:
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32; one expert at a time, as its codes alone need little memory."""
         (first, last), (start, stop), outputs = bounds
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
@@ -103,18 +187,133 @@ class Mxfp4:
         whole = torch.empty(last - first, stop - start, outputs[1] - outputs[0])
         for place, expert in enumerate(range(first, last)):
             one = (expert, expert + 1)
-            pairs = codes([one, outputs, blocks, (0, _MX_BLOCK // 2)])[0].int()
+            pairs = read("codes", [one, outputs, blocks, (0, _MX_BLOCK // 2)])[0].int()
             values = torch.stack([table[pairs & 15], table[pairs >> 4]], -1).flatten(-2)  # low nibble first
-            exponents = scales([one, outputs, blocks])[0].int() - 127
+            exponents = read("scales", [one, outputs, blocks])[0].int() - 127
             values = torch.ldexp(values, exponents[..., None]).flatten(-2)
             whole[place] = values[:, start - offset : stop - offset].T
         return whole
 
 
-Packing = BlockFloat8 | Mxfp4
+# AWQ: the place in a word of each of eight neighbouring columns.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def _plain_scales(scales: Tensor) -> Tensor:
-    if scales.dtype == torch.uint8:  # exponents, without their type
-        return (scales.float() - 127).exp2()
-    return scales.float()
+@dataclass(frozen=True)
+class GroupedInts:
+    """Integers in 32-bit words: minus the zero, times the scale, of their output and group of input features.
+
+    Attributes:
+        method: gptq: words along the inputs, `[inputs / n, outputs]`; awq: along the outputs, in an order of its own,
+            `[inputs, outputs / n]`; else compressed-tensors: `[outputs, inputs / n]`, with a zero of half the range.
+        group: input features that share a scale. zero_offset: added to stored zeros.
+    """
+
+    shape: tuple[int, ...]
+    method: str
+    bits: int
+    group: int
+    zero_offset: int = 0
+    has_groups: bool = False
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]], quantization: Mapping[str, Any]) -> GroupedInts | None:
+        """The format of tensors of these shapes, by part; None if they do not fit."""
+        method, codes = quantization.get("quant_method"), shapes["codes"]
+        bits = quantization.get("bits", 4)
+        number = 32 // bits
+        if len(codes) != 2 or len(shapes["scales"]) != 2:
+            return None
+        if method == "compressed-tensors":
+            outputs, inputs, (rows, groups) = codes[0], codes[1] * number, shapes["scales"]
+        else:
+            groups, rows = shapes["scales"]
+            inputs, outputs = (codes[0] * number, codes[1]) if method == "gptq" else (codes[0], codes[1] * number)
+            if shapes["zeros"] != (groups, outputs // number) or shapes.get("groups", (inputs,)) != (inputs,):
+                return None
+        if rows != outputs or not groups or inputs % groups:
+            return None
+        offset = int(method == "gptq" and quantization.get("checkpoint_format", "gptq") == "gptq")
+        return GroupedInts((outputs, inputs), str(method), bits, inputs // groups, offset, "groups" in shapes)
+
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
+        """The slice `bounds` of the weight, in float32."""
+        outputs, inputs = bounds
+        group = torch.arange(*inputs) // self.group
+        if self.has_groups:  # features in the order of their activations: a group is not a range
+            group = read("groups", [inputs]).long()
+        first = int(group.min()) if len(group) else 0
+        groups = (first, int(group.max()) + 1 if len(group) else 0)
+        codes, zeros, scales = self._parts(outputs, inputs, groups, read)
+        return (codes - zeros.index_select(1, group - first)).float() * scales.index_select(1, group - first)
+
+    def _parts(
+        self, outputs: tuple[int, int], inputs: tuple[int, int], groups: tuple[int, int], read: Reader
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes `[outputs, inputs]`, zeros and scales `[outputs, groups]`)."""
+        if self.method == "compressed-tensors":
+            scales = read("scales", [outputs, groups]).float()
+            return self._numbers("codes", [outputs, inputs], 1, read), torch.full_like(scales, 8).int(), scales
+        scales = read("scales", [groups, outputs]).float().T
+        zeros = self._numbers("zeros", [groups, outputs], 1, read).T
+        zeros = (zeros + self.zero_offset) & (2**self.bits - 1)
+        codes = self._numbers("codes", [inputs, outputs], 0 if self.method == "gptq" else 1, read).T
+        return codes, zeros, scales
+
+    def _numbers(self, part: str, bounds: Bounds, dim: int, read: Reader) -> Tensor:
+        """The integers of the slice `bounds`, which are in words along `dim`."""
+        number = 32 // self.bits
+        start, stop = bounds[dim]
+        words = (start // number, -(-stop // number))
+        found = read(part, [words if d == dim else bound for d, bound in enumerate(bounds)])
+        shifts = torch.tensor(_AWQ_ORDER if self.method == "awq" else range(number), dtype=torch.int32) * self.bits
+        shifts = shifts.reshape([-1 if d == dim + 1 else 1 for d in range(3)])
+        numbers = (found.unsqueeze(dim + 1) >> shifts) & (2**self.bits - 1)
+        offset = words[0] * number
+        return numbers.flatten(dim, dim + 1).narrow(dim, start - offset, stop - start)
+
+
+@dataclass(frozen=True)
+class Blocks4:
+    """bitsandbytes' nf4 and fp4: 4-bit numbers of a table, times the scale of their block of neighbouring weights.
+
+    Attributes:
+        block: weights that share a scale, in the order of the flattened matrix. nested: scales that share one, where
+            scales are 8-bit numbers of a table themselves; 0 where they are plain. offset: added to nested scales.
+    """
+
+    shape: tuple[int, ...]
+    block: int
+    nested: int = 0
+    offset: float = 0.0
+
+    @staticmethod
+    def of(kind: str, state: bytes) -> Blocks4 | None:
+        """From the JSON that is stored beside a matrix; None if it is malformed, or not of 4 bits."""
+        try:
+            found = json.loads(state)
+            shape, block, nested = found["shape"], found["blocksize"], found.get("nested_blocksize", 0)
+            offset = float(found.get("nested_offset", 0.0))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+        is_right = isinstance(shape, list) and len(shape) == 2 and all(map(_is_size, [*shape, block]))
+        if kind not in ("nf4", "fp4") or not is_right or not (nested == 0 or _is_size(nested)) or shape[1] % 2:
+            return None
+        return Blocks4((shape[0], shape[1]), block, nested, offset)
+
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
+        """The slice `bounds` of the weight, in float32: whole rows are read, as their blocks follow one another."""
+        (first, last), columns = bounds
+        width = self.shape[1]
+        start, stop = first * width, last * width
+        pairs = read("codes", [(start // 2, stop // 2), (0, 1)]).flatten().int()
+        values = read("quant_map", [(0, 16)])[torch.stack([pairs >> 4, pairs & 15], -1).flatten()]  # high nibble first
+        blocks = (start // self.block, -(-stop // self.block))
+        scales = read("absmax", [blocks])
+        if self.nested:
+            outer = (blocks[0] // self.nested, -(-blocks[1] // self.nested))
+            of_each = torch.arange(*blocks) // self.nested - outer[0]
+            table = read("nested_quant_map", [(0, 256)])
+            scales = table[scales.int()] * read("nested_absmax", [outer])[of_each] + self.offset
+        values = values * scales[torch.arange(start, stop) // self.block - blocks[0]]
+        return values.reshape(last - first, width)[:, slice(*columns)]

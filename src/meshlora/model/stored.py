@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors, read_json
-from meshlora.model.packed import FLOAT8, BlockFloat8, Mxfp4, Packing
+from meshlora.model.packed import Format, find_packed
 from meshlora.model.stream import dtype_name
 
 # The largest checkpoints have some 100,000 tensors.
@@ -45,7 +45,7 @@ class StoredTensor:
 
     Attributes:
         dtype: as safetensors writes it: F32, BF16, I8. value: set for a tensor in no file.
-        packed: set for a weight in few bits: its format, codes and scales. key, shape, dtype are those of the weight.
+        packed: set for a weight in few bits: its format and parts. key, shape, dtype are those of the weight.
     """
 
     file: Path
@@ -53,7 +53,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     value: Tensor | None = None
-    packed: tuple[Packing, StoredTensor, StoredTensor] | None = None
+    packed: tuple[Format, Mapping[str, StoredTensor]] | None = None
 
     @classmethod
     def in_memory(cls, key: str, value: Tensor) -> StoredTensor:
@@ -216,41 +216,35 @@ def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 
 def _with_packed(folder: Path) -> list[StoredTensor]:
-    """The tensors of a checkpoint, with codes and scales as the weights that they stand for.
+    """The tensors of a checkpoint, where those of a weight in few bits are that weight.
 
     Raises:
-        UserError: codes without scales, or with scales of another shape.
+        UserError: some are missing, or do not fit.
     """
     tensors = {tensor.key: tensor for tensor in _stored_tensors(folder)}
+    config = folder / "config.json"
+    quantization = read_json(config).get("quantization_config") if config.is_file() else None
+    if not quantization:
+        return list(tensors.values())
+
+    def value(key: str) -> Tensor:
+        with open_safetensors(tensors[key].file) as file:
+            found: Tensor = file.get_tensor(key)
+            return found
+
     found, spent = dict(tensors), set[str]()
-    block = _block_size(folder) if any(tensor.dtype in FLOAT8 for tensor in tensors.values()) else None
-    for key, codes in tensors.items():
-        packing: Packing | None = None
-        if codes.dtype in FLOAT8:
-            name, scales = key, tensors.get(f"{key}_scale_inv")
-            packing = BlockFloat8.of(codes.shape, scales.shape, block) if scales is not None else None
-            spent.add(f"{key.removesuffix('weight')}activation_scale")  # of products in float8, which a base has not
-        elif key.endswith("_blocks") and codes.dtype == "U8":
-            name = key.removesuffix("_blocks")
-            scales = tensors.get(f"{name}_scales")
-            fits = scales is not None and len(codes.shape) == 4 and codes.shape == (*scales.shape, 16)
-            packing = Mxfp4() if fits else None
-        else:
-            continue
-        if scales is None or packing is None:
-            what = "no scales are beside it" if scales is None else f"its scales have the shape {list(scales.shape)}"
+    for name, form, keys, others in find_packed(tensors, quantization, value):
+        parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
+        if form is None or parts.keys() != keys.keys() or len(parts) < 2:
+            shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
             raise UserError(
-                f"checkpoint {folder}: {key}", f"{what}, its codes {list(codes.shape)}", "download it again"
+                f"checkpoint {folder}: {name}",
+                f"its stored parts are not all there, or do not fit one another ({shapes})",
+                "download it again",
             )
-        spent |= {key, scales.key} - {name}
-        found[name] = StoredTensor(codes.file, name, packing.shape(codes.shape), "F32", packed=(packing, codes, scales))
+        spent |= {*keys.values(), *others} - {name}
+        found[name] = StoredTensor(parts["codes"].file, name, form.shape, "F32", packed=(form, parts))
     return [tensor for key, tensor in found.items() if key not in spent]
-
-
-def _block_size(folder: Path) -> list[int] | None:
-    quantization = read_json(folder / "config.json").get("quantization_config") or {}
-    size: list[int] | None = quantization.get("weight_block_size")
-    return size
 
 
 class _Found(NamedTuple):

@@ -10,7 +10,6 @@ through a new map.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,10 +113,10 @@ class CheckpointSource(Source):
 
 def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
     if stored.packed is not None:
-        packing, codes, scales = stored.packed
+        form, tensors = stored.packed
         of_dim = {part.dim: (part.start, part.stop) for part in parts}
         bounds = [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
-        return packing.read(bounds, functools.partial(_read_bounds, codes), functools.partial(_read_bounds, scales))
+        return form.read(bounds, lambda part, of_part: _read_bounds(tensors[part], of_part))
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)

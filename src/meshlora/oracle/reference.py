@@ -18,7 +18,7 @@ from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
+from transformers import AutoConfig
 
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import UnsupportedError
@@ -30,6 +30,7 @@ from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora.oracle.objectives import gained, load_balancing_loss, losses
+from meshlora.oracle.packed import load_base
 from meshlora.oracle.pieces import mask_of, pieces_of
 from meshlora.oracle.quantized import quantize_base
 
@@ -47,14 +48,13 @@ def reference_model(
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
             setattr(config, name, 0.0)
-    base = AutoModelForCausalLM.from_pretrained(
+    base = load_base(
         model.path,
-        config=config,
+        config,
         dtype=dtype,
         attn_implementation=model.attn_implementation,
         experts_implementation="eager",  # the others do not compute in float64
         local_files_only=True,
-        **as_plain_numbers(config),
         **options,
     )
     if dtype == torch.float64:
@@ -68,18 +68,6 @@ def reference_model(
     if own_words(adapter).get("share_experts") and not is_stock:
         share_adapters(found)
     return found.train()
-
-
-def as_plain_numbers(config: PretrainedConfig) -> dict[str, Any]:
-    """The option of `from_pretrained` with which a checkpoint in few bits is read as plain numbers on any device."""
-    given = getattr(config, "quantization_config", None) or {}
-    if not given:
-        return {}
-    if given["quant_method"] == "mxfp4":
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
-    return {
-        "quantization_config": FineGrainedFP8Config(dequantize=True, weight_block_size=given.get("weight_block_size"))
-    }
 
 
 def losses_of(

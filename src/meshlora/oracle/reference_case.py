@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError
@@ -26,11 +26,11 @@ from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import adapted_stacks, expert_modules, in_experts
 from meshlora.oracle.inputs import write_adapter, write_twin
 from meshlora.oracle.ownership import fingerprints
+from meshlora.oracle.packed import load_base
 from meshlora.oracle.pieces import in_pieces
 from meshlora.oracle.quantized import quantize_base
 from meshlora.oracle.reference import (
     accumulate,
-    as_plain_numbers,
     before_losses,
     freeze_outside_pieces,
     linear_rates,
@@ -156,8 +156,8 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
         return {}, {}
     # From the checkpoint, because PEFT trains biases in place.
     options = {"local_files_only": True, "trust_remote_code": case.trust_remote_code}
-    plain = as_plain_numbers(AutoConfig.from_pretrained(case.model, **options))
-    fresh = AutoModelForCausalLM.from_pretrained(case.model, dtype=getattr(torch, case.dtype), **plain, **options)
+    config = AutoConfig.from_pretrained(case.model, **options)
+    fresh = load_base(case.model, config, dtype=getattr(torch, case.dtype), **options)
     quantize_base(fresh, case.quantization)
     base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
     norms = {}

@@ -1,0 +1,109 @@
+"""The reference's reading of checkpoints in few bits: whole, as plain numbers, by the libraries of the formats.
+
+Owns: for formats whose libraries do not read them here (fbgemm, compressed-tensors, GPTQ, AWQ), the published formula,
+written a second time and over bytes instead of words. Does not own: the product's reading of slices (`model.packed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PretrainedConfig,
+)
+
+from meshlora.common.errors import UserError
+
+# Ends of the names of floating-point tensors that are parts of a weight.
+_PARTS = ("scale", "scales", "scale_ub", "absmax", "quant_map")
+
+
+def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained(folder, config=config, **options)`, with plain numbers on any device."""
+    given = getattr(config, "quantization_config", None) or {}
+    method = given.get("quant_method")
+    if method == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    elif method == "fp8":
+        block = given.get("weight_block_size")
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
+    elif method is not None:
+        del config.quantization_config
+        tensors: dict[str, Tensor] = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            tensors |= load_file(file)
+        del options["local_files_only"], options["trust_remote_code"]
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return kind.from_pretrained(None, config=config, state_dict=plain_numbers(tensors, given), **options)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+
+
+def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint, by name."""
+    plain: dict[str, Tensor] = {}
+    for key, codes in tensors.items():
+        owner, _, leaf = key.rpartition(".")
+        of = {name.removeprefix(f"{owner}."): value for name, value in tensors.items() if name.startswith(f"{owner}.")}
+        if leaf == "qweight":
+            made = _gptq if quantization["quant_method"] == "gptq" else _awq
+            plain[f"{owner}.weight"] = made(of, quantization)
+        elif leaf == "weight_packed":
+            groups = of["weight_scale"].repeat_interleave(codes.shape[1] * 8 // of["weight_scale"].shape[1], 1)
+            plain[f"{owner}.weight"] = (_nibbles(codes).float() - 8) * groups.float()
+        elif codes.dtype == torch.float8_e4m3fn:
+            plain[key] = codes.float() * of[f"{leaf}_scale"].float()
+        elif f"{leaf}.absmax" in of and leaf == "weight":
+            plain[key] = _bitsandbytes(codes, {n.removeprefix("weight."): v for n, v in of.items() if n != "weight"})
+        elif codes.is_floating_point() and not leaf.endswith(_PARTS):
+            plain[key] = codes
+    return plain
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """The eight 4-bit numbers of each word along the last dim, lowest first."""
+    values = words.contiguous().view(torch.uint8)
+    return torch.stack([values % 16, values // 16], -1).flatten(-2)
+
+
+def _gptq(of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:
+    is_wide = quantization["bits"] == 8
+    codes, zeros = of["qweight"].T.contiguous(), of["qzeros"].contiguous()
+    codes, zeros = (codes.view(torch.uint8), zeros.view(torch.uint8)) if is_wide else (_nibbles(codes), _nibbles(zeros))
+    zeros = zeros.int() + int(quantization.get("checkpoint_format", "gptq") == "gptq")
+    zeros = zeros % (256 if is_wide else 16)
+    size = codes.shape[1] // len(zeros)
+    index = of["g_idx"].long() if "g_idx" in of else torch.arange(codes.shape[1]) // size
+    return (codes.float() - zeros[index].T) * of["scales"].float()[index].T
+
+
+def _awq(of: Mapping[str, Tensor], _: Mapping[str, Any]) -> Tensor:
+    def ordered(words: Tensor) -> Tensor:
+        stored = _nibbles(words).unflatten(-1, (-1, 8))
+        numbers = torch.empty_like(stored)
+        numbers[..., [0, 2, 4, 6, 1, 3, 5, 7]] = stored
+        return numbers.flatten(-2)
+
+    codes, zeros, scales = ordered(of["qweight"]), ordered(of["qzeros"]), of["scales"].float()
+    size = len(codes) // len(scales)
+    zeros, scales = zeros.repeat_interleave(size, 0), scales.repeat_interleave(size, 0)
+    return ((codes.float() - zeros) * scales).T.contiguous()
+
+
+def _bitsandbytes(codes: Tensor, state: dict[str, Tensor]) -> Tensor:
+    try:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+    except ImportError:
+        rule = "reading it on one process needs bitsandbytes, which is not installed"
+        raise UserError("a checkpoint of bitsandbytes", rule, "pip install 'meshlora[quantization]'") from None
+    found = QuantState.from_dict(state, device=torch.device("cpu"))
+    found.dtype = torch.float32
+    return dequantize_4bit(codes, found)
