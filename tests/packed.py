@@ -134,7 +134,7 @@ def _bitsandbytes(*, nested: bool) -> Callable[[str, Tensor, int], dict[str, Ten
 
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-_CT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+_CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "sparsity_config": {"format": "dense"}}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 PUBLISHED = {
     "fp8": Published("llama", _FP8, _fp8),

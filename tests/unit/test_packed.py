@@ -165,8 +165,11 @@ def _damage(folder: Path, change: str) -> None:
         tree["quantization_config"] |= json.loads(change)
         config.write_text(json.dumps(tree))
         return
-    key = next(key for key in tensors if key.endswith(change.removeprefix("without ").removeprefix("half of ")))
-    if change.startswith("without"):
+    how, _, end = change.rpartition(" ")
+    key = next(key for key in tensors if key.endswith(end.replace("zero_point", "packed")))
+    if how == "also":
+        tensors[key.replace("packed", "zero_point")] = tensors[key].clone()
+    elif how == "without":
         del tensors[key]
     else:
         tensors[key] = tensors[key][: len(tensors[key]) // 2].clone()
@@ -184,7 +187,19 @@ def _damage(folder: Path, change: str) -> None:
         ("fp8", '{"expert_dtype": "fp4"}', "fp8 with expert_dtype 'fp4': it is not read yet"),
         ("fp8", '{"weight_block_size": [0, 128]}', r"weight_block_size \[0, 128\]: it must be \[rows, columns\]"),
         ("gptq", '{"bits": 3}', "gptq with bits 3: it is not read yet"),
-        ("gptq", '{"group_size": "many"}', "group_size 'many': it must be a number of input features"),
+        ("gptq", '{"checkpoint_format": "marlin"}', "gptq with checkpoint_format 'marlin': it is not read yet"),
+        ("nf4", '{"bnb_4bit_quant_storage": "bfloat16"}', "with bnb_4bit_quant_storage 'bfloat16': it is not read yet"),
+        ("compressed-tensors fp8", '{"transform_config": {"v1": {}}}', "with transform_config .*: it is not read yet"),
+        (
+            "compressed-tensors fp8",
+            '{"sparsity_config": {"format": "sparse-24"}}',
+            "sparse weights .'sparse-24'.: they",
+        ),
+        ("compressed-tensors fp8", '{"format": null}', "with format None: it is not read yet"),
+        ("fp8", '{"quant_method": "mxfp4"}', "mxfp4 of model_type 'llama': only that of gpt_oss is read"),
+        ("compressed-tensors int4 experts", "also down_proj.weight_zero_point", "with zeros, .* are not read yet"),
+        ("nf4", "half of down_proj.weight", r"down_proj\.weight: its stored parts are not all there, or do not fit"),
+        ("nf4", "half of down_proj.weight.nested_absmax", r"down_proj\.weight: its stored parts are not all there"),
         ("awq", '{"version": "gemv"}', "awq with version 'gemv': it is not read yet"),
         ("nf4", '{"load_in_8bit": true}', "bitsandbytes with load_in_8bit True: it is not read yet"),
         (

@@ -199,7 +199,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     except Exception as error:  # each family checks its own fields, with errors of all kinds
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     if stored.get("quantization_config"):
-        check_packing(stored["quantization_config"], f"{file}")
+        check_packing(stored["quantization_config"], model_type, f"{file}")
         del config.quantization_config  # its weights become plain numbers while they are read
     return config
 

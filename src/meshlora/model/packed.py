@@ -51,7 +51,7 @@ class Tensors(Protocol):
     def dtype(self) -> str: ...
 
 
-def check_packing(quantization: Any, what: str) -> None:
+def check_packing(quantization: Any, model_type: Any, what: str) -> None:
     """Refuse a `quantization_config` of a config.json whose weights cannot be read.
 
     Raises:
@@ -62,21 +62,34 @@ def check_packing(quantization: Any, what: str) -> None:
     if method not in METHODS:
         rule = f"of quantised checkpoints those in {', '.join(METHODS)} are read"
         raise UnsupportedError(f"{what}: quantization_config with quant_method {method!r}", rule, way_out)
-    wrong = {
-        "expert_dtype": given.get("expert_dtype", "fp8") != "fp8",
-        "load_in_8bit": bool(given.get("load_in_8bit")),
-        "bits": method in ("gptq", "awq") and given.get("bits") not in ((4, 8) if method == "gptq" else (4,)),
-        "version": method == "awq" and str(given.get("version", "gemm")).lower() != "gemm",
-        "format": method == "compressed-tensors" and given.get("format") not in ("float-quantized", "pack-quantized"),
+    if method == "mxfp4" and model_type != "gpt_oss":  # whether others hold the transpose is not known
+        raise UnsupportedError(f"{what}: mxfp4 of model_type {model_type!r}", "only that of gpt_oss is read", way_out)
+    # Option -> the values that are read, what stands for one that is not given first.
+    read: dict[str, dict[str, tuple[Any, ...]]] = {
+        "fp8": {"expert_dtype": ("fp8",)},
+        "compressed-tensors": {
+            "format": (None, "float-quantized", "pack-quantized"),
+            "transform_config": (None, {}),
+        },
+        "gptq": {
+            "bits": (None, 4, 8),
+            "checkpoint_format": ("gptq", "gptq_v2"),
+            "is_marlin_format": (False,),
+            "pack_dtype": ("int32",),
+        },
+        "awq": {"bits": (None, 4), "version": ("gemm", "GEMM")},
+        "bitsandbytes": {"load_in_8bit": (False,), "bnb_4bit_quant_storage": ("uint8",)},
     }
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        raise UnsupportedError(f"{what}: {method} with {name} {given.get(name)!r}", "it is not read yet", way_out)
+    sparsity = given.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise UnsupportedError(f"{what}: sparse weights ({sparsity.get('format')!r})", "they are not read yet", way_out)
+    for name, values in read.get(method, {}).items():
+        value = given.get(name, values[0])
+        if (value is None and name in ("bits", "format")) or value not in values:
+            raise UnsupportedError(f"{what}: {method} with {name} {given.get(name)!r}", "it is not read yet", way_out)
     block = given.get("weight_block_size")
     if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))):
         raise UserError(f"{what}: weight_block_size {block!r}", "it must be [rows, columns]", "download it again")
-    group = given.get("group_size", 1)
-    if method in ("gptq", "awq") and not (_is_size(group) or group == -1):
-        raise UserError(f"{what}: group_size {group!r}", "it must be a number of input features", "download it again")
 
 
 def _is_size(value: Any) -> bool:
@@ -89,6 +102,9 @@ def find_packed(
     """(name of a weight, its format, part -> key of the stored tensor, keys that say nothing more) of each weight.
 
     value: reads a whole tensor by key. The format is None where the parts are not all there, or do not fit.
+
+    Raises:
+        UnsupportedError: a variant of a format that is not read.
     """
     method = quantization.get("quant_method")
     for key, codes in tensors.items():
@@ -109,14 +125,19 @@ def find_packed(
             names |= {"groups": "g_idx"} if f"{owner}.g_idx" in tensors else {}
             parts = {part: f"{owner}.{name}" for part, name in names.items()}
             shapes = {part: _shape(tensors, k) for part, k in parts.items()}
-            is_symmetric = not {f"{owner}.weight_zero_point", f"{owner}.weight_g_idx"} & tensors.keys()
-            form_of_ints = GroupedInts.of(shapes, quantization) if is_symmetric else None
-            yield f"{owner}.weight", form_of_ints, parts, [f"{owner}.weight_shape"]
+            for other in (f"{owner}.weight_zero_point", f"{owner}.weight_g_idx"):
+                if other in tensors:
+                    rule = "integers of compressed-tensors with zeros, or in the order of activations, are not read yet"
+                    raise UnsupportedError(other, rule, "use the checkpoint that it was made from")
+            yield f"{owner}.weight", GroupedInts.of(shapes, quantization), parts, [f"{owner}.weight_shape"]
         elif _BNB_STATE in key:
             name, _, kind = key.partition(_BNB_STATE)
             parts = {part: f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
             parts = {"codes": name} | {part: k for part, k in parts.items() if k in tensors}
-            yield name, Blocks4.of(kind, bytes(value(key).tolist())), parts, [key]
+            form_of_blocks = Blocks4.of(kind, bytes(value(key).tolist()))
+            if name not in tensors or tensors[name].dtype != "U8":
+                form_of_blocks = None
+            yield name, form_of_blocks and form_of_blocks.fitting(tensors, parts), parts, [key]
 
 
 def _shape(tensors: Mapping[str, Tensors], key: str) -> tuple[int, ...]:
@@ -300,6 +321,15 @@ class Blocks4:
         if kind not in ("nf4", "fp4") or not is_right or not (nested == 0 or _is_size(nested)) or shape[1] % 2:
             return None
         return Blocks4((shape[0], shape[1]), block, nested, offset)
+
+    def fitting(self, tensors: Mapping[str, Tensors], parts: Mapping[str, str]) -> Blocks4 | None:
+        """This, if the stored tensors have the shapes that it needs."""
+        number = math.prod(self.shape)
+        scales = -(-number // self.block)
+        needed = {"codes": (number // 2, 1), "quant_map": (16,), "absmax": (scales,)}
+        if self.nested:
+            needed |= {"nested_absmax": (-(-scales // self.nested),), "nested_quant_map": (256,)}
+        return self if {part: _shape(tensors, key) for part, key in parts.items()} == needed else None
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32: whole rows are read, as their blocks follow one another."""
