@@ -114,7 +114,7 @@ def routed_elsewhere(folder: Path, pools: Callable[[int], Pool]) -> Path:
     return other
 
 
-@pytest.mark.parametrize("mesh", ["tp=2,sp,ep=2", "dp=2,ep=2"])
+@pytest.mark.parametrize("mesh", ["tp=2,sp,ep=2", pytest.param("dp=2,ep=2", marks=pytest.mark.proof)])
 def test_experts_of_the_second_forward_are_those_of_the_first(
     mesh: str, folder: Path, routed_elsewhere: Path, pools: Callable[[int], Pool]
 ) -> None:

@@ -117,7 +117,14 @@ def run_and_keep_groups(file: Path, world: int, resume: str | None = None) -> No
 
 
 @pytest.mark.parametrize(
-    ("topology", "world"), [("", 1), ("tp=2,sp", 2), ("dp=2", 2), ("dp=2,tp=2,sp", 4), ("dp=4", 4)]
+    ("topology", "world"),
+    [
+        ("", 1),
+        ("tp=2,sp", 2),
+        ("dp=2", 2),
+        ("dp=2,tp=2,sp", 4),
+        pytest.param("dp=4", 4, marks=pytest.mark.proof),
+    ],
 )
 def test_run_gives_the_adapter_of_one_process(
     topology: str, world: int, folder: Path, reference: tuple[Path, list[float]], pools: Callable[[int], Pool]

@@ -6,6 +6,7 @@ Does not own: how callers react to a difference.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -18,8 +19,12 @@ COMPUTING = ("torch", "transformers", "peft")
 
 def versions() -> dict[str, str]:
     """Name -> version, including safetensors, which reads the files of transformers and PEFT."""
-    installed = {name: importlib.metadata.version(name) for name in ("meshlora", *COMPUTING, "safetensors")}
+    installed = {name: _installed(name) for name in ("meshlora", *COMPUTING, "safetensors")}
     return {**installed, "python": platform.python_version()}
+
+
+# Three milliseconds each, and every checkpoint asks for all of them.
+_installed = functools.cache(importlib.metadata.version)
 
 
 def other_minors(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
