@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.comm.groups import join, num_processes, open_mesh
 from meshlora.common.errors import UserError
+from meshlora.common.model_class import model_class
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.same_tokens import compare_first_tokens
 from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
@@ -116,4 +117,4 @@ def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> 
     """State dict of a freshly initialised model: the same on every rank and topology."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return dict(AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict())
+        return dict(model_class(config).from_config(config, dtype=dtype).state_dict())

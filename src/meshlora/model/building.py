@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from meshlora.common.errors import UserError, reason
 from meshlora.common.limits import OutOfTimeError, time_limit
+from meshlora.common.model_class import model_class
 from meshlora.model.stored import num_stored
 
 _BUILD_S = 120
@@ -25,7 +26,7 @@ _UNASKED, _MOST = 2_000, 300_000
 
 
 def build_on_meta(config: PretrainedConfig, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_config(config, **options)` on the meta device.
+    """`model_class(config).from_config(config, **options)` on the meta device.
 
     Raises:
         UserError: transformers cannot build it, it takes too long, or it has far more parameters than the checkpoint
@@ -34,7 +35,7 @@ def build_on_meta(config: PretrainedConfig, **options: Any) -> Any:
     what = f"model_type {config.model_type!r}"
     try:
         with torch.device("meta"), _no_more_parameters_than_stored(config), time_limit(_BUILD_S):
-            return AutoModelForCausalLM.from_config(config, **options)
+            return model_class(config).from_config(config, **options)
     except UserError:
         raise
     except OutOfTimeError:

@@ -18,9 +18,10 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from meshlora.common.compat import targets_as_configured
+from meshlora.common.model_class import model_class
 from meshlora.oracle.experts import (
     PREFIX,
     Repeated,
@@ -38,7 +39,7 @@ def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, se
     """A checkpoint with random weights; norms are moved off 1, biases and buffers off 0, which would hide faults."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+        model = model_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager")
         with torch.no_grad():
             stored = model.state_dict().keys()
             buffers = (b for name, b in model.named_buffers() if name in stored and b.is_floating_point())
@@ -87,7 +88,7 @@ def without_values(model: str | Path, lora: LoraConfig, *, trust_remote_code: bo
     """PEFT's model for the checkpoint folder `model`, on the meta device: no weight is read."""
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        base = model_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         return get_peft_model(base, lora)
 
 

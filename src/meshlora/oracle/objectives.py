@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from meshlora.common.model_class import own_class
 from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.oracle.batches import UNTRAINED, MicroBatch
 
@@ -121,7 +121,7 @@ def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
 
 def has_load_balancing(config: Any) -> bool:
     """Whether transformers has a load-balancing loss for models of this configuration."""
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    cls = own_class(config)
     has_coef = getattr(config.get_text_config(), "router_aux_loss_coef", None) is not None
     return cls is not None and has_coef and hasattr(sys.modules[cls.__module__], "load_balancing_loss_func")
 

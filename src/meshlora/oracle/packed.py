@@ -13,22 +13,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    FineGrainedFP8Config,
-    Mxfp4Config,
-    PretrainedConfig,
-)
+from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
 
 from meshlora.common.errors import UserError
+from meshlora.common.model_class import model_class, own_class
 
 # Ends of the names of floating-point tensors that are parts of a weight.
 _PARTS = ("scale", "scales", "scale_ub", "absmax", "quant_map")
 
 
 def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(folder, config=config, **options)`, with plain numbers on any device."""
+    """`model_class(config).from_pretrained(folder, config=config, **options)`, with plain numbers on any device."""
     given = getattr(config, "quantization_config", None) or {}
     method = given.get("quant_method")
     if method == "mxfp4":
@@ -42,9 +37,10 @@ def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> A
         for file in sorted(Path(folder).glob("*.safetensors")):
             tensors |= load_file(file)
         del options["local_files_only"], options["trust_remote_code"]
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        return kind.from_pretrained(None, config=config, state_dict=plain_numbers(tensors, given), **options)
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+        return own_class(config).from_pretrained(
+            None, config=config, state_dict=plain_numbers(tensors, given), **options
+        )
+    return model_class(config).from_pretrained(folder, config=config, **options)
 
 
 def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:

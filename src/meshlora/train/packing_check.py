@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.float64 import lift
+from meshlora.common.model_class import model_class
 from meshlora.plan.families.twin import shrink_config
 
 # Longer and shorter than a twin's windows (8), odd; the second row ends in padding.
@@ -58,7 +59,7 @@ def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remot
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # families warn about their own defaults
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = model_class(small).from_config(
             small,
             dtype=torch.float64,
             attn_implementation=attn_implementation,

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import MeshloraError, reason
 from meshlora.common.float64 import wide_dtype
+from meshlora.common.model_class import model_class
 
 _NUM_TOKENS = 12
 # Relative to the logits' norm. Below float32, merged weights are rounded once more than PEFT's.
@@ -94,13 +95,14 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **options)
+    return model_class(config).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",  # the others lack float64
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
+        **options,
     )
 
 

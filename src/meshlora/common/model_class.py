@@ -1,0 +1,58 @@
+"""The transformers class of a configuration's model, for the product and the judge alike.
+
+Owns: that choice. A composite (a vision or audio part beside a text part) is loaded whole, as it is published. Does not
+own: building or loading the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+)
+
+# Task -> auto classes with their mappings, in order of preference.
+_CLASSES: dict[str, tuple[tuple[Any, Any], ...]] = {
+    "causal": (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    )
+}
+
+
+def model_class(config: PretrainedConfig, task: str = "causal") -> Any:
+    """The auto class with `from_config` and `from_pretrained` for `config`: `model_class(config).from_config(config)`.
+
+    Some composites have two classes, one of them for the text part alone. The one named by `config.architectures` is
+    chosen, else the first that takes the whole configuration. Without any: the task's first, whose own error says so.
+    """
+    return _found(config, task)[0]
+
+
+def own_class(config: PretrainedConfig, task: str = "causal") -> Any:
+    """The class of the model that `model_class` makes, or None if transformers has none (code of the checkpoint)."""
+    return _found(config, task)[1]
+
+
+def _found(config: PretrainedConfig, task: str) -> tuple[Any, Any]:
+    remote = getattr(config, "auto_map", None) or {}
+    for auto, _ in _CLASSES[task]:
+        if auto.__name__ in remote:
+            return auto, None
+    pairs = [(auto, cls) for auto, mapping in _CLASSES[task] for cls in _classes_of(mapping, config)]
+    named = [pair for pair in pairs if pair[1].__name__ in (config.architectures or ())]
+    whole = [pair for pair in pairs if getattr(pair[1], "config_class", None) is type(config)]
+    return next(iter((*named, *whole, *pairs)), (_CLASSES[task][0][0], None))
+
+
+def _classes_of(mapping: Any, config: PretrainedConfig) -> tuple[Any, ...]:
+    found = mapping.get(type(config), ())
+    return found if isinstance(found, tuple) else (found,)
