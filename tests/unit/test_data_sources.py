@@ -189,7 +189,10 @@ def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_contro
         ('{"messages": [{"role": ["user"], "content": "hi"}]}', "unknown role"),
         ('{"messages": [{"role": "assistant"}]}', "messages[0] has no content"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "messages[0] has no content"),
-        ('{"messages": [{"role": "assistant", "content": ["hi"]}]}', "messages[0].content is a list, not a string"),
+        (
+            '{"messages": [{"role": "assistant", "content": ["hi"]}]}',
+            "messages[0].content[0] is a string, not an object",
+        ),
         ('{"messages": [{"role": "assistant", "content": " "}]}', "assistant turn with empty content"),
         ('{"messages": [{"role": "user", "content": "a", "weight": 0}]}', "only an assistant turn can have"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "neither 0 (not trained) nor 1"),

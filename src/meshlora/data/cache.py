@@ -26,7 +26,7 @@ from safetensors.numpy import save
 
 from meshlora.common.errors import reason
 from meshlora.common.private import NotOwnError, PrivateFolder, locked, open_own
-from meshlora.data.records import Record
+from meshlora.data.records import Record, without_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,8 @@ def cache_key(
     for record in records:
         # One JSON list per line: different records give different bytes. Key order in messages is kept, since a
         # template may see it.
-        fields = [record.text, record.prompt, record.completion, record.messages]
+        messages = record.messages and [*map(without_paths, record.messages)]  # the content of images is in `options`
+        fields = [record.text, record.prompt, record.completion, messages]
         digest.update(b"\n" + json.dumps(fields).encode())
     return digest.hexdigest()
 

@@ -1,26 +1,30 @@
 """Tokenisation of conversations, with the assistant's turns marked.
 
-Owns: finding the assistant's turns in a rendered conversation, and which turns are not trained. Does not own: the
-template (the tokenizer's), the process it runs in (`common.limits`), truncation, or plain text (`tokenization.py`).
+Owns: finding the assistant's turns in a rendered conversation, which turns are not trained, and the placeholders of
+images. Does not own: the template (the tokenizer's), the process it runs in (`common.limits`), truncation, plain text
+(`tokenization.py`), reading images (`images.py`).
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UserError, reason
 from meshlora.common.limits import Failed, each_apart
+from meshlora.data.images import read_image
 from meshlora.data.leading import Leading, Span, batches, leading_tokens
-from meshlora.data.records import Record, listed
+from meshlora.data.records import Record, listed, without_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,10 +42,22 @@ _MEMORY_BYTES = 2**29
 _MAX_CHARACTERS = 2**25
 
 
+class Row(NamedTuple):
+    """A tokenised record: all tokens, or at least the first `max_length`.
+
+    is_trained: bool `[S]`. whole: how many of the first tokens must not be cut, as they stand for images.
+    """
+
+    ids: list[int]
+    is_trained: np.ndarray
+    whole: int = 0
+
+
 @dataclass(frozen=True)
 class _Rendered:
     """A conversation as text. turns: the assistant's turns to train. left_out: its turns with weight 0."""
 
+    record: Record
     text: str
     turns: list[Span]
     left_out: list[Span]
@@ -53,9 +69,9 @@ def tokenize_conversations(
     *,
     max_length: int,
     trains_all: bool = False,
-) -> list[tuple[list[int], np.ndarray]]:
-    """(token ids, is trained `[S]` bool) of each conversation, with the special tokens of the template: all tokens, or
-    at least the first `max_length`.
+    processor: Any = None,
+) -> list[Row]:
+    """The tokens of each conversation, with the special tokens of the template.
 
     If the template marks what the assistant generates (`{% generation %}`), that is trained. Otherwise the spans are
     found by rendering prefixes of the conversation: an assistant turn is the text it adds after the generation prompt,
@@ -65,6 +81,8 @@ def tokenize_conversations(
     In both cases characters are mapped to tokens here. The mask of `apply_chat_template` (seen in transformers 5.23)
     stops at a span that starts with a space trimmed from the tokenizer's offsets, runs to the end of the conversation
     if a span ends with one, and drops the rest of a final character that is split over tokens.
+
+    processor: of transformers, if some have images. What it puts into the text for an image is never trained.
 
     Raises:
         UserError: no chat template; a template that refuses a conversation, rewrites its earlier turns or takes too
@@ -83,14 +101,53 @@ def tokenize_conversations(
     rows = []
     rendered = _rendered(records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers)
     for batch in batches(rendered, lambda found: len(found.text)):
-        texts = [found.text for found in batch]
-        for found, tokens in zip(
-            batch, leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True), strict=True
-        ):
+        each = [_with_placeholders(found, processor) if found.record.images else (found, None, []) for found in batch]
+        texts = [found.text for found, tokens, _ in each if tokens is None]
+        of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
+        for found, with_images, placeholders in each:
+            tokens = with_images or next(of_text)
             inside = functools.partial(_inside, tokens, found.text, eos=eos, eos_text=tokenizer.eos_token or "")
             is_trained = np.ones(len(tokens.ids), dtype=bool) if trains_all else inside(found.turns)
-            rows.append((tokens.ids, is_trained & ~inside(found.left_out)))
+            of_images = _inside(tokens, found.text, placeholders, eos=None, eos_text="")
+            whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
+            rows.append(Row(tokens.ids, is_trained & ~inside(found.left_out) & ~of_images, whole))
     return rows
+
+
+def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Leading, list[Span]]:
+    """(a conversation whose text has the placeholders of its images, all of its tokens, spans of the placeholders).
+
+    Raises:
+        UserError: an image cannot be read, or the processor refuses the text.
+    """
+    origin = found.record.origin
+    images = [read_image(Path(path), origin) for path in found.record.images]
+    try:
+        made = processor(
+            text=[found.text],
+            images=[images],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+        )
+    except Exception as error:  # processors raise anything
+        raise UserError(
+            f"{origin}: {len(images)} image{'s' if len(images) > 1 else ''}",
+            f"the processor refuses them ({reason(error)})",
+            f"does the chat template name each once, and no text contain {processor.image_token!r}?",
+        ) from error
+    (replaced,) = made["text_replacement_offsets"]
+    ends = [one["span"][1] for one in replaced]
+    gained = [0, *(one["new_span"][1] - one["span"][1] for one in replaced)]
+    moved = lambda span: tuple(at + gained[bisect.bisect_right(ends, at)] for at in span)  # noqa: E731
+    text = found.text
+    for one in reversed(replaced):
+        start, end = one["span"]
+        text = text[:start] + one["replacement"] + text[end:]
+    turns, left_out = [moved(span) for span in found.turns], [moved(span) for span in found.left_out]
+    (ids,), (offsets,) = made["input_ids"], made["offset_mapping"]
+    tokens = Leading(list(ids), [tuple(pair) for pair in offsets], is_whole=True)
+    return _Rendered(found.record, text, turns, left_out), tokens, [one["new_span"] for one in replaced]
 
 
 def tell_unnamed_keys(
@@ -158,7 +215,7 @@ def _rendered(
                     "reorder or drop these messages, or use another chat template",
                 )
             text, turns, left_out = cast(tuple[str, list[Span], list[Span]], result)
-            yield _Rendered(text, turns, left_out)
+            yield _Rendered(record, text, turns, left_out)
 
 
 class _Chat:
@@ -167,7 +224,7 @@ class _Chat:
     def __init__(self, template: str, special_tokens: dict[str, Any], record: Record, *, has_markers: bool) -> None:
         assert record.messages is not None, record.origin
         self.template, self.special_tokens, self.has_markers = template, special_tokens, has_markers
-        self.record, self.messages = record, record.messages
+        self.record, self.messages = record, [without_paths(message) for message in record.messages]
 
     def spans(self) -> tuple[str, list[Span], list[Span]]:
         """(text, turns to train, turns left out)."""

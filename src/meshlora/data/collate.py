@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.common.masks import token_numbers
 from meshlora.common.transfer import to_device
+from meshlora.data.images import TOKEN_TYPES
 from meshlora.data.tokenization import Sequence
 
 IGNORED = -100  # the label of a position that predicts nothing; torch's cross_entropy ignores it by default
@@ -39,6 +41,8 @@ class Batch:
             the same on every topology. Padding continues the count.
         is_dummy: it holds no sequence and only keeps collectives matched.
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), restarting with each sequence; else None.
+        more: further inputs of the model: token types int64 `[B, S]`, and tensors of images, whose rows are those of
+            the sequences' images one after the other, padded with zeros to one shape. Empty without images.
         trained: int64 `[num_trained_tokens]`, indices of flat labels that are not -100; None: not computed yet.
     """
 
@@ -51,10 +55,11 @@ class Batch:
     is_dummy: bool = False
     position_ids: Tensor | None = None
     trained: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The rows of one adapter in a batch of several. Call it on the host: it counts labels."""
-        part = dataclasses.replace(self, trained=None)._mapped(lambda tensor: tensor[start:stop])
+        """The rows of one adapter in a batch of several, without `more`. Call it on the host: it counts labels."""
+        part = dataclasses.replace(self, trained=None, more={})._mapped(lambda tensor: tensor[start:stop])
         return dataclasses.replace(part, num_trained_tokens=int((part.labels != IGNORED).sum()))
 
     def to(self, device: torch.device | str) -> Batch:
@@ -67,8 +72,10 @@ class Batch:
         tensors: dict[str, Any] = {
             name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        columns = {name: function(column) for name, column in self.columns.items()}
-        return dataclasses.replace(self, **tensors, columns=columns)
+        columns, more = (
+            {name: function(value) for name, value in values.items()} for values in (self.columns, self.more)
+        )
+        return dataclasses.replace(self, **tensors, columns=columns, more=more)
 
 
 def collate(
@@ -124,7 +131,25 @@ def collate(
         num_trained_tokens=int((labels != IGNORED).sum()),
         tokens=token_numbers(torch.as_tensor(range(num_rows) if places is None else places), length),
         columns={name: torch.from_numpy(column) for name, column in shifted.items()},
+        more=_more([sequence.more() for sequence in sequences], length),
     )
+
+
+def _more(each: AbstractSequence[Mapping[str, Tensor]], length: int) -> dict[str, Tensor]:
+    """The further inputs of each sequence as those of a batch. length: of its rows."""
+    found = {}
+    for name in dict.fromkeys(name for of_one in each for name in of_one):
+        parts = [of_one[name] for of_one in each if name in of_one]
+        if name in TOKEN_TYPES:
+            found[name] = torch.stack([F.pad(part, (0, length - len(part))) for part in parts])
+            continue
+        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        padding = [
+            [n for size, most in zip(part.shape[:0:-1], shape[::-1], strict=True) for n in (0, most - size)]
+            for part in parts
+        ]
+        found[name] = torch.cat([F.pad(part, pad) for part, pad in zip(parts, padding, strict=True)])
+    return found
 
 
 def _round_up(number: int, multiple: int) -> int:

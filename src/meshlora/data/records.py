@@ -38,7 +38,8 @@ class Record:
         text: a document; every token is trained.
         prompt: the input of the model; may be empty.
         completion: the answer to train.
-        messages: a conversation of `{"role", "content"}` dicts.
+        messages: a conversation of `{"role", "content"}` dicts. Content is text, or a list of parts
+            `{"type": "text", "text": ...}` and `{"type": "image", "image": path}`.
         origin: its source for error messages (`train.jsonl:17`, `dataset row 17`). Not part of the content: records
             that differ only in it give the same tokens and share a cache.
 
@@ -65,6 +66,26 @@ class Record:
         if self.text is not None:
             return "text"
         return "completion" if self.completion is not None else "messages"
+
+    @property
+    def images(self) -> list[str]:
+        """The paths of its images, in order."""
+        contents = (message["content"] for message in self.messages or ())
+        return [
+            part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)
+        ]
+
+
+def is_image(part: object) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def without_paths(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the paths of its images, as chat templates get it: where a file lies is no content."""
+    if isinstance(message["content"], str):
+        return message
+    return {**message, "content": [{"type": "image"} if is_image(part) else part for part in message["content"]]}
 
 
 class MalformedError(ValueError):
@@ -220,8 +241,8 @@ def _checked_messages(value: object) -> tuple[dict[str, Any], ...]:
             )
         if "content" not in message:
             raise MalformedError(f"{where} has no content")
-        content = _checked_text(message["content"], f"{where}.content")
-        if role == "assistant" and not content.strip():
+        message["content"] = content = _checked_content(message["content"], f"{where}.content")
+        if role == "assistant" and not (content.strip() if isinstance(content, str) else content):
             raise MalformedError(f"{where} is an assistant turn with empty content")
         if "weight" in message:
             _check_weight(message["weight"], role, where)
@@ -233,6 +254,25 @@ def _checked_messages(value: object) -> tuple[dict[str, Any], ...]:
     if all(message["role"] != "assistant" for message in messages):
         raise MalformedError("messages has no assistant turn to train on")
     return tuple(messages)
+
+
+def _checked_content(value: object, where: str) -> str | list[dict[str, str]]:
+    """Text, or parts of text and images."""
+    if not isinstance(value, list):
+        return _checked_text(value, where)
+    parts = []
+    for index, part in enumerate(value):
+        place = f"{where}[{index}]"
+        if not isinstance(part, Mapping):
+            raise MalformedError(f"{place} is {json_type(part)}, not an object")
+        part = {key: item for key, item in part.items() if item is not None}  # Arrow's None, as above
+        kind = part.get("type")
+        if kind not in ("text", "image"):
+            raise MalformedError(f"{place} has type {quoted(str(kind))}, not text or image")
+        if set(part) != {"type", kind}:
+            raise MalformedError(f"{place} has {listed(part)}; a part of {kind} has type and {kind}")
+        parts.append({"type": kind, kind: _checked_text(part[kind], f"{place}.{kind}")})
+    return parts
 
 
 def _check_weight(weight: object, role: str, where: str) -> None:

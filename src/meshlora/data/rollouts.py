@@ -58,7 +58,7 @@ def read_rollouts(
 
     rows = read_rows(source, with_record, what=what, known=FIELDS, columns=columns, say=say)
     records = [record for _, _, record in rows if record is not None]
-    options |= {"max_length": max_length, "vocab_size": vocab_size, "say": say}
+    options |= {"max_length": max_length, "vocab_size": vocab_size, "say": say, "processor": None}
     tokenized = iter(tokenize(records, tokenizer, **options) if records else [])
     mistakes = Problems(what)
     ids: list[np.ndarray] = []

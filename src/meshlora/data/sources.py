@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.files import bounded_lines, is_folder, json_objects, parse_object, text_lines
+from meshlora.data.images import locate_images
 from meshlora.data.records import (
     MalformedError,
     Problems,
@@ -163,6 +164,8 @@ def _read(source: object, reader: _RowReader[Made], say: Callable[[str], None] |
         try:
             for origin, row in _rows_of(place, name, reader, unread):
                 try:
+                    if isinstance(place, Path):
+                        row = locate_images(row, place if place.is_dir() else place.parent)
                     made, rest = reader.make(row, origin)
                 except MalformedError as wrong:
                     reader.problems.add(origin, wrong)

@@ -7,18 +7,22 @@ caching the arrays (`cache.py`), or batches (`collate.py`).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from torch import Tensor
 
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
-from meshlora.data.chat import tell_unnamed_keys, tokenize_conversations
+from meshlora.data.chat import Row, tell_unnamed_keys, tokenize_conversations
+from meshlora.data.images import SequenceImages, images_of
 from meshlora.data.leading import leading_tokens
 from meshlora.data.records import MAX_SHOWN, Record
 
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["completion", "all"]
-Row = tuple[list[int], np.ndarray]  # token ids, is_trained: all, or at least the first max_length
 
 # Records per call to the tokenizer: enough to keep its threads busy, few enough to bound the Python lists it returns.
 _BLOCK = 4096
@@ -37,11 +40,13 @@ class Sequence:
     """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
 
     columns: name -> float32 `[S]`, further values per token for an objective.
+    more: reads the images, if there may be any: the model's further inputs (`data.images.SequenceImages.inputs`).
     """
 
     input_ids: np.ndarray
     is_trained: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    more: Callable[[], Mapping[str, Tensor]] = dict
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,7 @@ class TokenizedDataset:
         offsets: int64 `[num_sequences + 1]`.
         columns: name -> float32 `[N]`, further values per token for an objective (`data.rollouts`).
         rows_per_example: adjacent sequences that form one example: 2 for pairs (`data.preferences`).
+        images: of the sequences, if some have any.
     """
 
     input_ids: np.ndarray
@@ -61,6 +67,7 @@ class TokenizedDataset:
     offsets: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     rows_per_example: int = 1
+    images: SequenceImages | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -72,10 +79,24 @@ class TokenizedDataset:
             raise IndexError(f"sequence {index} of {len(self)}")
         part = slice(self.offsets[index], self.offsets[index + 1])
         columns = {name: column[part] for name, column in self.columns.items()}
-        return Sequence(self.input_ids[part], self.is_trained[part], columns)
+        ids = self.input_ids[part]
+        more = dict if self.images is None else functools.partial(self.images.inputs, index, ids)
+        return Sequence(ids, self.is_trained[part], columns, more)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of its content by name; of images their hash."""
+        images = {} if self.images is None else {"images": self.images.digest()}
+        tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
+        return {**tokens, **self.columns, **images}
+
+    def has_images(self, indices: Iterable[int]) -> bool:
+        """Whether one of the examples `indices` has an image."""
+        images, each = self.images, self.rows_per_example
+        return images is not None and any(images.number(i * each + row) for i in indices for row in range(each))
 
     @property
     def num_examples(self) -> int:
@@ -89,9 +110,8 @@ class TokenizedDataset:
         rows = num * self.rows_per_example
         end = int(self.offsets[rows])
         columns = {name: column[:end] for name, column in self.columns.items()}
-        return TokenizedDataset(
-            self.input_ids[:end], self.is_trained[:end], self.offsets[: rows + 1], columns, self.rows_per_example
-        )
+        parts = {"input_ids": self.input_ids[:end], "is_trained": self.is_trained[:end], "columns": columns}
+        return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
 
     def example(self, index: int) -> list[Sequence]:
         """The sequences of example `index`."""
@@ -113,6 +133,7 @@ def tokenize(
     cache_dir: Path | None = None,
     vocab_size: int | None = None,
     say: Callable[[str], None] | None = None,
+    processor: Callable[[], Any] | None = None,
 ) -> TokenizedDataset:
     """One sequence per record, in order.
 
@@ -121,7 +142,8 @@ def tokenize(
       with `loss_on="all"` the prompt too.
     - text: `bos? + ids(text) + eos`, all trained.
     - messages: as the chat template renders them, nothing added. The assistant's turns are trained; with
-      `loss_on="all"` everything. A turn with `weight: 0` is trained in neither case.
+      `loss_on="all"` everything. A turn with `weight: 0` is trained in neither case, nor are images. With images the
+      tokenizer is the processor's.
 
     `bos?` is whatever this tokenizer puts before a text by default, found by trying (Llama: bos; GPT-2: nothing).
     eos is always added, and must exist: without it the adapter would never learn to stop. Neither is repeated
@@ -133,12 +155,12 @@ def tokenize(
         cache_dir: folder of cached arrays; None: no cache. Safe for concurrent processes: one makes the arrays, the
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
-            does not name.
+            does not name. processor: loads transformers' processor of the model; called if there are images.
 
     Raises:
-        UserError: no records; a tokenizer without eos; records without trained tokens (the first five are named);
-            a token beyond the vocabulary; as `tokenize_conversations`; a `cache_dir` that cannot be written,
-            or that others can write.
+        UserError: no records; a tokenizer without eos; records without trained tokens, or with images that would be cut
+            (the first five are named); a token beyond the vocabulary; images without a processor; as
+            `tokenize_conversations` and `images_of`; a `cache_dir` that cannot be written, or that others can write.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}", "must be at least 2: one token to see and one to predict")
@@ -146,23 +168,44 @@ def tokenize(
         raise UserError(f"loss_on={loss_on!r}", "is not known", did_you_mean(loss_on, get_args(LossOn)))
     if not records:
         raise UserError("records=[]", "there is nothing to tokenise")
+    images = None
+    if (first := next((record for record in records if record.images), None)) is not None:
+        if processor is None:
+            raise UserError(f"{first.origin}: a record with an image", "images are not read here", "leave it out")
+        images = images_of(records, processor())
+        tokenizer = images.processor.tokenizer
     if say is not None:
         tell_unnamed_keys(records, tokenizer, say)
 
     def make() -> Arrays:
-        return _flat_arrays(records, tokenizer, max_length=max_length, loss_on=loss_on)
+        used = None if images is None else images.processor
+        return _flat_arrays(records, tokenizer, max_length=max_length, loss_on=loss_on, processor=used)
 
-    options = {"max_length": max_length, "loss_on": loss_on}
+    options: dict[str, Any] = {"max_length": max_length, "loss_on": loss_on}
+    if images is not None:
+        options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
     if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:
         arrays = load_or_make(cache_dir, key, make, num_sequences=len(records), max_length=max_length)
     else:
         arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"])
+    tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"], images=images)
     if vocab_size is not None:
         _check_vocabulary(tokens, records, vocab_size)
+    if images is not None:
+        _check_placeholders(tokens, records, images.processor)
     return tokens
+
+
+def _check_placeholders(tokens: TokenizedDataset, records: AbstractSequence[Record], processor: Any) -> None:
+    """Refuse placeholders of images in text: they would take the features of other sequences' images."""
+    marks = [number for number in processor.image_token_ids if number is not None]
+    for record, sequence in zip(records, tokens, strict=True):
+        found = np.isin(sequence.input_ids, marks)
+        if not record.images and found.any():
+            number = int(sequence.input_ids[found][0])
+            raise UserError(f"{record.origin}: token {number}", "it stands for an image, but the record has none")
 
 
 def _check_vocabulary(tokens: TokenizedDataset, records: AbstractSequence[Record], vocab_size: int) -> None:
@@ -183,30 +226,40 @@ def _outside(record: Record, token: int, rule: str) -> UserError:
 
 
 def _flat_arrays(
-    records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, loss_on: LossOn
+    records: AbstractSequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    loss_on: LossOn,
+    processor: Any,
 ) -> Arrays:
     input_ids: list[np.ndarray] = []
     is_trained: list[np.ndarray] = []
     untrained: list[str] = []
+    cut: list[str] = []
     for start in range(0, len(records), _BLOCK):
         block = records[start : start + _BLOCK]
-        rows = _rows(block, tokenizer, max_length=max_length, loss_on=loss_on)
-        for record, (ids, mask) in zip(block, rows, strict=True):
+        rows = _rows(block, tokenizer, max_length=max_length, loss_on=loss_on, processor=processor)
+        for record, (ids, mask, whole) in zip(block, rows, strict=True):
             if ids and max(ids) > np.iinfo(np.int32).max:
                 raise _outside(record, max(ids), "no model has embeddings for so many")
             input_ids.append(np.array(ids[:max_length], dtype=np.int32))
             is_trained.append(mask[:max_length])
-            if not mask[1:max_length].any():  # the first token is never a target
+            if whole > max_length:
+                cut.append(f"{record.origin} ({whole} tokens)")
+            elif not mask[1:max_length].any():  # the first token is never a target
                 untrained.append(f"{record.origin} ({_why_untrained(record, len(ids), max_length)})")
-    if untrained:
-        more = ", …" if len(untrained) > MAX_SHOWN else ""
-        raise UserError(
-            f"{len(untrained)} of {len(records)} records: " + ", ".join(untrained[:MAX_SHOWN]) + more,
-            f"have no trained token within max_length={max_length}",
-            "raise data.max_length, or drop them",
-        )
+    _refuse(cut, len(records), f"have images that do not end within max_length={max_length}")
+    _refuse(untrained, len(records), f"have no trained token within max_length={max_length}")
     offsets = np.cumsum([0, *map(len, input_ids)], dtype=np.int64)
     return {"input_ids": np.concatenate(input_ids), "is_trained": np.concatenate(is_trained), "offsets": offsets}
+
+
+def _refuse(found: list[str], number: int, rule: str) -> None:
+    if found:
+        more = ", …" if len(found) > MAX_SHOWN else ""
+        given = f"{len(found)} of {number} records: " + ", ".join(found[:MAX_SHOWN]) + more
+        raise UserError(given, rule, "raise data.max_length, or drop them")
 
 
 def _why_untrained(record: Record, num_tokens: int, max_length: int) -> str:
@@ -217,13 +270,18 @@ def _why_untrained(record: Record, num_tokens: int, max_length: int) -> str:
 
 
 def _rows(
-    block: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, loss_on: LossOn
+    block: AbstractSequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    loss_on: LossOn,
+    processor: Any,
 ) -> list[Row]:
     """The rows of a block, in order, with one call per kind of record."""
     by_kind: dict[str, Callable[..., list[Row]]] = {
         "text": _rows_of_text,
         "completion": _rows_of_completions,
-        "messages": tokenize_conversations,
+        "messages": functools.partial(tokenize_conversations, processor=processor),
     }
     rows: dict[int, Row] = {}
     for kind, make_rows in by_kind.items():
@@ -243,7 +301,7 @@ def _rows_of_text(
     rows: list[Row] = []
     for ids in _plain_ids([record.text or "" for record in records], tokenizer, max_length=max_length):
         whole = _with_start(_with_end(ids, eos), bos)
-        rows.append((whole, np.ones(len(whole), dtype=bool)))
+        rows.append(Row(whole, np.ones(len(whole), dtype=bool)))
     return rows
 
 
@@ -258,7 +316,7 @@ def _rows_of_completions(
         before, after = _with_start(prompt, bos), _with_end(completion, eos)
         mask = np.full(len(before) + len(after), trains_all)
         mask[len(before) :] = True
-        rows.append((before + after, mask))
+        rows.append(Row(before + after, mask))
     return rows
 
 

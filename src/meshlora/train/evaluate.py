@@ -114,8 +114,7 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=options.trust_remote_code)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
-    vocab_size = blueprint.config.get_text_config().vocab_size
-    data = read_data(config, config.data.eval, tokenizer, vocab_size=vocab_size)
+    data = read_data(config, config.data.eval, tokenizer, blueprint.config)
     return Evaluation(config, blueprint, data.first(config.data.eval_limit), padding_token_id(tokenizer))
 
 

@@ -7,7 +7,7 @@ logits, for custom loops. Does not own: the arithmetic over a split vocabulary (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def language_model_loss(
     label_smoothing: float = 0.0,
     position_ids: Tensor | None = None,
     trained: Tensor | None = None,
+    more: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of (1-e) -log p(label) + e times the mean of -log p over the vocabulary.
 
@@ -48,12 +49,13 @@ def language_model_loss(
     position_ids: `[B, S]` of packed rows, restarting at each sequence.
     trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then
     need not wait for the device.
+    more: further inputs of the model, as its processor makes them of images (`pixel_values` ...).
 
     Raises:
         UserError: unshifted labels, as Hugging Face's models take them. Not checked if `trained` is given, which would
             make the host wait.
     """
-    found = _forward(model, input_ids, attention_mask, labels, position_ids, trained)
+    found = _forward(model, input_ids, attention_mask, labels, position_ids, trained, more or {})
     return _summed(found, labels, trained, label_smoothing)
 
 
@@ -173,8 +175,14 @@ def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids:
     return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
 
 
+def further_inputs(model: Any, more: Mapping[str, Tensor]) -> dict[str, Any]:
+    """`Batch.more` as arguments of a model's forward: processors make float32 pixels whatever the model's dtype is."""
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in more.items()}
+
+
 def _forward_batch(model: Any, batch: Batch) -> _Found:
-    return _forward(model, batch.input_ids, batch.attention_mask, batch.labels, batch.position_ids, batch.trained)
+    given = batch.input_ids, batch.attention_mask, batch.labels, batch.position_ids, batch.trained, batch.more
+    return _forward(model, *given)
 
 
 def _forward(
@@ -184,11 +192,12 @@ def _forward(
     labels: Tensor,
     position_ids: Tensor | None,
     trained: Tensor | None,
+    more: Mapping[str, Tensor],
 ) -> _Found:
     if trained is None:
         check_shifted(input_ids, labels, attention_mask, position_ids)
     state = runtime(model)
-    inputs = model_inputs(input_ids, attention_mask, position_ids)
+    inputs = model_inputs(input_ids, attention_mask, position_ids) | further_inputs(model, more)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
     if not isinstance(head, ParallelHead):
         logits = model(**inputs).logits

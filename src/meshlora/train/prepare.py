@@ -7,13 +7,14 @@ Owns: whether the model, adapter, data and topology of a run fit together. `mesh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
 from meshlora.adapter.initialization import WHOLE_MATRIX
@@ -22,11 +23,13 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import why_not_writable
 from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
+from meshlora.data.images import SequenceImages
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length
 from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
+from meshlora.text.processor import load_processor
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint.identity import Contents, contents, identity
@@ -37,8 +40,6 @@ from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routing, step_file
 from meshlora.train.watch.samples import Samples, prepare_samples
 from meshlora.train.watch.tracking import check_trackers
-
-_TOKENS = ("input_ids", "is_trained", "offsets")
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,12 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
-    vocab_size = blueprint.config.get_text_config().vocab_size
     train_data, eval_data = (
-        read_data(config, paths, tokenizer, vocab_size=vocab_size, say=notes.append) if paths is not None else None
+        read_data(config, paths, tokenizer, blueprint.config, say=notes.append) if paths is not None else None
         for paths in (config.data.train, config.data.eval)
     )
     assert train_data is not None
+    check_images(config, [data.images for data in (train_data, eval_data) if data is not None])
     return RunData(
         padding_token_id(tokenizer),
         train_data,
@@ -182,7 +183,7 @@ def prepare(
         identity=identity(
             config,
             steps=steps,
-            tokens={**{name: getattr(data.train, name) for name in _TOKENS}, **data.train.columns},
+            tokens=data.train.arrays,
             attention=attention_of(blueprint.model.config),
         ),
         files=contents(
@@ -352,8 +353,8 @@ def read_data(
     config: RunConfig,
     paths: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
+    model: PretrainedConfig,
     *,
-    vocab_size: int,
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """The tokens of the files `paths`, read for the run's objective and `data` options. say: told what is skipped."""
@@ -365,9 +366,26 @@ def read_data(
         max_length=data.max_length,
         loss_on=data.loss_on,
         cache_dir=Path(data.cache_dir).expanduser(),
-        vocab_size=vocab_size,
+        vocab_size=model.get_text_config().vocab_size,
         say=say,
+        processor=functools.partial(load_processor, config.model.path, model),
     )
+
+
+def check_images(config: RunConfig, images: Iterable[SequenceImages | None]) -> None:
+    """Refuse images together with what is not proved with them. images: of each dataset.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    given = {
+        "data.packing": config.data.packing,
+        "train.routing_record": config.train.routing_record is not None,
+        "train.routing_replay": config.train.routing_replay is not None,
+    }
+    option = next((option for option, is_given in given.items() if is_given), None)
+    if option is not None and any(each is not None for each in images):
+        raise UnsupportedError(f"{option} with images", "it is not proved with them", "leave it out")
 
 
 def _num_steps(config: RunConfig, num_sequences: int) -> int:

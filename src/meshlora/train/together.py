@@ -82,6 +82,8 @@ def prepare_runs(
         if runs[name].blueprint.dtype == torch.float16:
             raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
         for name, run in runs.items():
+            if any(data is not None and data.images is not None for data in (run.train_data, run.eval_data)):
+                raise UnsupportedError(f"adapter {name}: images", "they are not proved with several adapters", _WAY_OUT)
             check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.attach import in_use, runtime, set_adapters
+from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.common.float64 import lift
-from meshlora.data import Batch
+from meshlora.data import Batch, TokenizedDataset
 from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching, MicroBatch, Step
@@ -128,20 +129,28 @@ class Trainer:
                     number_of = count(adapters[own.number].objective, own.batch)
                     sums.add(own.number, own.batch, number_of, loss, reported)
         aux_loss = self.balance.finish() if self.balance is not None else None
-        if len(adapters) > 1:
-            for one in adapters:
-                fill_missing(one.factors)
-        factors = [one.factors for one in adapters]
+        factors = [self._trained(one, *step) for one, step in zip(adapters, steps, strict=True)]
         totals = finish_gradients_on_device(self.mesh, factors, sums.counts)
-        for one in adapters:
+        for one, trained in zip(adapters, factors, strict=True):
             if one.loss_scale is not None:
-                one.loss_scale.unscale(one.factors)
+                one.loss_scale.unscale(trained)
         norms = clip_gradients_on_device(self.mesh, factors, [one.run.config.train.max_grad_norm for one in adapters])
         results = sums.read(totals, norms, is_asked=self.stop.is_set())
         return [
             self._updated(one, result, batches, aux_loss, started)
             for one, result in zip(adapters, results, strict=True)
         ]
+
+    def _trained(self, one: TrainedAdapter, data: TokenizedDataset, indices: np.ndarray) -> list[Factor]:
+        """The factors that an adapter's step trains; those that no token or image of this rank reached have zeros.
+
+        A step without any image leaves a vision part as it is, like an optimizer on one process: no decay either.
+        """
+        if data.images is not None and not data.has_images(indices.tolist()):
+            return [factor for factor in one.factors if factor.parameter.grad is not None]
+        if len(self._training) > 1 or data.images is not None:
+            fill_missing(one.factors)
+        return one.factors
 
     def _updated(
         self,

@@ -46,7 +46,7 @@ from meshlora.train.balance import LoadBalancing
 from meshlora.train.checkpoint.manifest import Saved
 from meshlora.train.checkpoint.resuming import find_checkpoint
 from meshlora.train.gradsync import Adapters
-from meshlora.train.losses import model_inputs
+from meshlora.train.losses import further_inputs, model_inputs
 from meshlora.train.prepare import Prepared
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
@@ -169,7 +169,8 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     for micro in trainer._micro_batches([(one.run.train_data, one.batches.batch(0))]):
         batch = micro.batch
         with trainer.masks([one], micro), lift(model.dtype == torch.float64):
-            found.append(copy(model(**model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids)).logits))
+            inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids)
+            found.append(copy(model(**inputs, **further_inputs(model, batch.more)).logits))
     return found
 
 

@@ -28,7 +28,7 @@ _FREE = {*_CHOICES, "keep_last", "keep_best", "routing_replay"} | {
 }
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "additional_chat_templates/*"),
+    *("chat_template*", "additional_chat_templates/*", "preprocessor_config.json", "processor_config.json"),
 )
 shown = functools.partial(one_line, limit=200)  # text from a file, for a message
 
