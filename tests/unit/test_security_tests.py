@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security-tests.md").read_text()
 HOSTILE = "tests/unit/test_user_mistakes_hostile.py"
-ATTACKS = [*(f"A{number}" for number in range(1, 13)), "A6b", "A15"]
+ATTACKS = [*(f"A{number}" for number in range(1, 13)), "A6b", "A15", "A16"]
 IDS = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^\]]+)\])?`", PAGE)
 MISTAKES = re.findall(r"`H\[([^\]]+)\]`", PAGE)
 

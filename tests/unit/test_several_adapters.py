@@ -255,11 +255,11 @@ def _file(folder: Path, **changes: Any) -> Path:
 
 
 def test_an_adapter_has_what_it_gives_in_the_place_of_what_is_for_all(tmp_path: Path) -> None:
-    runs = read_runs(_file(tmp_path, adapters__three={"adapter": "some/folder"}))
+    runs = read_runs(_file(tmp_path, adapters__three={"adapter": "folder"}))
     assert list(runs) == ["one", "three", "two"]
     assert runs["one"].lora == {"r": 4, "target_modules": ["q_proj"]}
     assert runs["two"].lora == {"r": 8, "target_modules": ["q_proj"]}
-    assert (runs["three"].lora, runs["three"].adapter) == (None, "some/folder")
+    assert (runs["three"].lora, runs["three"].adapter) == (None, "folder")
     assert (runs["two"].train.steps, runs["two"].train.epochs, runs["two"].train.lr) == (None, 1, 1e-3)
     assert [Path(run.train.output).name for run in runs.values()] == ["one", "three", "two"]
 
@@ -309,7 +309,7 @@ def test_mistake_with_several_adapters_is_said(mistake: str, tmp_path: Path) -> 
 
 def test_several_adapters_go_on_from_their_own_checkpoints_only(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="use --resume auto"):
-        prepare_runs(read_runs(_file(tmp_path)), world=1, resume="some/folder")
+        prepare_runs(read_runs(_file(tmp_path)), world=1, resume="folder")
 
 
 def test_other_commands_name_the_adapters_of_a_file(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The hub is never contacted: a model is a local folder.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Only the process that downloads a name of the hub goes online (`common.hub`), as the user's own value lets it.
+os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from meshlora.cli.adapter import add_merge_and_export
 from meshlora.cli.evaluate import add_evaluate, add_run_file, check_nproc, run_file_words
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note_interrupts(interrupts)
         options = _parser().parse_args(arguments)
         options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
+        _locate(options)
         run: Callable[[argparse.Namespace], None] = options.run
         run(options)
     except BaseException as error:
@@ -72,6 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _locate(options: argparse.Namespace) -> None:
+    """Replace names of the hub in `--model` and `--adapter` by their folders."""
+    from meshlora.common.hub import located
+
+    trust = getattr(options, "trust_remote_code", False)
+    is_shape = options.command in ("plan", "export") or getattr(options, "twin", False)
+    kinds: dict[str, Any] = {"model": "config" if is_shape else "model", "adapter": "adapter"}
+    for name, kind in kinds.items():
+        if given := getattr(options, name, None):
+            setattr(options, name, located(given, f"--{name}", kind=kind, trust_remote_code=trust))
 
 
 def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshlora.cli.adapter import read_blueprint
 from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.hub import repository_of
 
 
 def add_plan(commands: Any) -> None:
@@ -116,6 +117,8 @@ def _choose(options: argparse.Namespace) -> None:
     if options.out:
         folder = Path(options.model)
         name = str(folder if folder.is_dir() else folder.parent if folder.name == "config.json" else folder.stem)
+        if repository := repository_of(folder):
+            name = repository.name
         text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
         write_text_atomically(Path(options.out), text)
         console.say(f"written: {options.out}")

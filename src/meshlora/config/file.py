@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.hub import located
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import LENGTH, filled, with_preset
@@ -87,7 +88,15 @@ def _run(tree: dict[str, Any]) -> RunConfig:
         tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
     config = _build(RunConfig, tree, "")
     assert isinstance(config, RunConfig)
-    return config
+    return _located(config)
+
+
+def _located(config: RunConfig) -> RunConfig:
+    """`config` with folders for names of the hub. Raises: UserError."""
+    model = config.model
+    folder = located(model.path, "model.path", revision=model.revision, trust_remote_code=model.trust_remote_code)
+    adapter = config.adapter and located(config.adapter, "adapter", kind="adapter")
+    return dataclasses.replace(config, model=dataclasses.replace(model, path=folder, revision=None), adapter=adapter)
 
 
 # Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.

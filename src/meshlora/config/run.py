@@ -33,9 +33,10 @@ class BaseOptions:
 
 @dataclass(frozen=True)
 class ModelConfig(BaseOptions):
-    """The base model: its folder, and its options."""
+    """The base model: its folder, or its name on the hub with the revision (default: main), and its options."""
 
     path: str
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         check_path("model.path", self.path)

@@ -170,7 +170,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     folder = Path(model)
     if not folder.is_dir():
         raise UserError(
-            f"model {str(model)!r}", "there is no such folder", "download it first: hf download NAME --local-dir FOLDER"
+            f"model {str(model)!r}", "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
         )
     if (folder / CONFIG_FILE).exists():
         raise UserError(

@@ -17,6 +17,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.comm.groups import join, num_processes, open_mesh
 from meshlora.common.errors import UserError
+from meshlora.common.hub import located
 from meshlora.common.model_class import model_class
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.same_tokens import compare_first_tokens
@@ -50,8 +51,9 @@ def load(
     Call it on every rank of the job; without a launcher it loads the model in one process.
 
     Args:
-        model: folder of a checkpoint in safetensors, or a configuration (weights are then random, from `seed`).
-        lora: a fresh adapter, named "default". `adapter`: folder of a PEFT adapter to continue from instead.
+        model: folder of a checkpoint in safetensors, or its name on the hub, as in `"Qwen/Qwen3-0.6B"` or with
+            `@REVISION`; or a configuration (weights are then random, from `seed`).
+        lora: a fresh adapter, named "default". `adapter`: folder or name of a PEFT adapter to continue from instead.
         topology: as in `"dp=2,tp=2,sp"`; a missing dp is inferred from the number of processes.
         dtype: of the base; default: that of the checkpoint. Adapters are fp32 (fp64 for an fp64 base).
         device: "auto", "cpu" or "cuda". seed: of the adapter, and of random weights.
@@ -76,10 +78,14 @@ def load(
         allow_unused_weights=allow_unused_weights,
         quantization=quantization,  # type: ignore[arg-type] # the same
     )
+    if not isinstance(model, PretrainedConfig):
+        model = located(f"{model}", "model", trust_remote_code=trust_remote_code)
     blueprint = make_blueprint(model, shape, options)
     check_proved_here(blueprint.plan.model_type, shape, has_experts=bool(blueprint.plan.experts))
     if adapter is not None:
-        blueprint = blueprint.with_folder(Path(adapter), ignore_dropout=ignore_lora_dropout)
+        blueprint = blueprint.with_folder(
+            Path(located(f"{adapter}", "adapter", kind="adapter")), ignore_dropout=ignore_lora_dropout
+        )
     elif lora is not None:
         blueprint = blueprint.with_adapter(lora)
     return load_blueprint(blueprint, device=device, seed=seed)

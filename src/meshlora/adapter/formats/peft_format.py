@@ -36,6 +36,7 @@ from meshlora.comm.collectives import broadcast_in_place
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.common.hub import repository_of
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.plan.rules import ModelPlan
 
@@ -282,7 +283,10 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
 def config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
     values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts")}
-    values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
+    if repository := repository_of(source):
+        values |= {"base_model_name_or_path": repository.name, "revision": repository.commit}
+    else:
+        values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
     values["inference_mode"] = True
     values["task_type"] = "CAUSAL_LM"
     found: dict[str, Any] = json.loads(json.dumps({key: _plain(value) for key, value in values.items()}))

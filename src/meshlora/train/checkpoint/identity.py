@@ -16,6 +16,7 @@ from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.file_hash import FileHashes
+from meshlora.common.hub import repository_of
 
 # Name in an identity -> files.
 Contents = Mapping[str, tuple[Path, ...]]
@@ -46,6 +47,8 @@ def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: s
     data = hashlib.sha256()
     for name in sorted(tokens):
         data.update(name.encode() + tokens[name].tobytes())
+    if repository := repository_of(config.model.path):
+        found["model.revision"] = f"{repository.name}@{repository.commit}"
     if config.adapter is None:
         found["lora"] = json.dumps(config.lora, sort_keys=True)
     return found | {
@@ -108,6 +111,8 @@ def check_same(
         one, other = (side.get(name, "none") for side in (there, here))
         if one == other or name in despite:
             continue
+        if name == "model.revision":
+            way_out = f"give model.path: {shown(one)}"
         is_hash = one.startswith("sha256:") or other.startswith("sha256:")
         differs = "" if is_hash else f": {shown(one)} there, {shown(other)} here"
         raise UserError(

@@ -1,0 +1,330 @@
+"""Names of the hub: from `Qwen/Qwen3-0.6B` to a folder, out of huggingface_hub's cache or downloaded into it.
+
+Owns: which text is a name, whether the cache is whole, the one download at a time on a machine, and what is said of it.
+Does not own: the cache and the transfer (`huggingface_hub`), what is done with the folder.
+
+Only the process that downloads goes online. It is started for one name and ends with it, so no other library of ours
+can contact anything; what it may print, which could hold a token, goes through `_without_secrets`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+from urllib.parse import urlsplit
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from meshlora.common.console import Console
+from meshlora.common.errors import UserError, one_line
+from meshlora.common.files import read_json
+from meshlora.common.lifetime import end_with
+from meshlora.common.private import PrivateFolder, locked
+
+Kind = Literal["model", "config", "adapter"]
+# The user's own `HF_HUB_OFFLINE`, where the command line has set it for all libraries.
+CHOICE = "MESHLORA_HF_HUB_OFFLINE"
+
+_NAME = re.compile(r"(?P<name>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+_SNAPSHOT = re.compile(r"models--(?P<name>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
+_FILES = {".csv", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml"}
+# Everything of a model but its weights, which its index names. Nothing pickled; code only where it is trusted.
+_SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+_PARTS: dict[Kind, tuple[str, ...]] = {
+    "model": _SMALL,
+    "config": _SMALL,
+    "adapter": ("adapter_config.json", "meshlora.json"),
+}
+_WEIGHTS = {"model": ["model.safetensors"], "config": [], "adapter": ["adapter_model.safetensors"]}
+_INDEX = "model.safetensors.index.json"
+_INDEX_BYTES = 32 * 2**20
+_LOCKS = Path("~/.cache/meshlora/hub")
+# A transfer that has not moved for so long is given up; the library's own limits are shorter, and it tries again.
+_STALLED_S = 300.0
+_LOCK_S, _LOOK_S = 86_400.0, 0.2
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A snapshot in the cache. commit: 40 hexadecimal digits."""
+
+    name: str
+    commit: str
+    folder: Path
+
+
+def repository_of(folder: str | Path | None) -> Repository | None:
+    """The model repository whose snapshot `folder` is, by its path; None for any other folder.
+
+    repository_of(".../models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca").name
+    """
+    path = Path(folder or ".")
+    found = _SNAPSHOT.fullmatch("/".join(path.parts[-3:]))
+    return Repository(found["name"].replace("--", "/", 1), found["commit"], path) if found else None
+
+
+def located(
+    given: str, option: str, *, kind: Kind = "model", revision: str | None = None, trust_remote_code: bool = False
+) -> str:
+    """`given` if it is a path, else the folder of the repository `given`, downloaded if the cache lacks any of it.
+
+        located("Qwen/Qwen3-0.6B", "model.path")
+
+    A name is `OWNER/NAME` or `OWNER/NAME@REVISION`. What is there as a path is that path, and so is what begins with a
+    folder that is there.
+
+    Args:
+        option: where it was given, for messages. kind: "config" is a model without its weights.
+        revision: branch, tag or commit, in the place of @REVISION.
+        trust_remote_code: code of the repository is needed, too.
+
+    Raises:
+        UserError: the cache is not whole and cannot be completed: offline, no such repository, no access, no answer.
+    """
+    found = _NAME.fullmatch(given)
+    if found is None or _is_path(given):
+        if revision is not None:
+            raise UserError(f"{option}={given} with revision {revision}", "only names of the hub have revisions")
+        return given
+    if revision is not None and found["revision"] is not None:
+        raise UserError(f"{option}={given} with revision {revision}", "it has one already", "give one")
+    wanted = _Wanted(found["name"], kind, revision or found["revision"] or "main", trust_remote_code)
+    is_offline = _is_offline()
+    if folder := wanted.cached(believing=is_offline):
+        return str(folder)
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if is_offline:
+        raise UserError(
+            f"{option}={given}",
+            f"there is no such folder, and HF_HUB_OFFLINE is set but {HF_HUB_CACHE} lacks files of it",
+            f"unset HF_HUB_OFFLINE, or fill the cache where there is a network: hf download {wanted.name}",
+        )
+    locks = PrivateFolder(_LOCKS.expanduser(), f"the locks of downloads, {_LOCKS}", "let HOME be elsewhere")
+    locks.make()
+    name = hashlib.sha256(f"{HF_HUB_CACHE} {wanted.name}".encode()).hexdigest()[:16]
+    with locked(locks, f"{name}.lock", f"downloads {wanted.name}", limit_s=_LOCK_S):
+        folder = wanted.cached() or _download(wanted, option, Path(HF_HUB_CACHE))
+    return str(folder)
+
+
+def _is_path(given: str) -> bool:
+    return os.path.lexists(given.partition("/")[0]) or Path(given).suffix in _FILES
+
+
+def _is_offline() -> bool:
+    chosen = os.environ.get(CHOICE, os.environ.get("HF_HUB_OFFLINE", "")) or os.environ.get("TRANSFORMERS_OFFLINE", "")
+    return chosen.upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What of which repository."""
+
+    name: str
+    kind: Kind
+    revision: str
+    with_code: bool
+
+    def cached(self, *, believing: bool = False) -> Path | None:
+        """The folder, if everything that is wanted is in the cache. Contacts nothing.
+
+        believing: if the cache does not say what the repository holds, as before huggingface_hub 2, take what is there.
+        """
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+        try:
+            if not believing:
+                get_cached_repo_tree(self.name, revision=self.revision)
+            return self.fetch(local_files_only=True)
+        except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+            return None
+
+    def fetch(self, *, local_files_only: bool, say: Any = None) -> Path:
+        """The folder, with everything that is wanted. say: told the commit and the weights before they are loaded."""
+        from huggingface_hub import snapshot_download
+
+        parts = [*_PARTS[self.kind], *(["*.py"] if self.with_code else [])]
+        options: dict[str, Any] = {"local_files_only": local_files_only}
+        folder = Path(snapshot_download(self.name, revision=self.revision, allow_patterns=parts, **options))
+        weights = self._weights(folder)
+        if say is not None:
+            say(folder.name, weights)
+        if not weights:
+            return folder
+        # By the commit: a branch may have moved on meanwhile.
+        patterns = [glob.escape(file) for file in weights]
+        return Path(snapshot_download(self.name, revision=folder.name, allow_patterns=patterns, **options))
+
+    def _weights(self, folder: Path) -> list[str]:
+        """The files of the weights; other formats of the same weights lie beside them in many repositories."""
+        if self.kind != "model" or not (folder / _INDEX).is_file():
+            return _WEIGHTS[self.kind]
+        index = read_json(folder / _INDEX, most_bytes=_INDEX_BYTES)
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise UserError(f"{folder / _INDEX}", "it does not say which file holds which weight")
+        return sorted(set(files.values()))
+
+
+# --- the download, seen from the process that waits for it ------------------------------------------------------------
+
+
+def _download(wanted: _Wanted, option: str, cache: Path) -> Path:
+    """The folder of `wanted`, downloaded by a process of its own."""
+    console, endpoint = Console(file=sys.stderr), _endpoint()
+    console.say(f"{wanted.name} ({wanted.revision}) is not in {cache}: asking {endpoint} for it")
+    words = json.dumps([os.getpid(), wanted.name, wanted.kind, wanted.revision, wanted.with_code])
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from meshlora.common import hub; hub._go_online()", words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+    )
+    assert process.stdout is not None
+    try:
+        said = _followed(process.stdout, wanted, console, cache / f"models--{wanted.name.replace('/', '--')}")
+    finally:
+        process.kill()
+        process.wait()
+    if "folder" in said:
+        return Path(said["folder"])
+    rule, way_out = said.get("failed", ("the process that downloads it has ended without a word", "try again"))
+    raise UserError(f"{option}={wanted.name}", rule.replace("ENDPOINT", endpoint), way_out)
+
+
+def _followed(stream: IO[bytes], wanted: _Wanted, console: Console, folder: Path) -> dict[str, Any]:
+    """The last word of the process; meanwhile a bar of the bytes that have come."""
+    lines, said = _lines(stream), dict[str, Any]()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(wanted.name, total=None)
+        before, moved_at = _num_bytes(folder), time.monotonic()
+        last = before
+        for line in lines:
+            if line:
+                said = json.loads(line)
+                if "bytes" in said:
+                    what = f"{said['bytes'] / 1e6:,.1f} MB of weights in {said['files']} files"
+                    console.say(f"{wanted.name}: commit {said['commit']}, {what}")
+                    before = _num_bytes(folder)
+                    bar.update(task, total=said["bytes"])
+            if (now := _num_bytes(folder)) != last or line:
+                last, moved_at = now, time.monotonic()
+                bar.update(task, completed=now - before)
+            if time.monotonic() > moved_at + _STALLED_S:
+                rule = f"ENDPOINT has sent nothing for {_STALLED_S:.0f} s"
+                return {"failed": (rule, "try again: what has come is kept")}
+    return said
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """The lines of a pipe, and an empty one now and then, until its end."""
+    text = ""
+    while True:
+        is_ready = bool(select.select([stream], [], [], _LOOK_S)[0])
+        part = os.read(stream.fileno(), 2**16) if is_ready else None
+        if part == b"":
+            return
+        text += (part or b"").decode(errors="replace")
+        *whole, text = text.split("\n")
+        yield from whole or [""]
+
+
+def _num_bytes(folder: Path) -> int:
+    """Bytes of all contents of a repository in the cache, those under way included."""
+    number = 0
+    with contextlib.suppress(OSError):
+        for file in os.scandir(folder / "blobs"):
+            with contextlib.suppress(OSError):  # renamed meanwhile
+                number += file.stat().st_size
+    return number
+
+
+def _endpoint() -> str:
+    """Where names are looked up, without what may be secret in it: users, passwords, paths."""
+    from huggingface_hub.constants import ENDPOINT
+
+    parts = urlsplit(ENDPOINT)
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the process that may go online: with the user's own choice, and silent."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", CHOICE)}
+    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_VERBOSITY": "critical"}
+    return kept | quiet
+
+
+# --- the process that goes online -------------------------------------------------------------------------------------
+
+
+def _go_online() -> None:
+    """Download what the first argument says, with a line of JSON for each thing that the other process must know."""
+    parent, *words = json.loads(sys.argv[1])
+    end_with(parent)
+    from huggingface_hub import constants, get_cached_repo_tree, get_session
+
+    get_session().timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT  # by default some requests have none
+    wanted = _Wanted(*words)
+
+    def say(**said: Any) -> None:
+        os.write(1, json.dumps(said).encode() + b"\n")
+
+    def size(commit: str, weights: Sequence[str]) -> None:
+        there = {file.path: file.size for file in get_cached_repo_tree(wanted.name, revision=commit)}
+        sizes = [there[name] for name in weights if name in there]
+        say(commit=commit, bytes=sum(sizes), files=len(sizes))
+
+    try:
+        say(folder=str(wanted.fetch(local_files_only=False, say=size)))
+    except UserError as error:
+        say(failed=(f"{error.given}: {error.rule}", error.way_out))
+    except Exception as error:  # noqa: BLE001 - of the library, its transports and the file system
+        say(failed=_explained(error, wanted))
+
+
+def _explained(error: BaseException, wanted: _Wanted) -> tuple[str, str]:
+    """(The rule, the way out) for a failed download."""
+    from huggingface_hub import errors
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    log_in = "hf auth login, or HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return "ENDPOINT gives it only to those who accept its conditions", f"accept them on its page, then: {log_in}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        rule = "there is no such folder, and ENDPOINT has no repository of this name, or a private one"
+        return rule, f"check the name; if it is private: {log_in}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"ENDPOINT has no revision {wanted.revision} of it", "give a branch, a tag or a commit"
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        return f"ENDPOINT answers with status {error.response.status_code}", "try again later: what has come is kept"
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{HF_HUB_CACHE} cannot be written ({error.strerror})", "let HF_HOME be on another file system"
+    words = one_line(_without_secrets(f"{type(error).__name__}: {error}"), 200)
+    return f"ENDPOINT does not answer ({words})", "try again: what has come is kept"
+
+
+def _without_secrets(text: str) -> str:
+    """`text` with hosts for URLs, which may hold a token anywhere, and without tokens."""
+    from huggingface_hub import get_token
+
+    text = re.sub(r"(\w+://)[^\s'\"<>]+", r"\1…", text)
+    token = get_token()
+    return text.replace(token, "…") if token else text
