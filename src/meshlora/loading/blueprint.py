@@ -29,7 +29,7 @@ from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
 from meshlora.model.packed import check_packing
 from meshlora.model.stored import num_stored
-from meshlora.model.weights import CheckpointSource, check_checkpoint, kept_wide
+from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import with_quantization
@@ -53,7 +53,7 @@ class Blueprint:
     Attributes:
         source: folder of the checkpoint; None: only a configuration, with random weights.
         config: as read. model: on the meta device, not split; never modified.
-        dtype: of the base. plan: the split. adapter: what is trained.
+        dtype: of the base. plan: the split. adapter: what is trained. notes: messages for the user.
     """
 
     source: Path | None
@@ -63,6 +63,7 @@ class Blueprint:
     model: Any
     plan: ModelPlan
     adapter: AdapterPlan | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def topology(self) -> Topology:
@@ -105,8 +106,8 @@ class Blueprint:
         read_factors(adapter, self.plan)
         return dataclasses.replace(self, adapter=adapter)
 
-    def check_weights(self) -> None:
-        """Check that the checkpoint holds every weight of the model, in its shape.
+    def check_weights(self) -> str:
+        """Check that the checkpoint holds every weight of the model, in its shape; returns which others it holds.
 
         Raises:
             UserError: one is missing, of another shape, or unused.
@@ -114,6 +115,7 @@ class Blueprint:
         assert self.source is not None
         source = CheckpointSource(self.source, self.model)
         check_checkpoint(self.model, source, allow_unused=self.options.allow_unused_weights)
+        return extra_weights(self.model, source)
 
 
 def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, options: BaseOptions) -> Blueprint:

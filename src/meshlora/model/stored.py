@@ -4,12 +4,13 @@ Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, 
 one, codes and their scales) and the place of each in its parameter. Does not own: reading them (`model.weights`), the
 arithmetic of few bits (`model.packed`).
 
-transformers' own rules for loading decide: its renamings, and those of its conversions that concatenate tensors or
-stack the matrices of experts. Others are refused by name.
+transformers' own rules for loading decide: its renamings, and those of its conversions that concatenate tensors,
+stack the matrices of experts or transpose them. Others are refused by name, and only where the model has the weight.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -44,7 +45,8 @@ class StoredTensor:
     """One tensor of a file.
 
     Attributes:
-        dtype: as safetensors writes it: F32, BF16, I8. value: set for a tensor in no file.
+        shape: with the swapped dims swapped. dtype: as safetensors writes it: F32, BF16, I8.
+        value: set for a tensor in no file. swapped: two dims whose places in the file are each other's.
         packed: set for a weight in few bits: its format and parts. key, shape, dtype are those of the weight.
     """
 
@@ -54,6 +56,7 @@ class StoredTensor:
     dtype: str
     value: Tensor | None = None
     packed: tuple[Format, Mapping[str, StoredTensor]] | None = None
+    swapped: tuple[int, int] | None = None
 
     @classmethod
     def in_memory(cls, key: str, value: Tensor) -> StoredTensor:
@@ -282,11 +285,16 @@ def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
             # It has the current name already.
             name, pattern = rename(tensor.key, [], [], prefix, names)
         place = _Found(tensor)
-        if pattern is not None:
+        if pattern is not None and name in names:
             converter = next(c for c in converters if pattern in c.source_patterns)
-            is_stacked = _check_operations(tensor.key, converter.operations)
-            number = _number(rename(tensor.key, renamings, [])[0], pattern)
-            place = _Found(tensor, converter.source_patterns.index(pattern), number, is_stacked)
+            operations = converter.operations
+            # One that looks at the shape reads what a merge writes in the model's own order, too; others would not.
+            if [getattr(operation, "check_dims", False) for operation in operations] == [True]:
+                place = _Found(_transposed(tensor, tuple(names[name].shape), operations[0]))
+            else:
+                is_stacked = _check_operations(tensor.key, operations)
+                number = _number(rename(tensor.key, renamings, [])[0], pattern)
+                place = _Found(tensor, converter.source_patterns.index(pattern), number, is_stacked)
         found.setdefault(name, []).append(place)
     stored: dict[str, Stored] = {}
     for name, places in found.items():
@@ -295,6 +303,18 @@ def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
         else:  # no parameter takes these
             stored |= {p.tensor.key if len(places) > 1 else name: Stored(((p.tensor,),)) for p in places}
     return stored
+
+
+def _transposed(tensor: StoredTensor, needed: tuple[int, ...], operation: Any) -> StoredTensor:
+    """`tensor` with two dims swapped, if its shape is another one than the model's (qwen3_vl_moe)."""
+    dims = operation.dim0, operation.dim1
+    if len(tensor.shape) <= max(dims) or tensor.shape == needed:
+        return tensor
+    if tensor.packed is not None:
+        raise UnsupportedError(tensor.key, "it is transposed on load, and in few bits: this is not proved")
+    shape = list(tensor.shape)
+    shape[dims[0]], shape[dims[1]] = shape[dims[1]], shape[dims[0]]
+    return dataclasses.replace(tensor, shape=tuple(shape), swapped=dims)
 
 
 def _check_operations(key: str, operations: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ through a new map.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,12 @@ def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
         of_dim = {part.dim: (part.start, part.stop) for part in parts}
         bounds = [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
         return form.read(bounds, lambda part, of_part: _read_bounds(tensors[part], of_part))
+    if stored.swapped:
+        one, other = stored.swapped
+        dims = {one: other, other: one}
+        as_stored = dataclasses.replace(stored, swapped=None)
+        parts = tuple(Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts)
+        return _read_slice(as_stored, parts).transpose(one, other)
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)
@@ -239,11 +246,8 @@ def check_checkpoint(
         there = source.unused(set())
         near = f"; {did_you_mean(missing[0], there)}" if len(there) <= 10_000 and there else ""
         raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}")
-    ignored = [re.compile(p) for p in compat.unexpected_keys(model)]
-    ignored.append(re.compile(r"rotary_emb\.inv_freq|\.attn\.bias$|\.attn\.masked_bias$|position_ids$"))
-    wanted = set(aliases) | {name for name, _ in model.named_buffers()}
-    unused = [n for n in source.unused(wanted) if not any(p.search(n) for p in ignored)]
-    if unused and not allow_unused:
+    unused = [] if allow_unused else _without_a_place(model, source).get("", [])
+    if unused:
         raise UserError(
             source.describe(),
             f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
@@ -251,6 +255,40 @@ def check_checkpoint(
         )
     _check_shapes(model, source, aliases, plan)
     return aliases
+
+
+def extra_weights(model: nn.Module, source: Source) -> str:
+    """The weights of a checkpoint that are known to have no place in its model, in words; empty if there are none."""
+    found = {kind: names for kind, names in _without_a_place(model, source).items() if kind}
+    groups = (f"{len(names)} {kind}, first {names[0]}" for kind, names in found.items())
+    number = sum(map(len, found.values()))
+    return f"{number} weights of {source.describe()} are passed over: {'; '.join(groups)}" if found else ""
+
+
+_EXTRA = {
+    "of multi-token prediction": r"(^|\.)mtp(_\w+)?\.",
+    "of other modalities": r"^(model\.)?(visual|vision_\w+|audio_\w+|multi_modal_projector|embed_(vision|audio))\.",
+    "that are computed": r"rotary_emb\.inv_freq|\.attn\.bias$|\.attn\.masked_bias$|position_ids$",
+}
+
+
+def _without_a_place(model: Any, source: Source) -> dict[str, list[str]]:
+    """Kind -> names in `source` that `model` has not; those of the kind "" should not be there."""
+    wanted = set(_aliases(model)) | {name for name, _ in model.named_buffers()}
+    patterns = {kind: re.compile(pattern) for kind, pattern in _EXTRA.items()}
+    if own := compat.unexpected_keys(model):
+        patterns["that transformers leaves out"] = re.compile("|".join(own))
+    config = model.config.get_text_config()
+    # DeepSeek and GLM store the layers that predict further tokens as if they followed the last one.
+    first, number = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    found: dict[str, list[str]] = {}
+    for name in source.unused(wanted):
+        kind = next((kind for kind, pattern in patterns.items() if pattern.search(name)), "")
+        layer = re.match(r"(model|model\.language_model|language_model\.model)\.layers\.(\d{1,6})\.", name)
+        if layer and first <= int(layer[2]) < first + number:
+            kind = "of multi-token prediction"
+        found.setdefault(kind, []).append(name)
+    return found
 
 
 def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]], plan: ModelPlan | None) -> None:

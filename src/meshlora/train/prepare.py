@@ -132,8 +132,8 @@ def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
     else:
         blueprint = base.with_adapter(lora_config(config.lora or {}, "lora", unknown_is_error=True))
     _check_model(blueprint, config)
-    blueprint.check_weights()
-    return blueprint
+    said = blueprint.check_weights()
+    return dataclasses.replace(blueprint, notes=(said,) if said else ())
 
 
 def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
@@ -193,7 +193,7 @@ def prepare(
             replay=_check_routing(blueprint.plan, config, steps, resume),
         ),
         samples=data.samples,
-        notes=data.notes,
+        notes=(*blueprint.notes, *data.notes),
     )
     return read_output(run, resume=resume, despite=despite)
 

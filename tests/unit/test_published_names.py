@@ -1,0 +1,130 @@
+"""Checkpoints under the names that are published: transformers renames and transposes on loading, and some weights in
+the files are no part of the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
+from meshlora.model.stored import Part
+from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
+from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import Topology
+from meshlora.train.together import prepare_run
+from tests.blueprints import build_meta
+from tests.unit.mistakes import Setup
+from tests.unit.test_expert_weights import FILE, make_checkpoint
+
+_ATTENTION = "layers.0.self_attn.q_proj.weight"
+# Family -> the name in published files, and in the model, of one weight.
+RENAMED = {
+    "gemma3": (f"language_model.model.{_ATTENTION}", f"model.language_model.{_ATTENTION}"),
+    "mistral3": (f"language_model.model.{_ATTENTION}", f"model.language_model.{_ATTENTION}"),
+    "qwen2_5_vl": (f"model.{_ATTENTION}", f"model.language_model.{_ATTENTION}"),
+    "internvl": (f"language_model.model.{_ATTENTION}", f"model.language_model.{_ATTENTION}"),
+}
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def _published(folder: Path, family: str) -> tuple[dict[str, Tensor], CheckpointSource]:
+    """(the weights as transformers loads them, ours) of a twin that is stored under its published names."""
+    config = twin_config(family)
+    if family == "qwen3_vl_moe":
+        config.text_config.moe_intermediate_size = 24  # or gate and up would be square, which shows nothing
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":  # by hand: [E, 2 I, H] in the model, [E, H, 2 I] in the file
+        tensors = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+        tensors |= {name: tensors[name].mT.contiguous() for name in tensors if name.endswith(EXPERTS)}
+        tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"].clone()
+        save_file({name: value.clone() for name, value in tensors.items()}, folder / FILE, metadata={"format": "pt"})
+    loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    with torch.device("meta"):
+        meta = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return dict(loaded.named_parameters()), CheckpointSource(folder, meta)
+
+
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(f, marks=pytest.mark.proof) for f in [*RENAMED][1:])])
+def test_old_names_are_read_as_transformers_reads_them(family: str, tmp_path: Path) -> None:
+    expected, source = _published(tmp_path, family)
+    there, here = RENAMED[family]
+    assert there in load_file(tmp_path / FILE)
+    assert here in expected
+    assert all(torch.equal(source.read(name), value) for name, value in expected.items())
+
+
+def test_experts_that_are_stored_transposed_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Whole, and in the slices of a rank."""
+    expected, source = _published(tmp_path, "qwen3_vl_moe")
+    stored = load_file(tmp_path / FILE)
+    names = [name for name in expected if name.endswith(EXPERTS)]
+    assert all(stored[name].shape == expected[name].mT.shape != expected[name].shape for name in names)
+    assert all(torch.equal(source.read(name), value) for name, value in expected.items())
+    for name in names:
+        parts = Part(0, 1, 2), Part(1, 3, 9), Part(1, 12, 15), Part(2, 5, 8)
+        rows = [*range(3, 9), *range(12, 15)]
+        assert torch.equal(source.read(name, *parts), expected[name][1:2, rows, 5:8])
+
+
+# Family -> the names of weights that are passed over, and of which kind they are.
+EXTRA: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "heads beside the model": ("qwen3_next", {}, ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"), "multi-token"),
+    "a layer after the last": (
+        "deepseek_v3",
+        {"num_nextn_predict_layers": 1},
+        ("model.layers.{n}.eh_proj.weight", "model.layers.{n}.mlp.experts.1.up_proj.weight"),
+        "multi-token",
+    ),
+    "a tower": ("llama", {}, ("model.visual.patch.weight", "multi_modal_projector.weight"), "other modalities"),
+    "a buffer": ("llama", {}, ("model.layers.0.self_attn.rotary_emb.inv_freq",), "that are computed"),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRA)
+def test_known_weights_without_a_place_are_passed_over_by_name_and_others_not(extra: str, tmp_path: Path) -> None:
+    family, values, names, kind = EXTRA[extra]
+    config = make_checkpoint(tmp_path, family, **values)
+    tensors = load_file(tmp_path / FILE)
+    names = tuple(name.format(n=config.num_hidden_layers) for name in names)
+    model, _ = build_meta(config, Topology(), dtype=torch.float32)
+    assert extra_weights(model, CheckpointSource(tmp_path, model)) == ""
+    save_file(tensors | {name: torch.zeros(2, 2) for name in names}, tmp_path / FILE, metadata={"format": "pt"})
+    source = CheckpointSource(tmp_path, model)
+    check_checkpoint(model, source)
+    said = extra_weights(model, source)
+    assert f"{len(names)} weights of" in said
+    assert kind in said
+    assert f"first {sorted(names)[0]}" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.{n}.mlp.up_proj.weight", "model.layers.0.mtp_gate", "value_head.weight"]
+)
+def test_weights_that_nobody_knows_are_refused(name: str, tmp_path: Path) -> None:
+    config = make_checkpoint(tmp_path, "llama", num_nextn_predict_layers=1)
+    name = name.format(n=config.num_hidden_layers + 1)
+    save_file(load_file(tmp_path / FILE) | {name: torch.zeros(2, 2)}, tmp_path / FILE, metadata={"format": "pt"})
+    model, _ = build_meta(config, Topology(), dtype=torch.float32)
+    with pytest.raises(UserError, match=r"1 of its weights have no place"):
+        check_checkpoint(model, CheckpointSource(tmp_path, model))
+
+
+def test_a_run_says_in_one_line_what_is_passed_over(setup: Setup) -> None:
+    setup.weights(lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(2, 2), "mtp.norm": torch.zeros(2)}))
+    setup.write()
+    (note,) = prepare_run(read_run(setup.folder / "run.yaml")).notes
+    assert note == (
+        f"2 weights of checkpoint {setup.model} are passed over: 2 of multi-token prediction, first mtp.fc.weight"
+    )
