@@ -16,7 +16,7 @@ from huggingface_hub import constants
 
 from meshlora.adapter.formats.peft_format import config_to_store, lora_config
 from meshlora.common.errors import UserError
-from meshlora.common.hub import located, repository_of
+from meshlora.common.hub import located, located_files, repository_of
 from meshlora.config.file import read_run
 from meshlora.train.checkpoint.identity import check_same
 from meshlora.train.together import prepare_run
@@ -26,6 +26,7 @@ from tests.unit.mistakes import Setup
 
 SRC, BASE = Path(__file__).parents[2] / "src", Path(__file__).parents[2] / "examples" / "tiny_base"
 NAME, TOKEN = "acme/tiny-1.0", "hf_thisIsASecretOfMine"
+ONE, OTHER = "1" * 40, "2" * 40
 LOCATED = "import sys; from meshlora.common.hub import located; print(located(sys.argv[1], 'model.path'))"
 # What is opened by any process that is started, in a file of its own.
 HOOK = """
@@ -64,6 +65,12 @@ def start(tmp_path: Path) -> Callable[..., Started]:
         return Started(tmp_path, *arguments, **(own | variables))
 
     return started
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
 
 
 Start = Callable[..., Started]
@@ -182,13 +189,97 @@ def test_runs_that_begin_at_once_download_once(files: dict[str, bytes], start: S
         assert sorted(err.count("asking") for _, _, err in ends) == [0, 1]
 
 
+README = b"""---
+license: mit
+configs:
+- config_name: short
+  default: true
+  data_files:
+  - split: train
+    path: data/short-*.jsonl
+  - split: validation
+    path: [data/held-out.jsonl]
+- config_name: long
+  data_files: data/long.jsonl
+---
+# Words
+"""
+NAMES = ("short-1", "short-2", "held-out", "long")
+DATA = {f"data/{name}.jsonl": f'{{"prompt": "{name}", "completion": "b"}}\n'.encode() for name in NAMES}
+DATA |= {"words.py": b"raise"}
+SPLITS = {
+    "words": ["short-1", "short-2"],
+    "words:validation": ["held-out"],
+    "words:long/train": ["long"],
+    "named": ["a-train-0"],
+    "named:test": ["test"],
+}
+FILES = """
+import sys
+from meshlora.common.hub import located_files
+print(*located_files(sys.argv[1], "data.train", split="train"))
+"""
+
+
+_PROOF = ("words:validation", "words:long/train", "named:test")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.proof) if n in _PROOF else n for n in SPLITS])
+def test_a_split_of_a_dataset_is_its_files_and_no_code(name: str, start: Start) -> None:
+    names = SPLITS[name]
+    named = {f"x/{each}.parquet": each.encode() for each in ("a-train-0", "test", "constrained")} | {
+        "train.py": b"raise"
+    }
+    with Hub({"acme/words": DATA | {"README.md": README}, "acme/named": named}) as hub:
+        with start(hub, "-c", FILES, f"acme/{name}") as command:
+            code, out, err = command.end()
+        assert code == 0, err
+        assert [Path(file).stem for file in out.split()] == names
+        assert all(Path(file).is_file() for file in out.split())
+        assert f"MB of data in {len(names)} files" in err
+        files = [request for request in hub.requests if request.startswith("GET /datasets/")]
+        assert len(files) == len(names) + ("words" in name)
+
+
+def test_a_split_that_is_not_there_is_named(cache: Path) -> None:
+    folder = cache / "datasets--acme--words" / "snapshots" / ONE
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_bytes(README)
+    for file in DATA:
+        (folder / file).write_bytes(DATA[file])
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text(ONE)
+    assert located_files("acme/words", "data.train", split="train") == [
+        str(folder / "data" / f"short-{number}.jsonl") for number in (1, 2)
+    ]
+    for name, words in {
+        "acme/words:test": "no such split; known: train, validation",
+        "acme/words:lang/train": "none of this name; did you mean 'long'",
+        "acme/none": "lacks files of it",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            located_files(name, "data.train", split="train")
+    for path in ("train.jsonl", "data/x.parquet", "./a/b", "a/b/c:d", "a:b", ""):
+        assert located_files(path, "data.train", split="train") == [path]
+
+
+def test_the_data_of_a_run_are_those_of_the_names(cache: Path, setup: Setup) -> None:
+    folder = cache / "datasets--acme--mine" / "snapshots" / ONE
+    folder.mkdir(parents=True)
+    for split in ("train", "validation"):
+        shutil.copy(setup.folder / "train.jsonl", folder / f"{split}.jsonl")
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text(ONE)
+    setup.set("data.train", ["acme/mine", str(setup.folder / "train.jsonl")])
+    setup.set("data.eval", "acme/mine")
+    setup.write()
+    run = prepare_run(read_run(setup.folder / "run.yaml"))
+    assert run.config.data.train == [str(folder / "train.jsonl"), str(setup.folder / "train.jsonl")]
+    assert run.config.data.eval == [str(folder / "validation.jsonl")]
+    assert (len(run.train_data), run.eval_data and len(run.eval_data)) == (16, 8)
+
+
 # --- what a run makes of it, with a cache made by hand ----------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
 
 
 def _snapshot(cache: Path, name: str, commit: str, source: Path, revision: str = "main") -> Path:
@@ -197,9 +288,6 @@ def _snapshot(cache: Path, name: str, commit: str, source: Path, revision: str =
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs" / revision).write_text(commit)
     return folder / "snapshots" / commit
-
-
-ONE, OTHER = "1" * 40, "2" * 40
 
 
 @pytest.mark.parametrize("revision", [None, "old", ONE])

@@ -112,6 +112,7 @@ def _generate(options: argparse.Namespace) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import launcher_place, leave, on_gpus
     from meshlora.common.files import check_result_file, write_json_atomically
+    from meshlora.common.hub import located_files
     from meshlora.config.file import read_run
     from meshlora.text.scores import check_scorers
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
@@ -135,9 +136,8 @@ def _evaluate(options: argparse.Namespace) -> None:
             config = dataclasses.replace(config, topology="")  # one process, whatever the run used
         if options.data:
             limit = config.data.eval_limit if "data.eval_limit" in given else None
-            config = dataclasses.replace(
-                config, data=dataclasses.replace(config.data, eval=options.data, eval_limit=limit)
-            )
+            files = located_files(options.data, "--data", split="validation")
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=files, eval_limit=limit))
         adapter = Path(options.adapter) if options.adapter else None if options.base else adapter_of_run(config)
         world = options.nproc or (place.world if place else 1)
         if options.nproc is not None:

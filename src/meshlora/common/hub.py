@@ -10,6 +10,8 @@ can contact anything; what it may print, which could hold a token, goes through 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fnmatch
 import glob
 import hashlib
 import json
@@ -28,17 +30,20 @@ from urllib.parse import urlsplit
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from meshlora.common.console import Console
-from meshlora.common.errors import UserError, one_line
+from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.files import read_json
 from meshlora.common.lifetime import end_with
 from meshlora.common.private import PrivateFolder, locked
+from meshlora.common.reading import parse_yaml, read_text
 
-Kind = Literal["model", "config", "adapter"]
+Kind = Literal["model", "config", "adapter", "dataset"]
 # The user's own `HF_HUB_OFFLINE`, where the command line has set it for all libraries.
 CHOICE = "MESHLORA_HF_HUB_OFFLINE"
 
 _NAME = re.compile(r"(?P<name>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(?P<name>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
+_DATASET = re.compile(r"(?P<name>[^:]+)(:((?P<config>[\w.-]+)/)?(?P<split>[\w.-]+))?", re.ASCII)
+_TABLES = (".parquet", ".jsonl", ".json", ".csv")
 _FILES = {".csv", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml"}
 # Everything of a model but its weights, which its index names. Nothing pickled; code only where it is trusted.
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
@@ -46,6 +51,7 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
     "model": _SMALL,
     "config": _SMALL,
     "adapter": ("adapter_config.json", "meshlora.json"),
+    "dataset": ("README.md",),
 }
 _WEIGHTS = {"model": ["model.safetensors"], "config": [], "adapter": ["adapter_model.safetensors"]}
 _INDEX = "model.safetensors.index.json"
@@ -93,17 +99,57 @@ def located(
     Raises:
         UserError: the cache is not whole and cannot be completed: offline, no such repository, no access, no answer.
     """
-    found = _NAME.fullmatch(given)
-    if found is None or _is_path(given):
+    found = _name_in(given)
+    if found is None:
         if revision is not None:
             raise UserError(f"{option}={given} with revision {revision}", "only names of the hub have revisions")
         return given
     if revision is not None and found["revision"] is not None:
         raise UserError(f"{option}={given} with revision {revision}", "it has one already", "give one")
     wanted = _Wanted(found["name"], kind, revision or found["revision"] or "main", trust_remote_code)
+    return str(_had(wanted, given, option))
+
+
+def located_files(given: str, option: str, *, split: str) -> list[str]:
+    """`given` if it is a path, else the files of a split of the dataset `given`, in order, as in `located`.
+
+        located_files("HuggingFaceH4/no_robots", "data.train", split="train")
+
+    A name is `OWNER/NAME`, with `@REVISION`, `:SPLIT` or `:CONFIG/SPLIT` after it. No code of the repository is run.
+
+    Raises:
+        UserError: as in `located`; it has no such configuration or split, or not as Parquet, JSON Lines or CSV.
+    """
+    words = _DATASET.fullmatch(given)
+    found = _name_in(words["name"]) if words else None
+    if words is None or found is None:
+        return [given]
+    revision, split = found["revision"] or "main", words["split"] or split
+    wanted = _Wanted(found["name"], "dataset", revision, False, words["config"] or "", split)
+    folder = _had(wanted, given, option)
+    return [str(folder / file) for file in wanted.contents(folder)]
+
+
+def _name_in(given: str) -> re.Match[str] | None:
+    """The parts of a name; None if it is a path."""
+    found = _NAME.fullmatch(given)
+    if found is None or os.path.lexists(given.partition("/")[0]) or Path(given).suffix in _FILES:
+        return None
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(found["name"])
+    except HFValidationError:
+        return None
+    return found
+
+
+def _had(wanted: _Wanted, given: str, option: str) -> Path:
+    """The folder with all of `wanted`: the cache's, or downloaded by this process or by another one meanwhile."""
     is_offline = _is_offline()
     if folder := wanted.cached(believing=is_offline):
-        return str(folder)
+        return folder
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if is_offline:
@@ -116,12 +162,7 @@ def located(
     locks.make()
     name = hashlib.sha256(f"{HF_HUB_CACHE} {wanted.name}".encode()).hexdigest()[:16]
     with locked(locks, f"{name}.lock", f"downloads {wanted.name}", limit_s=_LOCK_S):
-        folder = wanted.cached() or _download(wanted, option, Path(HF_HUB_CACHE))
-    return str(folder)
-
-
-def _is_path(given: str) -> bool:
-    return os.path.lexists(given.partition("/")[0]) or Path(given).suffix in _FILES
+        return wanted.cached() or _download(wanted, option, Path(HF_HUB_CACHE))
 
 
 def _is_offline() -> bool:
@@ -137,18 +178,35 @@ class _Wanted:
     kind: Kind
     revision: str
     with_code: bool
+    config: str = ""
+    split: str = ""
+
+    @property
+    def repo_type(self) -> Literal["model", "dataset"]:
+        """As the hub names it."""
+        return "dataset" if self.kind == "dataset" else "model"
+
+    def tree(self, revision: str) -> dict[str, int]:
+        """File -> bytes of the repository, as the cache remembers it.
+
+        Raises:
+            CachedRepoTreeNotFoundError: it does not.
+        """
+        from huggingface_hub import get_cached_repo_tree
+
+        found = get_cached_repo_tree(self.name, revision=revision, repo_type=self.repo_type)
+        return {file.path: file.size for file in found}
 
     def cached(self, *, believing: bool = False) -> Path | None:
         """The folder, if everything that is wanted is in the cache. Contacts nothing.
 
         believing: if the cache does not say what the repository holds, as before huggingface_hub 2, take what is there.
         """
-        from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
         try:
             if not believing:
-                get_cached_repo_tree(self.name, revision=self.revision)
+                self.tree(self.revision)
             return self.fetch(local_files_only=True)
         except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
             return None
@@ -158,9 +216,9 @@ class _Wanted:
         from huggingface_hub import snapshot_download
 
         parts = [*_PARTS[self.kind], *(["*.py"] if self.with_code else [])]
-        options: dict[str, Any] = {"local_files_only": local_files_only}
+        options: dict[str, Any] = {"local_files_only": local_files_only, "repo_type": self.repo_type}
         folder = Path(snapshot_download(self.name, revision=self.revision, allow_patterns=parts, **options))
-        weights = self._weights(folder)
+        weights = self.contents(folder)
         if say is not None:
             say(folder.name, weights)
         if not weights:
@@ -169,8 +227,10 @@ class _Wanted:
         patterns = [glob.escape(file) for file in weights]
         return Path(snapshot_download(self.name, revision=folder.name, allow_patterns=patterns, **options))
 
-    def _weights(self, folder: Path) -> list[str]:
-        """The files of the weights; other formats of the same weights lie beside them in many repositories."""
+    def contents(self, folder: Path) -> list[str]:
+        """The files of the weights, or of the split; other formats lie beside them in many repositories."""
+        if self.kind == "dataset":
+            return self._tables(folder)
         if self.kind != "model" or not (folder / _INDEX).is_file():
             return _WEIGHTS[self.kind]
         index = read_json(folder / _INDEX, most_bytes=_INDEX_BYTES)
@@ -178,6 +238,63 @@ class _Wanted:
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise UserError(f"{folder / _INDEX}", "it does not say which file holds which weight")
         return sorted(set(files.values()))
+
+    def _tables(self, folder: Path) -> list[str]:
+        """The files of the split, as the repository's README.md says, or else by their names."""
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+        try:
+            there = sorted(self.tree(folder.name))
+        except CachedRepoTreeNotFoundError:  # a cache from before huggingface_hub 2, offline
+            there = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        splits = _declared(folder / "README.md", self.config)
+        if splits is None:
+            if self.config:
+                raise UserError(f"{self.name}:{self.config}/{self.split}", "its README.md names no configurations")
+            word = re.compile(rf"(^|[/._-]){re.escape(self.split)}([/._-]|$)")
+            splits = {self.split: [glob.escape(file) for file in there if word.search(file)]}
+        if self.split not in splits:
+            raise UserError(f"{self.name}:{self.split}", "it has no such split", did_you_mean(self.split, splits))
+        patterns = splits[self.split]
+        files = [file for file in there if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)]
+        tables = [file for file in files if file.endswith(_TABLES)]
+        if not tables:
+            raise UserError(
+                f"{self.name}:{self.split}",
+                f"its {len(files)} files of this split are not Parquet, JSON Lines or CSV, and no code of it is run",
+                "name a split as OWNER/NAME:SPLIT, or convert it",
+            )
+        return tables
+
+
+def _declared(readme: Path, config: str) -> dict[str, list[str]] | None:
+    """Split -> patterns of files, of a configuration (default: the marked one, or the first); None if none is declared.
+
+    As `datasets` reads the header of a README.md: https://huggingface.co/docs/hub/datasets-manual-configuration.
+
+    Raises:
+        UserError: it cannot be read, or there is no such configuration.
+    """
+    if not readme.is_file():
+        return None
+    header = re.match(r"---\s*\n(.*?\n)---\s*\n", read_text(readme, most_bytes=_INDEX_BYTES), re.DOTALL)
+    try:
+        values = parse_yaml(header[1]) if header else None
+    except ValueError as error:
+        raise UserError(f"{readme}", f"its header is not readable YAML ({error})") from None
+    listed = values.get("configs") if isinstance(values, dict) else None
+    given = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    configs = {str(each.get("config_name", "default")): each for each in given if each.get("data_files")}
+    if not configs:
+        return None
+    marked = [name for name, each in configs.items() if each.get("default") or name == "default"]
+    if (name := config or [*marked, *configs][0]) not in configs:
+        raise UserError(f"configuration {config}", f"{readme} has none of this name", did_you_mean(config, configs))
+    files = configs[name]["data_files"]
+    if not (isinstance(files, list) and all(isinstance(each, dict) for each in files)):
+        files = [{"split": "train", "path": files}]
+    paths = {str(each.get("split", "train")): each.get("path", []) for each in files}
+    return {split: [path] if isinstance(path, str) else [*map(str, path)] for split, path in paths.items()}
 
 
 # --- the download, seen from the process that waits for it ------------------------------------------------------------
@@ -187,7 +304,7 @@ def _download(wanted: _Wanted, option: str, cache: Path) -> Path:
     """The folder of `wanted`, downloaded by a process of its own."""
     console, endpoint = Console(file=sys.stderr), _endpoint()
     console.say(f"{wanted.name} ({wanted.revision}) is not in {cache}: asking {endpoint} for it")
-    words = json.dumps([os.getpid(), wanted.name, wanted.kind, wanted.revision, wanted.with_code])
+    words = json.dumps([os.getpid(), *dataclasses.astuple(wanted)])
     process = subprocess.Popen(
         [sys.executable, "-c", "from meshlora.common import hub; hub._go_online()", words],
         stdin=subprocess.DEVNULL,
@@ -197,7 +314,9 @@ def _download(wanted: _Wanted, option: str, cache: Path) -> Path:
     )
     assert process.stdout is not None
     try:
-        said = _followed(process.stdout, wanted, console, cache / f"models--{wanted.name.replace('/', '--')}")
+        said = _followed(
+            process.stdout, wanted, console, cache / f"{wanted.repo_type}s--{wanted.name.replace('/', '--')}"
+        )
     finally:
         process.kill()
         process.wait()
@@ -219,7 +338,8 @@ def _followed(stream: IO[bytes], wanted: _Wanted, console: Console, folder: Path
             if line:
                 said = json.loads(line)
                 if "bytes" in said:
-                    what = f"{said['bytes'] / 1e6:,.1f} MB of weights in {said['files']} files"
+                    what = "data" if wanted.kind == "dataset" else "weights"
+                    what = f"{said['bytes'] / 1e6:,.1f} MB of {what} in {said['files']} files"
                     console.say(f"{wanted.name}: commit {said['commit']}, {what}")
                     before = _num_bytes(folder)
                     bar.update(task, total=said["bytes"])
@@ -277,7 +397,7 @@ def _go_online() -> None:
     """Download what the first argument says, with a line of JSON for each thing that the other process must know."""
     parent, *words = json.loads(sys.argv[1])
     end_with(parent)
-    from huggingface_hub import constants, get_cached_repo_tree, get_session
+    from huggingface_hub import constants, get_session
 
     get_session().timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT  # by default some requests have none
     wanted = _Wanted(*words)
@@ -286,7 +406,7 @@ def _go_online() -> None:
         os.write(1, json.dumps(said).encode() + b"\n")
 
     def size(commit: str, weights: Sequence[str]) -> None:
-        there = {file.path: file.size for file in get_cached_repo_tree(wanted.name, revision=commit)}
+        there = wanted.tree(commit)
         sizes = [there[name] for name in weights if name in there]
         say(commit=commit, bytes=sum(sizes), files=len(sizes))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.common.hub import located
+from meshlora.common.hub import located, located_files
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import LENGTH, filled, with_preset
@@ -75,6 +75,14 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
     return runs
 
 
+def _files(given: str | list[str], option: str, split: str) -> str | list[str]:
+    """`given` with files for names of datasets."""
+    if isinstance(given, list):
+        return [file for each in given for file in located_files(each, option, split=split)]
+    found = located_files(given, option, split=split)
+    return given if found == [given] else found
+
+
 # Names of adapters become folders in the output, next to the ranks' logs, and possibly next to the files of an earlier
 # or later run with one adapter.
 _LONGEST_NAME = 100
@@ -96,7 +104,12 @@ def _located(config: RunConfig) -> RunConfig:
     model = config.model
     folder = located(model.path, "model.path", revision=model.revision, trust_remote_code=model.trust_remote_code)
     adapter = config.adapter and located(config.adapter, "adapter", kind="adapter")
-    return dataclasses.replace(config, model=dataclasses.replace(model, path=folder, revision=None), adapter=adapter)
+    train, evaluated = _files(config.data.train, "data.train", "train"), config.data.eval
+    evaluated = None if evaluated is None else _files(evaluated, "data.eval", "validation")
+    data = dataclasses.replace(config.data, train=train, eval=evaluated)
+    return dataclasses.replace(
+        config, data=data, model=dataclasses.replace(model, path=folder, revision=None), adapter=adapter
+    )
 
 
 # Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.

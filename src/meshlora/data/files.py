@@ -66,7 +66,7 @@ def nearest_file(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
-        return f"the folder {folder} does not exist either (only files on this machine are read, no hub names)"
+        return f"the folder {folder} does not exist either"
     near = difflib.get_close_matches(path.name, names, n=1)
     if near:
         return f"did you mean {str(folder / near[0])!r}?"
