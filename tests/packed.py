@@ -163,3 +163,5 @@ PUBLISHED = {
     ),
     "fp4": Published("llama", _BNB | {"bnb_4bit_quant_type": "fp4"}, _bitsandbytes(nested=False)),
 }
+# What stays packed in memory.
+KEPT = tuple(case for case in PUBLISHED if not case.startswith(("gptq", "awq", "compressed-tensors int4")))

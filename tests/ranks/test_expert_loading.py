@@ -61,14 +61,14 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_tensor(stored: str, topo
 def _load_counting(folder: Path, topology: str) -> tuple[dict[str, int], dict[str, Tensor], int]:
     """Key -> bytes read of it, the experts that are held, and the rank's place on the axis that splits them."""
     read: dict[str, int] = {}
-    original = weights._read_slice
+    original = weights.read_slice
 
     def counted(stored: weights.StoredTensor, parts: tuple[weights.Part, ...]) -> Tensor:
         value = original(stored, parts)
         read[stored.key] = read.get(stored.key, 0) + value.numel() * value.element_size()
         return value
 
-    with mock.patch.object(weights, "_read_slice", counted):
+    with mock.patch.object(weights, "read_slice", counted):
         model = meshlora.load(folder, topology=topology, dtype="float32")
     held = {name: value for name, value in model.state_dict().items() if ".experts." in name}
     return read, held, torch.distributed.get_rank()

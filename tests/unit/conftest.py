@@ -72,7 +72,7 @@ def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(meshlora.train.launch, "launch", too_late)
     monkeypatch.setattr(meshlora.train.run, "train", too_late)
-    monkeypatch.setattr(meshlora.model.weights, "_read_slice", too_late)
+    monkeypatch.setattr(meshlora.model.weights, "read_slice", too_late)
 
 
 @pytest.fixture(scope="session")

@@ -157,14 +157,14 @@ def test_a_rank_reads_its_own_experts_alone(is_fused: bool, tmp_path: Path, monk
     if is_fused:
         fuse(tmp_path)
     read: dict[str, int] = {}
-    original = meshlora.model.weights._read_slice
+    original = meshlora.model.weights.read_slice
 
     def counted(stored: Any, parts: Any) -> Tensor:
         value: Tensor = original(stored, parts)
         read[stored.key] = read.get(stored.key, 0) + value.numel()
         return value
 
-    monkeypatch.setattr(meshlora.model.weights, "_read_slice", counted)
+    monkeypatch.setattr(meshlora.model.weights, "read_slice", counted)
     held = local_state(config, "ep=2,etp=2", 3, lambda model: CheckpointSource(tmp_path, model))
     of_experts = {key: number for key, number in read.items() if ".experts." in key}
     assert sum(of_experts.values()) == sum(t.numel() for name, t in held.items() if ".experts." in name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -19,10 +21,11 @@ from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.model.packed import BlockFloat8, Blocks4, Bounds, GroupedInts, Mxfp4
 from meshlora.model.stored import Part
-from meshlora.model.weights import CheckpointSource, check_checkpoint
+from meshlora.model.stream import _NUM_BYTES
+from meshlora.model.weights import CheckpointSource
 from meshlora.oracle.packed import load_base
 from meshlora.plan.topology import Topology
-from tests.packed import PUBLISHED, write_packed
+from tests.packed import KEPT, PUBLISHED, write_packed
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -35,10 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _source(folder: Path) -> CheckpointSource:
-    model = make_blueprint(folder, Topology(), BaseOptions(dtype="float64")).model
-    source = CheckpointSource(folder, model)
-    check_checkpoint(model, source)
-    return source
+    blueprint = make_blueprint(folder, Topology(), BaseOptions(dtype="float64"))
+    blueprint.check_weights()
+    return blueprint.weights()
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -65,6 +67,42 @@ def test_slice_that_crosses_blocks_is_that_of_the_whole(case: str, folders: Any)
         last = whole.ndim - 1
         both = source.read(name, Part(last, 3, 7), Part(last, 33, 40))
         assert torch.equal(both, torch.cat([whole[..., 3:7], whole[..., 33:40]], last)), name
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None:
+    """Whole, and slices that cross blocks; no more bytes than are stored, but for scales of 8 bits that become 32."""
+    source = _source(folders(case))
+    names = list(source.packings())
+    assert len(names) >= 4
+    for name in names:
+        whole, kept = source.read(name), source.keep(name)
+        assert torch.equal(kept.whole(), whole), name
+        stored = [part for t in source.stored[name].tensors if t.packed for part in t.packed[1].values()]
+        num_bytes = sum(math.prod(part.shape) * _NUM_BYTES[part.dtype] for part in stored)
+        assert kept.codes.nbytes + kept.scales.nbytes <= 1.1 * num_bytes
+        for dim in (whole.ndim - 2, whole.ndim - 1):
+            parts, size = [Part(dim, 2, 16), Part(dim, whole.shape[dim] - 12, whole.shape[dim])], whole.shape[dim]
+            index = torch.tensor([*range(2, 16), *range(size - 12, size)])
+            part = source.keep(name, *parts)
+            assert torch.equal(part.whole(), whole.index_select(dim, index)), name
+            assert part.shape == part.whole().shape
+
+
+def test_what_cannot_stay_packed_is_refused(folders: Any) -> None:
+    with pytest.raises(UnsupportedError, match="what gptq stores so does not stay packed; fp8, mxfp4"):
+        make_blueprint(folders("gptq"), Topology(), BaseOptions(dtype="float64", quantization="keep"))
+
+
+def test_float8_without_scales_is_refused(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path / "model", "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "scale" not in k}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"float8 numbers, and config\.json has no quantization_config"):
+        _source(folder)
 
 
 def _read(codes: Tensor, scales: Tensor, block: list[int] | None = None) -> Tensor:
@@ -225,8 +263,25 @@ def test_what_cannot_be_read_is_one_clear_message(case: str, change: str, words:
         _source(folder)
 
 
-def test_quantising_twice_and_merging_are_refused(folders: Any, tmp_path: Path) -> None:
+def test_quantising_twice_is_refused(folders: Any) -> None:
     with pytest.raises(UnsupportedError, match="its checkpoint is quantised already"):
         make_blueprint(folders("fp8"), Topology(), BaseOptions(dtype="float64", quantization="nf4"))
-    with pytest.raises(UnsupportedError, match="merging into few bits is not supported yet"):
-        merge(folders("fp8"), tmp_path / "adapter", tmp_path / "merged", config=read_model_config(folders("fp8")))
+
+
+@pytest.mark.parametrize("case", ["fp8 experts", "mxfp4", "nf4", "gptq"])
+def test_merged_it_is_in_plain_numbers(case: str, folders: Any, tmp_path: Path) -> None:
+    """Those of the base where the adapter changes nothing; the logits of all are compared by the merge itself."""
+    folder, adapter, out = folders(case), tmp_path / "adapter", tmp_path / "merged"
+    config = read_model_config(folder)
+    plain = _source(folder)
+    target = next(name for name in plain.stored if name.endswith("q_proj.weight"))
+    base = load_base(folder, config, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
+    lora = LoraConfig(r=2, target_modules=[target.removesuffix(".weight")], init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(str(adapter), save_embedding_layers=False)
+    done = merge(folder, adapter, out, config=read_model_config(folder))
+    assert "no longer in few bits, in bfloat16: within 4e-03 of each" in done.check
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    merged = _source(out)
+    assert merged.stored.keys() == plain.stored.keys()
+    differ = [n for n in merged.stored if not torch.equal(merged.read(n).float(), plain.read(n).bfloat16().float())]
+    assert differ == [target]

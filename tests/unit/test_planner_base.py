@@ -87,15 +87,15 @@ def test_gathers_are_those_of_the_budget(topology: str, recompute: str) -> None:
     assert counted == {key: number for key, number in budget.items() if number}
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "mxfp4", "fp8"])
 def test_packed_bytes_are_those_of_a_packed_matrix(kind: str) -> None:
     problem = problem_of("llama", 2, config=BLOCKS, quantization=kind, dtype=torch.bfloat16)
     plan = with_quantization(plan_model(problem.shrunk.model, Topology.parse("tp=2")), kind)
     name = "model.layers.0.mlp.down_proj.weight"  # [128, 256], of which a rank has 128 columns
     packed = pack(torch.randn(128, 128), kind)
     found = held(name, (128, 256), torch.bfloat16, plan, ())
-    assert [t.shape for t in found] == [tuple(packed.codes.shape), tuple(packed.absmax.shape)]
-    assert [t.nbytes for t in found] == [packed.codes.nbytes, packed.absmax.nbytes]
+    assert [t.shape for t in found] == [tuple(packed.codes.shape), tuple(packed.scales.shape)]
+    assert [t.nbytes for t in found] == [packed.codes.nbytes, packed.scales.nbytes]
     (head,) = held("lm_head.weight", (256, 128), torch.bfloat16, plan, ())
     assert head.nbytes == 128 * 128 * 2
 
@@ -110,8 +110,9 @@ def test_unpacking_takes_time_and_memory_of_a_step() -> None:
     )
     assert packed.states.weights < 0.35 * plain.states.weights
     assert packed.parts_s["compute"] > plain.parts_s["compute"]
-    # The largest matrix in float32 and in bfloat16 at once.
-    assert packed.peak.working >= plain.peak.working + 4096 * 1024 * 5
+    # The largest matrix in bfloat16, and a few of its rows in float32.
+    largest = 4096 * 1024 * 2
+    assert plain.peak.working + largest <= packed.peak.working < plain.peak.working + 1.5 * largest
 
 
 def test_gathers_hide_behind_the_layer_before_and_no_further() -> None:
@@ -204,8 +205,8 @@ def test_peak_has_the_copies_of_a_layer_that_are_there(
 def test_what_training_refuses_is_not_planned() -> None:
     with pytest.raises(UserError, match="one of nf4, int8"):
         problem_of("llama", 2, quantization="nf5")
-    with pytest.raises(UnsupportedError, match="routed experts"):
-        problem_of("mixtral", 2, quantization="nf4")
+    with pytest.raises(UserError, match="blocks of 64 must divide them"):
+        problem_of("mixtral", 2, quantization="nf4", config={"intermediate_size": 100})
     pissa = {"init_lora_weights": "pissa"}
     # Also where the same split was looked at before with the base whole.
     choice = choose(problem_of("llama", 2, lora=pissa))
@@ -213,18 +214,13 @@ def test_what_training_refuses_is_not_planned() -> None:
     assert [name for name, _ in choice.left_out] == ["dp=2,dp_shard"]
     with pytest.raises(UnsupportedError, match="pissa"):
         choose(problem_of("llama", 2, lora=pissa, quantization="nf4", config=BLOCKS), [Topology.parse("dp=2")])
-    # 192 input features are 3 blocks, which two ranks cannot share.
-    three = {"hidden_size": 192, "head_dim": 24, "intermediate_size": 256}
-    left_out = dict(choose(problem_of("llama", 2, quantization="nf4", config=three)).left_out)
-    assert set(left_out) == {"tp=2", "tp=2,sp"}
-    assert all("a part of a block of 64" in why for why in left_out.values())
 
 
 def test_plan_writes_what_the_base_is_packed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from meshlora.config.file import read_run
 
     model = tmp_path / "config.json"
-    model.write_text(json.dumps(twin_config("llama", **BLOCKS).to_dict()))
+    model.write_text(json.dumps(twin_config("llama", **WIDE).to_dict()))
     out, numbers = tmp_path / "run.yaml", tmp_path / "plan.json"
     words = ["plan", "--model", str(model), "--gpus", "4", "--gpu", "h100", "--seq", "32", "--quantization", "int8"]
     topology = ["--topology", "dp=4,dp_shard"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,42 +16,97 @@ from meshlora.adapter.attach import active_factors
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.float64 import lift
 from meshlora.layers import quantized
+from meshlora.layers.experts.products import Projection, backward_rows, forward_rows
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.quantized import Packed, pack, plain_weights
+from meshlora.layers.quantized import Packed, joined, pack, plain_weights, stacked
 from meshlora.oracle.inputs import write_twin
-from meshlora.oracle.quantized import _rounded
+from meshlora.oracle.quantized import _ROUNDED
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.quantization import KINDS
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
 
 
-def _matrix(rows: int = 40, width: int = 256) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+def _matrix(rows: int = 200, width: int = 320) -> Tensor:
+    """With blocks of large and of small numbers, and one of zeros."""
+    matrix = torch.randn(rows, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    matrix[:, 64:192] *= 1e-3
+    matrix[128:, 256:] = 0
+    return matrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_shards_are_slices_of_what_the_library_makes_of_the_whole(kind: str, dtype: torch.dtype) -> None:
     matrix = _matrix().to(dtype)
-    whole = _rounded(matrix.float(), kind).to(dtype)
-    assert torch.equal(pack(matrix, kind).whole(), whole)
-    for rows, columns in [((0, 20), (0, 256)), ((7, 9), (0, 256)), ((0, 40), (64, 192)), ((31, 40), (192, 256))]:
-        part = (slice(*rows), slice(*columns))
-        assert torch.equal(pack(matrix[part], kind).whole(), whole[part])
-
-
-@pytest.mark.parametrize(("kind", "largest"), [("nf4", 0.16), ("int8", 0.51 / 127)])
-def test_what_is_lost_and_what_is_held(kind: str, largest: float) -> None:
-    """About half the widest gap between two levels, of the block's largest; a scale of 4 bytes for 64 weights."""
-    matrix = _matrix()
+    whole = _ROUNDED[kind](matrix.float()).to(dtype)
     packed = pack(matrix, kind)
-    blocks = matrix.view(40, -1, 64)
-    lost = (packed.whole().view_as(blocks) - blocks).abs().amax(2) / blocks.abs().amax(2)
-    assert float(lost.max()) <= largest
+    assert torch.equal(packed.whole(), whole)
+    for rows, columns in [((0, 20), (0, 320)), ((7, 199), (0, 320)), ((0, 200), (64, 192)), ((130, 135), (62, 300))]:
+        part = packed.part(rows, columns)
+        assert torch.equal(part.whole(), whole[slice(*rows), slice(*columns)])
+        assert torch.equal(part.mT.whole(), part.whole().T)
+    assert torch.equal(joined([packed.part((0, 200), (0, 62)), packed.part((0, 200), (62, 320))], -1).whole(), whole)
+    halves = [packed.part((0, 130), (0, 320)).mT, packed.part((130, 200), (0, 320)).mT]
+    assert torch.equal(joined(halves, -1).whole(), whole.T)
+    assert torch.equal(stacked([packed, packed])[1], whole)
+
+
+def test_mxfp4_rounds_ties_to_the_even_code_and_saturates() -> None:
+    """One block, whose largest number gives it a scale of 1."""
+    given = [4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.26, 0.74, -0.75, 7.9, -7.9, 0.0, -0.0, 1e-9]
+    expected = [4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.5, 0.5, -1.0, 6.0, -6.0, 0.0, 0.0, 0.0]
+    packed = pack(torch.tensor(given + [0.0] * 16).view(1, 32), "mxfp4")
+    assert packed.whole()[0, :16].tolist() == expected
+    assert packed.scales.tolist() == [[127]]
+
+
+def test_an_expert_is_unpacked_alone() -> None:
+    """A product with a stack never has two of its matrices in plain numbers at once."""
+    matrices = torch.randn(5, 48, 64, dtype=torch.float64)
+    stack, alive, most = stacked([pack(matrix, "mxfp4") for matrix in matrices]), list[weakref.ref[Tensor]](), 0
+    unpack = Packed.whole
+
+    def whole(self: Packed) -> Tensor:
+        nonlocal most
+        most = max(most, sum(reference() is not None for reference in alive))
+        found = unpack(self)
+        alive.append(weakref.ref(found))
+        return found
+
+    counts, x = [3, 0, 2, 4, 1], torch.randn(10, 64, dtype=torch.float64)
+    a, b = torch.randn(5, 2, 64, dtype=torch.float64), torch.randn(5, 48, 2, dtype=torch.float64)
+    plain = stack.whole()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packed, "whole", whole)
+        found = [one for factors in ((None, None), (a, b)) for one in _both_ways(stack, x, counts, *factors)]
+    expected = [one for factors in ((None, None), (a, b)) for one in _both_ways(plain, x, counts, *factors)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert most == 0
+    assert len(alive) == 4 * 4  # an expert without rows is not unpacked
+
+
+def _both_ways(weight: Any, x: Tensor, counts: list[int], a: Tensor | None, b: Tensor | None) -> list[Tensor]:
+    projection = Projection(weight)
+    y, zt = forward_rows(x, projection, counts, a, b)
+    dx, da, db = backward_rows(y, x, zt, projection, counts, a, b)
+    return [one for one in (y, dx, da, db) if one is not None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "largest"),
+    [("nf4", (1, 64), 0.16), ("int8", (1, 64), 0.51 / 127), ("mxfp4", (1, 32), 0.251), ("fp8", (128, 128), 0.036)],
+)
+def test_what_is_lost_and_what_is_held(kind: str, block: tuple[int, int], largest: float) -> None:
+    """About half the widest gap between two levels, of the block's largest: in mxfp4 all above 6 becomes 6."""
+    matrix = _matrix()[:128, :256]
+    packed = pack(matrix, kind)
+    blocks = [part.reshape(128 // block[0], block[0], -1, block[1]) for part in (matrix, packed.whole())]
+    lost = (blocks[1] - blocks[0]).abs().amax((1, 3)) / blocks[0].abs().amax((1, 3))
+    assert largest / 2 < float(lost.max()) <= largest
     assert packed.codes.dtype == torch.uint8
     assert packed.codes.numel() == matrix.numel() * KINDS[kind] // 8
-    assert packed.absmax.numel() * packed.absmax.element_size() * 16 == matrix.numel()
+    assert packed.scales.numel() * block[0] * block[1] == matrix.numel()
 
 
 def _twin(folder: Path) -> Path:
@@ -65,7 +121,7 @@ def test_gradients_are_those_of_plain_weights_and_nothing_unpacked_is_kept(
     targets = ["q_proj", "down_proj"] if adapter == "none below" else "all-linear"
     lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=adapter == "dora")
     model = meshlora.load(_twin(tmp_path), lora=lora, dtype="float64", quantization="nf4")
-    packed = [m for m in model.modules() if isinstance(m, ParallelLinear) and m.quantized]
+    packed = [m for m in model.modules() if isinstance(m, ParallelLinear) and m.form]
     assert len(packed) == 14
     alive: list[weakref.ref[Tensor]] = []
     unpack = Packed.whole
@@ -105,8 +161,9 @@ def _plan(family: str, topology: str, kind: str, **overrides: int) -> None:
     [
         ("llama", "", "nf5", {}, "must be one of nf4, int8"),
         ("llama", "", "nf4", {"intermediate_size": 160}, "down_proj with 160 input features: blocks of 64"),
-        ("llama", "tp=2", "int8", {"intermediate_size": 192}, "a part of a block of 64; use a tp that divides its 3"),
-        ("mixtral", "dp=2,ep=2", "nf4", {}, "routed experts are not quantised"),
+        ("llama", "tp=2", "mxfp4", {"intermediate_size": 160 + 2}, "down_proj with 162 input features: blocks of 32"),
+        ("mixtral", "etp=32", "mxfp4", {"intermediate_size": 96}, "two of 4 bits share a byte, which cannot be cut"),
+        ("llama", "", "keep", {}, "its checkpoint is not quantised; use one of nf4, int8, mxfp4, fp8"),
     ],
 )
 def test_what_cannot_be_quantised_alike_everywhere_is_refused(
@@ -116,8 +173,9 @@ def test_what_cannot_be_quantised_alike_everywhere_is_refused(
         _plan(family, topology, kind, **overrides)
 
 
-def test_an_input_of_a_column_linear_may_be_cut_anywhere() -> None:
-    _plan("llama", "tp=2", "nf4", intermediate_size=256, num_key_value_heads=2)
+def test_blocks_may_be_cut_anywhere() -> None:
+    _plan("llama", "tp=2", "nf4", intermediate_size=192, num_key_value_heads=2)
+    _plan("mixtral", "tp=2,etp=2", "fp8", intermediate_size=100)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +194,5 @@ def test_a_quantised_matrix_is_frozen(lora: dict[str, object], words: str, tmp_p
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'meshlora\[quantization\]'"):
-        quantized.check_library("nf4")
+        quantized.check_library(["fp8", "nf4"])
+    quantized.check_library(["fp8", "mxfp4"])

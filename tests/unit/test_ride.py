@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
+from meshlora.layers import quantized
 from meshlora.layers.early_a import Rider, pack, rode_along, unpack
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens, Share
@@ -33,7 +34,7 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
             for parameter in leaf.parameters():
                 parameter.normal_()
         if packed:
-            leaf.pack_weight(leaf.weight, packed)
+            leaf.hold(quantized.pack(leaf.weight, packed))
         factors = {"A": torch.randn(r, H, dtype=torch.float64), "B": torch.randn(out, r, dtype=torch.float64)}
         leaf.add_adapter("one", factors, scaling=0.5 + number)
         if dropout:

@@ -19,7 +19,7 @@ from meshlora.config.file import read_run, read_runs
 from meshlora.layers import linear, tokens
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.quantized import Packed
+from meshlora.layers.quantized import Packed, pack
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment, Share, are_alike
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -47,7 +47,7 @@ def _linear(
         assert leaf.bias is not None
         leaf.bias.normal_()
     if packed is not None:
-        leaf.pack_weight(leaf.weight, packed)
+        leaf.hold(pack(leaf.weight, packed))
     forward = ForwardTokens(ALONE, sp=False)
     for number, name in enumerate(names):
         r = ranks[name]

@@ -157,7 +157,7 @@ MISTAKES: dict[str, Case] = {
     ),
     "dp_shard_without_dp": case(setting("topology", "tp=2,dp_shard"), "dp_shard with dp=1", "raise dp"),
     "unknown_quantization": case(
-        setting("model.quantization", "nf5"), "model.quantization", "'nf5'", "'nf4' or 'int8'"
+        setting("model.quantization", "nf5"), "model.quantization", "'nf5'", "'fp8' or 'keep'"
     ),
     "two_stage_without_etp": case(setting("topology", "dp=2,ep=2,two-stage"), "two-stage with etp=1", "raise etp"),
     "tp_that_does_not_divide_the_heads": case(

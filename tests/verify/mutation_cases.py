@@ -353,10 +353,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     "a frozen base in few bits": (
-        {"family": "llama", "topologies": ("tp=2",), "quantization": "nf4"},
+        {"family": "llama", "topologies": ("tp=2",), "quantization": "fp8"},
         {
-            "quantized_blocks_straddle": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
             "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_scale_off_by_a_power": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+        },
+    ),
+    "experts in few bits": (
+        {"family": "gpt_oss", "topologies": ("tp=2",), "quantization": "mxfp4"},
+        {
+            "quantized_blocks_straddle": ("loaded_adapter", "model.layers.1.mlp.experts.0.down_proj.lora_A", ""),
+            "quantized_codes_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_halves_swapped": ("loaded_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", ""),
+            "quantized_expert_transposed": ("loaded_adapter", "model.layers.0.mlp.experts.3.gate_up_proj.lora_A", ""),
         },
     ),
     "a frozen base in few bits, on whole matrices": (

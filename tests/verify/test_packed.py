@@ -7,25 +7,27 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Prove
-from tests.packed import PUBLISHED, write_packed
+from tests.packed import KEPT, PUBLISHED, write_packed
 
 
 @pytest.mark.parametrize(
-    ("case", "topology"),
+    ("case", "topology", "quantization"),
     [
-        ("fp8", "tp=2,sp"),
-        ("fp8 experts", "dp=2,ep=2"),
-        ("mxfp4", "tp=2,sp,ep=2"),
-        ("gptq", "tp=2"),
-        ("nf4", "dp=2,dp_shard"),
-        *(pytest.param(case, "dp=2,tp=2,sp", marks=pytest.mark.proof) for case in PUBLISHED),
-        pytest.param("compressed-tensors int4 experts", "tp=2,etp=2", marks=pytest.mark.proof),
-        pytest.param("mxfp4", "tp=2,etp=2", marks=pytest.mark.proof),
+        ("fp8", "tp=2,sp", None),
+        ("fp8 experts", "dp=2,ep=2", "keep"),
+        ("mxfp4", "tp=2,sp,ep=2", "keep"),
+        ("gptq", "tp=2", None),
+        ("nf4", "dp=2,dp_shard", "keep"),
+        *(pytest.param(case, "dp=2,tp=2,sp", None, marks=pytest.mark.proof) for case in PUBLISHED),
+        *(pytest.param(case, "dp=2,tp=2,sp", "keep", marks=pytest.mark.proof) for case in KEPT),
+        pytest.param("compressed-tensors int4 experts", "tp=2,etp=2", None, marks=pytest.mark.proof),
+        *(pytest.param(case, "tp=2,etp=2", "keep", marks=pytest.mark.proof) for case in ("mxfp4", "fp8 experts")),
+        pytest.param("fp8", "dp=2,tp=2,sp,dp_shard", "keep", marks=pytest.mark.proof),
     ],
 )
 def test_checkpoint_as_it_is_published_trains_as_on_one_process(
-    case: str, topology: str, tmp_path: Path, prove: Prove
+    case: str, topology: str, quantization: str | None, tmp_path: Path, prove: Prove
 ) -> None:
     folder = write_packed(tmp_path / "model", case)
-    (outcome,) = prove(model=folder, topologies=(topology,), steps=1)
+    (outcome,) = prove(model=folder, topologies=(topology,), quantization=quantization, steps=1)
     assert outcome.passed, outcome.divergence or outcome.error

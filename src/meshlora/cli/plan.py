@@ -39,7 +39,7 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
     plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
-    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4 or int8")
+    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
     plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
     plan.add_argument("--json", metavar="FILE", help="write all numbers")
     plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")

@@ -28,7 +28,7 @@ class BaseOptions:
     trust_remote_code: bool = False
     disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
-    quantization: Literal["nf4", "int8"] | None = None
+    quantization: Literal["nf4", "int8", "mxfp4", "fp8", "keep"] | None = None
 
 
 @dataclass(frozen=True)

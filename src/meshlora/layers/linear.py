@@ -27,24 +27,22 @@ from meshlora.layers.early_a import Rider, rode_along
 from meshlora.layers.gate_recompute import product_behind
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.quantized import Packed, frozen_linear, pack, unpacked
+from meshlora.layers.quantized import FrozenMatrix, frozen_linear, unpacked
 from meshlora.layers.shared_input import share
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 
 
-class ParallelLinear(AdaptedLeaf):
+class ParallelLinear(AdaptedLeaf, FrozenMatrix):
     """This rank's part of a frozen linear of the base model, with its adapters.
 
-    Attributes, besides those of `AdaptedLeaf`:
+    Attributes, besides those of `AdaptedLeaf` and `FrozenMatrix`:
         rule: the whole matrix and how it is split.
         weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
         bias: `[out_local]` (column) or `[out]` (row, whole), or None.
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
         dropout: adapter name -> probability of dropout on the input of A in training; absent if 0.
-        quantized: how the weight is packed (`pack_weight`), None if it is not; else weight and weight_absmax are those
-            of a `Packed`.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
         has_neighbours: whether other linears share its input.
     """
@@ -63,22 +61,6 @@ class ParallelLinear(AdaptedLeaf):
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
         self.lora_magnitude_vector = nn.ParameterDict()
         self.dropout: dict[str, float] = {}
-        self.quantized: str | None = None
-        self.dtype = dtype
-
-    def pack_weight(self, weight: Tensor, kind: str) -> None:
-        """Hold `weight` `[out_local, in_local]` quantised from now on."""
-        packed = pack(weight, kind)
-        self.weight = nn.Parameter(packed.codes, requires_grad=False)
-        self.weight_absmax = nn.Parameter(packed.absmax, requires_grad=False)
-        self.quantized, self.dtype = kind, weight.dtype
-
-    @property
-    def frozen_weight(self) -> Tensor | Packed:
-        """W in the form that products take."""
-        if self.quantized is None or self.weight.dtype != torch.uint8:
-            return self.weight
-        return Packed(self.weight, self.weight_absmax, self.quantized, self.dtype)
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """As in `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in the same call or a separate one."""

@@ -1,18 +1,20 @@
-"""Quantised frozen matrices: packed in memory, and unpacked for the duration of one product.
+"""Frozen matrices in few bits: packed in memory, and unpacked for the duration of one product.
 
-Owns: packing a rank's part of a matrix, what autograd saves of it, the product without an adapter, and the view as
-plain weights. Does not own: which matrices are quantised and where their blocks may be split (`plan.quantization`); the
-arithmetic of quantisation, which is bitsandbytes', on CPUs as on GPUs.
+Owns: packing a matrix, its parts, what autograd saves of it, the product without an adapter, and the view as plain
+weights. Does not own: which matrices are packed (`plan.quantization`), reading packed ones (`model.packed`); the
+quantisation to nf4 and int8 and their levels, which are bitsandbytes'.
 
-The backward unpacks the matrix again; the unpacked one is never saved.
+The backward unpacks the matrix again; the unpacked one is never saved. Of a stack of experts one is unpacked at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +24,27 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshlora.common.errors import UserError
-from meshlora.plan.quantization import BLOCK
+from meshlora.common.transfer import to_device
+from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
+
+_BLOCK = 64  # of bitsandbytes, consecutive input features
+_FP8_BLOCK, _FP8_MOST = 128, 448.0
+_MX_BLOCK = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# Elements unpacked in float32 at once: they stay in a CPU's cache, and hardly count beside the matrix.
+_AT_ONCE = 2**18
 
 
-def check_library(kind: str | None) -> None:
-    """Refuse quantisation where bitsandbytes is not installed.
+def check_library(kinds: Iterable[str]) -> None:
+    """Refuse kinds of bitsandbytes where it is not installed.
 
     Raises:
         UserError: it is not.
     """
-    if kind is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"quantization {kind}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
+    needs = sorted({*kinds} & {*OF_LIBRARY})
+    if needs and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"quantization {needs[0]}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
 
 
 def _functional() -> Any:
@@ -43,56 +55,209 @@ def _functional() -> Any:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A quantised matrix `[out, in]`.
+class Form:
+    """How codes and scales are a matrix.
 
     Attributes:
-        codes: uint8 `[out, in]`, with 4 bits `[out, in/2]`. absmax: float32 `[out, in/64]`, the scale of each block.
-        kind: one of `plan.quantization.KINDS`. dtype: that of the original matrix.
+        kind: one of `plan.quantization.BITS`. dtype: of the numbers.
+        rows, columns: along each dim of the codes, how many elements share a scale, block by block.
+        is_transposed: whether the matrix is the transpose of the codes.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix, or a stack `[E, ...]` of them, in few bits.
+
+    Attributes:
+        codes: uint8 `[..., rows, columns]`, with 4 bits `[..., rows, columns/2]`. scales: `[..., blocks of rows, blocks
+            of columns]`, float32 or bfloat16, or uint8: powers of two (e8m0).
     """
 
     codes: Tensor
-    absmax: Tensor
-    kind: str
-    dtype: torch.dtype
+    scales: Tensor
+    form: Form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the plain weight."""
+        ends = sum(self.form.rows), sum(self.form.columns)
+        return *self.codes.shape[:-2], *(ends[::-1] if self.form.is_transposed else ends)
+
+    @property
+    def mT(self) -> Packed:
+        """The transpose of the last two dims."""
+        return dataclasses.replace(self, form=dataclasses.replace(self.form, is_transposed=not self.form.is_transposed))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """The matrix of one expert of a stack, unpacked."""
+        return self.one(expert).whole()
+
+    def one(self, expert: int) -> Packed:
+        """The matrix of one expert of a stack."""
+        return Packed(self.codes[expert], self.scales[expert], self.form)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """`[out, in]`: unpacked to float32 by the library, then rounded to `dtype`.
+        """The plain weight: unpacked in float32, then rounded to its dtype."""
+        if self.codes.ndim == 3:
+            return torch.stack([self[expert] for expert in range(len(self))])
+        found = _by_rows(self)
+        return found.T if self.form.is_transposed else found
 
-        With 4 bits on CPUs the library itself rounds, in the same pass.
-        """
-        library, shape = _functional(), torch.Size((len(self.absmax), self.absmax.shape[1] * BLOCK))
-        absmax = self.absmax.reshape(-1)
-        if self.kind == "nf4":
-            code = library.get_4bit_type("nf4", device=self.codes.device)
-            rounds = self.codes.is_cpu and self.dtype != torch.float64
-            dtype = self.dtype if rounds else torch.float32
-            state = library.QuantState(absmax, shape=shape, code=code, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
-            found: Tensor = library.dequantize_4bit(self.codes.reshape(-1, 1), state)
-        else:
-            found = library.dequantize_blockwise(
-                self.codes.reshape(shape), absmax=absmax, code=_levels(self.codes.device), blocksize=BLOCK
-            )
-        return found.view(shape).to(self.dtype)
+    def to(self, device: torch.device, dtype: torch.dtype) -> Packed:
+        """On `device`, of numbers in `dtype`."""
+        form = dataclasses.replace(self.form, dtype=dtype)
+        return Packed(self.codes.to(device), self.scales.to(device), form)
+
+    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Packed:
+        """A slice of a matrix of whole blocks, of the codes as they lie."""
+        form = self.form
+        touched = [Touched.by(*part, sizes[0]) for part, sizes in ((rows, form.rows), (columns, form.columns))]
+        each = 8 // BITS[form.kind]
+        return Packed(
+            self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous(),
+            self.scales[touched[0].first : touched[0].last, touched[1].first : touched[1].last].contiguous(),
+            dataclasses.replace(form, rows=touched[0].counts, columns=touched[1].counts),
+        )
+
+
+def joined(parts: Sequence[Packed], dim: int) -> Packed:
+    """Packed parts put together along dim -2 or -1 of the plain weight."""
+    first, *others = parts
+    if not others:
+        return first
+    dim = -3 - dim if first.form.is_transposed else dim
+    rows, columns = first.form.rows, first.form.columns
+    if dim == -2:
+        rows = tuple(count for part in parts for count in part.form.rows)
+    else:
+        columns = tuple(count for part in parts for count in part.form.columns)
+    form = dataclasses.replace(first.form, rows=rows, columns=columns)
+    codes, scales = ([getattr(part, what) for part in parts] for what in ("codes", "scales"))
+    return Packed(torch.cat(codes, dim), torch.cat(scales, dim), form)
+
+
+def stacked(parts: Sequence[Packed]) -> Packed:
+    """A stack of packed matrices."""
+    assert all(part.form == parts[0].form for part in parts), {part.form for part in parts}
+    return Packed(torch.stack([p.codes for p in parts]), torch.stack([p.scales for p in parts]), parts[0].form)
 
 
 def unpacked(weight: Tensor | Packed) -> Tensor:
-    """`[out, in]`, packed or not."""
+    """The plain weight, packed or not."""
     return weight.whole() if isinstance(weight, Packed) else weight
+
+
+def numbers_of_scales(scales: Tensor) -> Tensor:
+    """Scales in float32; bytes are exponents."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
+def _by_rows(packed: Packed) -> Tensor:
+    """Some rows at a time: codes to float32, times the scales of their blocks."""
+    form, codes = packed.form, packed.codes
+    scales = _spread(numbers_of_scales(packed.scales), form.rows, 0)
+    found = torch.empty(len(codes), sum(form.columns), dtype=form.dtype, device=codes.device)
+    table = to_device(_table(form.kind), codes.device)
+    each = max(1, max(_AT_ONCE, found.numel() // 32) // max(1, found.shape[1]))
+    for start in range(0, len(codes), each):
+        part, own = codes[start : start + each], scales[start : start + each]
+        values = table.index_select(0, part.reshape(-1).int()).view(torch.float32).view(len(part), -1)
+        if len({*form.columns}) == 1:
+            values.view(*own.shape, form.columns[0]).mul_(own.unsqueeze(-1))
+        else:
+            values.mul_(_spread(own, form.columns, 1))
+        found[start : start + each] = values
+    return found
+
+
+def _spread(scales: Tensor, counts: tuple[int, ...], dim: int) -> Tensor:
+    """Each scale repeated for the elements of its block."""
+    if {*counts} == {1}:
+        return scales
+    if len(counts) == 1:
+        return scales.expand(*((counts[0], -1) if dim == 0 else (-1, counts[0])))
+    repeats = to_device(torch.tensor(counts), scales.device)
+    return scales.repeat_interleave(repeats, dim, output_size=sum(counts))
+
+
+def _table(kind: str) -> Tensor:
+    """The numbers that a byte stands for, by its value: one, float32, or two in one int64."""
+    if kind in _FLOAT8:  # a table is five times as fast as the conversion, on CPUs
+        return torch.arange(256, dtype=torch.uint8).view(_FLOAT8[kind]).float()
+    if kind == "int8":
+        return torch.tensor(levels_of_int8())
+    values = values_of(kind)
+    byte = torch.arange(256)
+    pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
+    return torch.stack(pairs if kind == "mxfp4" else pairs[::-1], -1).view(torch.int64).flatten()
+
+
+def values_of(kind: str) -> Tensor:
+    """The 16 numbers of a kind of 4 bits, float32."""
+    if kind == "mxfp4":
+        return torch.tensor([*E2M1, *(-value for value in E2M1)])
+    found: Tensor = _functional().get_4bit_type(kind, device="cpu").float()
+    return found
 
 
 @torch.no_grad()
 def pack(weight: Tensor, kind: str) -> Packed:
-    """Quantise `[out, in]`; 64 must divide `in`. The codes of a block depend on its own elements alone."""
-    rows = len(weight)
-    assert weight.shape[1] % BLOCK == 0, tuple(weight.shape)
-    library, exact = _functional(), weight.float().contiguous()
+    """Quantise `[out, in]`. The codes of a block depend on its own elements alone."""
+    exact = weight.float().contiguous()
+    if kind == "fp8":
+        return _pack_fp8(exact, weight.dtype)
+    if kind == "mxfp4":
+        return _pack_mxfp4(exact, weight.dtype)
+    rows, width = exact.shape
+    assert width % _BLOCK == 0, (rows, width)
+    library = _functional()
     if kind == "nf4":
-        codes, state = library.quantize_4bit(exact, blocksize=BLOCK, quant_type="nf4")
+        codes, state = library.quantize_4bit(exact, blocksize=_BLOCK, quant_type="nf4")
     else:
-        codes, state = library.quantize_blockwise(exact, code=_levels(weight.device), blocksize=BLOCK)
-    return Packed(codes.view(rows, -1), state.absmax.view(rows, -1), kind, weight.dtype)
+        codes, state = library.quantize_blockwise(exact, code=_levels(weight.device), blocksize=_BLOCK)
+    form = Form(kind, weight.dtype, (1,) * rows, (_BLOCK,) * (width // _BLOCK))
+    return Packed(codes.view(rows, -1), state.absmax.view(rows, -1), form)
+
+
+def _pack_fp8(exact: Tensor, dtype: torch.dtype) -> Packed:
+    """The largest of each block of 128 x 128 becomes 448, the largest of e4m3 (DeepSeek-V3, section 3.3)."""
+    rows, columns = (Touched.by(0, size, _FP8_BLOCK).counts for size in exact.shape)
+    missing = [-size % _FP8_BLOCK for size in exact.shape]
+    padded = F.pad(exact.abs(), (0, missing[1], 0, missing[0])).view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
+    scales = padded.amax((1, 3)) / _FP8_MOST
+    scales[scales == 0] = 1.0
+    codes = (exact / _spread(_spread(scales, rows, 0), columns, 1)).to(torch.float8_e4m3fn)
+    return Packed(codes.view(torch.uint8), scales, Form("fp8", dtype, rows, columns))
+
+
+def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
+    """Blocks of 32 share the power of two below their largest, less 2, the exponent of the largest e2m1; numbers are
+    rounded to the nearest, ties to even, and at most to 6 (OCP Microscaling Formats 1.0, section 6.3).
+    """
+    rows, width = exact.shape
+    blocks = exact.view(rows, -1, _MX_BLOCK)
+    largest = blocks.abs().amax(-1)
+    exponents = (torch.frexp(largest).exponent - 1 - 2).clamp(-127, 127)
+    scales = torch.where(largest > 0, exponents + 127, 0).to(torch.uint8)
+    blocks = blocks / numbers_of_scales(scales).unsqueeze(-1)
+    middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)], device=exact.device)
+    up = torch.arange(len(middles), device=exact.device) % 2 == 1  # ties go to the even code: here the one above
+    middles = torch.where(up, middles.nextafter(middles.new_zeros(())), middles)
+    codes = torch.bucketize(blocks.abs(), middles) + 8 * (blocks < 0)
+    pairs = codes.to(torch.uint8).view(rows, -1, 2)
+    form = Form("mxfp4", dtype, (1,) * rows, (_MX_BLOCK,) * (width // _MX_BLOCK))
+    return Packed(pairs[..., 0] | (pairs[..., 1] << 4), scales, form)
 
 
 def _levels(device: torch.device) -> Tensor:
@@ -104,6 +269,32 @@ def _levels(device: torch.device) -> Tensor:
 def levels_of_int8() -> tuple[float, ...]:
     """The 256 levels, float32, as the library computes them: not under the meta device."""
     return tuple(_functional().create_linear_map(signed=True, total_bits=8).tolist())
+
+
+class FrozenMatrix(nn.Module):
+    """A leaf with a frozen `weight`, packed or not.
+
+    Attributes:
+        weight: the plain weight, or its codes. form: how it is packed; None if it is not; else `weight_scales` has the
+            scales.
+    """
+
+    weight: nn.Parameter
+    weight_scales: nn.Parameter
+    form: Form | None = None
+
+    def hold(self, packed: Packed) -> None:
+        """Hold the weight packed from now on."""
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        self.weight_scales = nn.Parameter(packed.scales, requires_grad=False)
+        self.form = packed.form
+
+    @property
+    def frozen_weight(self) -> Tensor | Packed:
+        """The weight in the form that products take."""
+        if self.form is None or self.weight.dtype != torch.uint8:
+            return self.weight
+        return Packed(self.weight, self.weight_scales, self.form)
 
 
 class _PackedLinear(Function):
@@ -130,7 +321,7 @@ def frozen_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Te
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[None]:
     """Inside the block every packed matrix is a plain one, for code that reads weights."""
-    packed = [(m, m.weight, m.frozen_weight) for m in model.modules() if isinstance(getattr(m, "quantized", None), str)]
+    packed = [(m, m.weight, m.frozen_weight) for m in model.modules() if isinstance(m, FrozenMatrix) and m.form]
     for module, _, frozen in packed:
         assert isinstance(frozen, Packed)
         module.weight = nn.Parameter(frozen.whole(), requires_grad=False)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from meshlora.model.stored import num_stored
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
-from meshlora.plan.quantization import with_quantization
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.quantization import KEEP, KINDS, with_quantization
+from meshlora.plan.rules import ModelPlan, Packing
 from meshlora.plan.topology import Topology
 
 DTYPES = {
@@ -54,6 +55,8 @@ class Blueprint:
         source: folder of the checkpoint; None: only a configuration, with random weights.
         config: as read. model: on the meta device, not split; never modified.
         dtype: of the base. plan: the split. adapter: what is trained. notes: messages for the user.
+        packing: the `quantization_config` of the checkpoint; None if it is in plain numbers.
+        kept: parameter -> how it stays packed in memory.
     """
 
     source: Path | None
@@ -64,6 +67,8 @@ class Blueprint:
     plan: ModelPlan
     adapter: AdapterPlan | None = None
     notes: tuple[str, ...] = ()
+    packing: Mapping[str, Any] | None = None
+    kept: Mapping[str, Packing] = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
@@ -82,7 +87,7 @@ class Blueprint:
         Raises:
             UserError: the model cannot be split so. UnsupportedError: the split is not proved.
         """
-        plan, adapter = _split(self.model, topology, self.options.quantization), self.adapter
+        plan, adapter = _split(self.model, topology, self.options.quantization, self.kept), self.adapter
         if adapter is not None:
             is_fresh = adapter.folder is None
             adapter = plan_adapter(self.model, plan, adapter.config, strict=is_fresh, folder=adapter.folder)
@@ -106,16 +111,28 @@ class Blueprint:
         read_factors(adapter, self.plan)
         return dataclasses.replace(self, adapter=adapter)
 
+    @property
+    def stored_config(self) -> PretrainedConfig:
+        """A copy of the configuration as it is stored, `quantization_config` included."""
+        config = copy.deepcopy(self.config)
+        if self.packing:
+            config.quantization_config = self.packing  # as transformers puts it there
+        return config
+
     def check_weights(self) -> str:
         """Check that the checkpoint holds every weight of the model, in its shape; returns which others it holds.
 
         Raises:
             UserError: one is missing, of another shape, or unused.
         """
-        assert self.source is not None
-        source = CheckpointSource(self.source, self.model)
+        source = self.weights()
         check_checkpoint(self.model, source, allow_unused=self.options.allow_unused_weights)
         return extra_weights(self.model, source)
+
+    def weights(self) -> CheckpointSource:
+        """The weights of the checkpoint; none is read yet."""
+        assert self.source is not None
+        return CheckpointSource(self.source, self.model, self.packing)
 
 
 def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, options: BaseOptions) -> Blueprint:
@@ -124,22 +141,47 @@ def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, opt
     Raises:
         UserError: a wrong folder, option or topology. UnsupportedError: anything not proved to be exact.
     """
-    config = read_model_config(model, trust_remote_code=options.trust_remote_code)
+    config = copy.deepcopy(read_model_config(model, trust_remote_code=options.trust_remote_code))
+    packing = vars(config).pop("quantization_config", None)  # the model itself is one of plain numbers
     dtype = resolve_dtype(options.dtype, config)
     built = _build(copy.deepcopy(config), dtype, options)
     source = None if isinstance(model, PretrainedConfig) else Path(model)
-    if options.quantization and source and read_json(source / "config.json").get("quantization_config"):
+    kept = _kept(source, built, packing) if options.quantization == KEEP else {}
+    if packing and options.quantization not in (None, KEEP):
         raise UnsupportedError(
             f"quantization {options.quantization} of model {source}",
             "its checkpoint is quantised already, and rounding it twice is not proved",
+            "use model.quantization: keep, or leave it out",
+        )
+    plan = _split(built, topology, options.quantization, kept)
+    return Blueprint(source, options, config, dtype, built, plan, packing=packing, kept=kept)
+
+
+def _kept(source: Path | None, model: Any, packing: Mapping[str, Any] | None) -> dict[str, Packing]:
+    """Parameter -> how it stays packed in memory.
+
+    Raises:
+        UserError: nothing is stored in few bits. UnsupportedError: in a format that does not stay packed.
+    """
+    given = f"quantization keep of model {source or model.config.model_type}"
+    if not packing:
+        raise UserError(given, "its checkpoint is not quantised", f"use one of {', '.join(KINDS)}, or leave it out")
+    if source is None:
+        raise UserError(given, "its files say which weights are in few bits", "give the folder of the checkpoint")
+    weights = CheckpointSource(source, model, packing)
+    kept, packed = weights.packings(), weights.packed()
+    if packed is not None and not kept:
+        raise UnsupportedError(
+            f"{given}: {packed}",
+            f"what {packing['quant_method']} stores so does not stay packed; fp8, mxfp4 and bitsandbytes' 4 bits do",
             "leave out model.quantization",
         )
-    return Blueprint(source, options, config, dtype, built, _split(built, topology, options.quantization))
+    return kept
 
 
-def _split(model: Any, topology: Topology, quantization: str | None) -> ModelPlan:
-    plan = with_quantization(plan_model(model, topology), quantization)
-    check_library(quantization)
+def _split(model: Any, topology: Topology, quantization: str | None, kept: Mapping[str, Packing]) -> ModelPlan:
+    plan = with_quantization(plan_model(model, topology), quantization, kept)
+    check_library(packing.kind for packing in plan.quantized.values())
     check_units(model, plan)
     return plan
 
@@ -161,7 +203,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, options: BaseOptions) -
 
 
 def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a local checkpoint; never contacts a hub.
+    """The configuration of a local checkpoint, its `quantization_config` included; never contacts a hub.
 
     Raises:
         UserError: no such folder, no config.json, an adapter beside it, absurd sizes, or a model type unknown to
@@ -202,7 +244,6 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     if stored.get("quantization_config"):
         check_packing(stored["quantization_config"], model_type, f"{file}")
-        del config.quantization_config  # its weights become plain numbers while they are read
     return config
 
 

@@ -25,7 +25,7 @@ from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
-from meshlora.model.weights import CheckpointSource, StateDictSource, checkpoint_files, fill
+from meshlora.model.weights import StateDictSource, checkpoint_files, fill
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
 
@@ -62,7 +62,8 @@ def load(
             topology, for which a model is refused otherwise.
         ignore_lora_dropout: treat `adapter` as having no lora_dropout.
         allow_unused_weights: accept a checkpoint with weights that the model does not use.
-        quantization: "nf4" or "int8": quantise the matrices of all linears but the head.
+        quantization: "nf4", "int8", "mxfp4" or "fp8": quantise the matrices of all linears but the head, and of routed
+            experts. "keep": those that the checkpoint stores in few bits stay packed.
 
     Raises:
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: anything not proved to be exact.
@@ -102,7 +103,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     source: Any = (
         StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
         if blueprint.source is None
-        else CheckpointSource(blueprint.source, model)
+        else blueprint.weights()
     )
     targets = blueprint.adapter.targets if blueprint.adapter is not None else {}
     parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype)

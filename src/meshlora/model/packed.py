@@ -1,7 +1,7 @@
-"""Checkpoint weights in few bits: from what is stored to plain numbers, for the slice that a rank holds.
+"""Checkpoint weights in few bits: from what is stored to plain numbers, or to codes that stay packed, for a slice.
 
-Owns: the formats, the names of their tensors, and the arithmetic. Does not own: reading files (`model.weights`), bases
-that meshlora itself quantises (`layers.quantized`).
+Owns: the formats, the names of their tensors, and the arithmetic. Does not own: reading files (`model.weights`), packed
+weights in memory (`layers.quantized`).
 
 A cut may cross a block or a word: it is read whole, and a number is that of the checkpoint on every topology.
 """
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.layers.quantized import Form, Packed, numbers_of_scales, values_of
+from meshlora.plan.quantization import Touched
+from meshlora.plan.rules import Packing
 
 # (start, stop) along each dim.
 Bounds = Sequence[tuple[int, int]]
@@ -26,8 +29,8 @@ Reader = Callable[[str, Bounds], Tensor]
 
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BLOCK = 32
+_NUM_BYTES = {"F8_E8M0": 1, "U8": 1, "BF16": 2, "F16": 2}
 _BNB_STATE = ".quant_state.bitsandbytes__"
 
 
@@ -37,8 +40,15 @@ class Format(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def packing(self) -> Packing | None:
+        """How codes and scales stay packed in memory; None if they cannot yet."""
+
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
+
+    def keep(self, bounds: Bounds, read: Reader) -> Packed:
+        """The slice `bounds` of the weight, packed: its codes, and the scales of all blocks that it has a part of."""
 
 
 class Tensors(Protocol):
@@ -112,7 +122,9 @@ def find_packed(
         if codes.dtype in _FLOAT8:
             scales = next((k for k in (f"{key}_scale_inv", f"{key}_scale") if k in tensors), None)
             blocks = quantization.get("weight_block_size") or _block_of_groups(quantization)
-            form = BlockFloat8.of(codes.shape, tensors[scales].shape, blocks) if scales else None
+            kind = "fp8" if codes.dtype == "F8_E4M3" else "fp8_e5m2"
+            width = _NUM_BYTES.get(tensors[scales].dtype, 4) if scales else 4
+            form = BlockFloat8.of(codes.shape, tensors[scales].shape, blocks, kind, width) if scales else None
             spent = [f"{owner}.{name}" for name in ("activation_scale", "input_scale", "input_scale_ub")]
             yield key, form, {"codes": key} | ({"scales": scales} if scales else {}), spent
         elif method == "mxfp4" and key.endswith("_blocks"):
@@ -157,29 +169,58 @@ class BlockFloat8:
 
     shape: tuple[int, ...]
     block: tuple[int, ...]
+    kind: str = "fp8"
+    scale_bytes: int = 4
 
     @staticmethod
-    def of(codes: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None) -> BlockFloat8 | None:
+    def of(
+        codes: tuple[int, ...],
+        scales: tuple[int, ...],
+        block: Sequence[int] | None,
+        kind: str = "fp8",
+        scale_bytes: int = 4,
+    ) -> BlockFloat8 | None:
         """One scale for all, one for each row, or one for each `block` of the last two dims."""
         if math.prod(scales) == 1:
-            return BlockFloat8(codes, codes)
+            return BlockFloat8(codes, codes, kind, scale_bytes)
         if scales == (*codes[:-1], 1):
-            return BlockFloat8(codes, (*(1 for _ in codes[:-1]), codes[-1]))
+            return BlockFloat8(codes, (*(1 for _ in codes[:-1]), codes[-1]), kind, scale_bytes)
         whole = (*(1 for _ in codes[:-2]), *(block or ()))
         fits = len(whole) == len(codes) and scales == tuple(-(-n // size) for n, size in zip(codes, whole, strict=True))
-        return BlockFloat8(codes, whole) if fits else None
+        return BlockFloat8(codes, whole, kind, scale_bytes) if fits else None
+
+    @property
+    def packing(self) -> Packing | None:
+        """How codes and scales stay packed in memory."""
+        if len(self.shape) not in (2, 3):
+            return None
+        return Packing(self.kind, (self.block[-2], self.block[-1]), self.scale_bytes)
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
         value = read("codes", bounds).float()
-        touched = [(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.block, strict=True)]
-        scales = read("scales", touched)
-        # Without the type of exponents they are bytes.
-        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-        scales = scales.reshape([stop - start for start, stop in touched])
-        for dim, ((start, stop), size) in enumerate(zip(bounds, self.block, strict=True)):
-            scales = scales.index_select(dim, torch.arange(start, stop) // size - start // size)
+        touched, scales = self._scales(bounds, read)
+        scales = numbers_of_scales(scales)
+        for dim, along in enumerate(touched):
+            scales = scales.repeat_interleave(torch.tensor(along.counts, dtype=torch.long), dim)
         return value.mul_(scales)
+
+    def keep(self, bounds: Bounds, read: Reader) -> Packed:
+        """The slice `bounds` of the weight, packed."""
+        codes = read("codes", bounds).contiguous().view(torch.uint8)
+        touched, scales = self._scales(bounds, read)
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.view(torch.uint8)
+        *experts, rows, columns = touched
+        for along in experts:  # one scale of all of them, or one each
+            scales = scales.repeat_interleave(torch.tensor(along.counts, dtype=torch.long), 0)
+        return Packed(codes, scales.contiguous(), Form(self.kind, torch.float32, rows.counts, columns.counts))
+
+    def _scales(self, bounds: Bounds, read: Reader) -> tuple[list[Touched], Tensor]:
+        """The blocks along each dim that the slice has a part of, and their scales as they are stored."""
+        touched = [Touched.by(*bound, size) for bound, size in zip(bounds, self.block, strict=True)]
+        scales = read("scales", [(along.first, along.last) for along in touched])
+        return touched, scales.reshape([along.last - along.first for along in touched])
 
 
 @dataclass(frozen=True)
@@ -199,10 +240,28 @@ class Mxfp4:
         experts, outputs, blocks, _ = codes
         return Mxfp4((experts, blocks * _MX_BLOCK, outputs))
 
+    @property
+    def packing(self) -> Packing | None:
+        """How codes and scales stay packed in memory."""
+        return Packing("mxfp4", (1, _MX_BLOCK), 1)
+
+    def keep(self, bounds: Bounds, read: Reader) -> Packed:
+        """The slice `bounds` of the weight, packed: codes and scales as they are stored, transposed."""
+        experts, (start, stop), outputs = bounds
+        along = Touched.by(start, stop, _MX_BLOCK)
+        assert start % 2 == 0 == stop % 2, bounds
+        blocks = (along.first, along.last)
+        codes = read("codes", [experts, outputs, blocks, (0, _MX_BLOCK // 2)]).flatten(-2)
+        offset = along.first * _MX_BLOCK
+        codes = codes[..., (start - offset) // 2 : (stop - offset) // 2].contiguous()
+        rows = (1,) * (outputs[1] - outputs[0])
+        form = Form("mxfp4", torch.float32, rows, along.counts, is_transposed=True)
+        return Packed(codes, read("scales", [experts, outputs, blocks]), form)
+
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32; one expert at a time, as its codes alone need little memory."""
         (first, last), (start, stop), outputs = bounds
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+        table = values_of("mxfp4")
         blocks = (start // _MX_BLOCK, -(-stop // _MX_BLOCK))
         offset = blocks[0] * _MX_BLOCK
         whole = torch.empty(last - first, stop - start, outputs[1] - outputs[0])
@@ -236,6 +295,7 @@ class GroupedInts:
     group: int
     zero_offset: int = 0
     has_groups: bool = False
+    packing: None = None
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], quantization: Mapping[str, Any]) -> GroupedInts | None:
@@ -267,6 +327,10 @@ class GroupedInts:
         groups = (first, int(group.max()) + 1 if len(group) else 0)
         codes, zeros, scales = self._parts(outputs, inputs, groups, read)
         return (codes - zeros.index_select(1, group - first)).float() * scales.index_select(1, group - first)
+
+    def keep(self, bounds: Bounds, read: Reader) -> Packed:
+        """Not yet."""
+        raise AssertionError(self)
 
     def _parts(
         self, outputs: tuple[int, int], inputs: tuple[int, int], groups: tuple[int, int], read: Reader
@@ -307,6 +371,7 @@ class Blocks4:
     block: int
     nested: int = 0
     offset: float = 0.0
+    kind: str = "nf4"
 
     @staticmethod
     def of(kind: str, state: bytes) -> Blocks4 | None:
@@ -320,7 +385,7 @@ class Blocks4:
         is_right = isinstance(shape, list) and len(shape) == 2 and all(map(_is_size, [*shape, block]))
         if kind not in ("nf4", "fp4") or not is_right or not (nested == 0 or _is_size(nested)) or shape[1] % 2:
             return None
-        return Blocks4((shape[0], shape[1]), block, nested, offset)
+        return Blocks4((shape[0], shape[1]), block, nested, offset, kind)
 
     def fitting(self, tensors: Mapping[str, Tensors], parts: Mapping[str, str]) -> Blocks4 | None:
         """This, if the stored tensors have the shapes that it needs."""
@@ -339,11 +404,31 @@ class Blocks4:
         pairs = read("codes", [(start // 2, stop // 2), (0, 1)]).flatten().int()
         values = read("quant_map", [(0, 16)])[torch.stack([pairs >> 4, pairs & 15], -1).flatten()]  # high nibble first
         blocks = (start // self.block, -(-stop // self.block))
-        scales = read("absmax", [blocks])
-        if self.nested:
-            outer = (blocks[0] // self.nested, -(-blocks[1] // self.nested))
-            of_each = torch.arange(*blocks) // self.nested - outer[0]
-            table = read("nested_quant_map", [(0, 256)])
-            scales = table[scales.int()] * read("nested_absmax", [outer])[of_each] + self.offset
-        values = values * scales[torch.arange(start, stop) // self.block - blocks[0]]
+        values = values * self._scales(blocks, read)[torch.arange(start, stop) // self.block - blocks[0]]
         return values.reshape(last - first, width)[:, slice(*columns)]
+
+    @property
+    def packing(self) -> Packing | None:
+        """How codes and scales stay packed in memory: their blocks must lie in rows."""
+        return None if self.shape[1] % self.block else Packing(self.kind, (1, self.block), 4)
+
+    def keep(self, bounds: Bounds, read: Reader) -> Packed:
+        """The slice `bounds` of the weight, packed; scales in few bits become float32."""
+        if not torch.equal(read("quant_map", [(0, 16)]).float(), values_of(self.kind)):
+            raise UnsupportedError(f"{self.kind} with levels of its own", "they cannot stay packed", "leave out keep")
+        (first, last), columns = bounds
+        along, each = Touched.by(*columns, self.block), self.shape[1] // self.block
+        rows, width = last - first, self.shape[1] // 2
+        codes = read("codes", [(first * width, last * width), (0, 1)]).view(rows, width)
+        scales = self._scales((first * each, last * each), read).view(rows, each)[:, along.first : along.last]
+        codes = codes[:, columns[0] // 2 : columns[1] // 2].contiguous()
+        return Packed(codes, scales.float().contiguous(), Form(self.kind, torch.float32, (1,) * rows, along.counts))
+
+    def _scales(self, blocks: tuple[int, int], read: Reader) -> Tensor:
+        scales = read("absmax", [blocks])
+        if not self.nested:
+            return scales
+        outer = (blocks[0] // self.nested, -(-blocks[1] // self.nested))
+        of_each = torch.arange(*blocks) // self.nested - outer[0]
+        table = read("nested_quant_map", [(0, 256)])
+        return table[scales.int()] * read("nested_absmax", [outer])[of_each] + self.offset

@@ -25,6 +25,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import open_safetensors, read_json
 from meshlora.model.packed import Format, find_packed
 from meshlora.model.stream import dtype_name
+from meshlora.plan.rules import Packing
 
 # The largest checkpoints have some 100,000 tensors.
 _INDEX_BYTES = 32 * 2**20
@@ -93,6 +94,12 @@ class Stored:
         return tuple(itertools.chain.from_iterable(self.rows))
 
     @property
+    def packing(self) -> Packing | None:
+        """How it can stay packed in memory; None if it is in plain numbers, or cannot."""
+        found = {t.packed[0].packing if t.packed is not None else None for t in self.tensors}
+        return found.pop() if len(found) == 1 else None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
         first = self.rows[0]
@@ -111,6 +118,8 @@ class Stored:
         chosen = [_along(dim, size, parts) for dim, size in enumerate(self.shape)]
         stacked = 1 if self.experts else 0
         for number, row in enumerate(self.rows):
+            if stacked and not any(start <= number < stop for (start, stop), _ in chosen[0]):
+                continue
             start = 0
             for tensor in row:
                 first = [(number, number + 1)] if stacked else []
@@ -218,15 +227,13 @@ def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
                 yield StoredTensor(path, key, tuple(view.get_shape()), view.get_dtype())
 
 
-def _with_packed(folder: Path) -> list[StoredTensor]:
+def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[StoredTensor]:
     """The tensors of a checkpoint, where those of a weight in few bits are that weight.
 
     Raises:
         UserError: some are missing, or do not fit.
     """
     tensors = {tensor.key: tensor for tensor in _stored_tensors(folder)}
-    config = folder / "config.json"
-    quantization = read_json(config).get("quantization_config") if config.is_file() else None
     if not quantization:
         return list(tensors.values())
 
@@ -264,8 +271,10 @@ class _Found(NamedTuple):
     is_stacked: bool = False
 
 
-def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
+def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None = None) -> dict[str, Stored]:
     """Name in `model` (not split, meta device) -> its stored tensors; and the tensors without a place in the model.
+
+    quantization: the `quantization_config` of its config.json.
 
     Raises:
         UserError: two tensors for one place, an expert without one of its matrices.
@@ -279,7 +288,7 @@ def find_stored(folder: Path, model: Any) -> dict[str, Stored]:
     rename, prefix = core_model_loading.rename_source_key, model.base_model_prefix
     names = model.state_dict()
     found: dict[str, list[_Found]] = {}
-    for tensor in _with_packed(folder):
+    for tensor in _with_packed(folder, quantization):
         name, pattern = rename(tensor.key, renamings, converters, prefix, names)
         if name not in names and tensor.key in names:
             # It has the current name already.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,15 @@ from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.files import open_safetensors
 from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.quantized import FrozenMatrix, Packed, joined, pack, stacked
 from meshlora.model.dp_shard import shard_unit
 from meshlora.model.packed import Bounds
 from meshlora.model.stored import Part, Stored, StoredTensor, find_stored
 from meshlora.model.stored import checkpoint_files as checkpoint_files
+from meshlora.model.stream import FLOATS
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.rules import ExpertRule, ModelPlan
+from meshlora.plan.quantization import KEEP, contiguous
+from meshlora.plan.rules import ExpertRule, ModelPlan, Packing
 from meshlora.plan.topology import EP, ETP
 
 _ROWS_AT_ONCE = 4096
@@ -56,9 +59,9 @@ class Source:
         return self.stored[name].mistake(name, needed)
 
     def integers(self, name: str) -> str | None:
-        """A stored tensor of `name` that holds integers, as quantised weights do; None if there is none."""
+        """A stored tensor of `name` in few bits, or of integers, without its scales; None if there is none."""
         stored = self.stored[name]
-        found = next((t for t in stored.tensors if not t.dtype.startswith(("F", "BF"))), None)
+        found = next((t for t in stored.tensors if t.value is None and t.dtype not in FLOATS), None)
         return None if found is None else found.key if stored.experts else name
 
     def packed(self) -> str | None:
@@ -66,15 +69,31 @@ class Source:
         tensors = (t for stored in self.stored.values() for t in stored.tensors)
         return next((t.key for t in tensors if t.packed is not None), None)
 
+    def packings(self) -> dict[str, Packing]:
+        """Name -> how it can stay packed in memory, for the weights that can."""
+        found = ((name, stored.packing) for name, stored in self.stored.items())
+        return {name: packing for name, packing in found if packing is not None}
+
+    def keep(self, name: str, *parts: Part) -> Packed:
+        """`read`, packed. The slices may be several along one dim."""
+        stored = self.stored[name]
+        # Expert, if they are stored one by one -> place along dim -2 -> blocks along dim -1.
+        grid: dict[str, dict[str, list[Packed]]] = {}
+        for tensor, own, place in stored.blocks(parts):
+            row = grid.setdefault(str(place[:-2]), {}).setdefault(str(place[-2]), [])
+            row.append(_keep_slice(tensor, own))
+        found = [joined([joined(row, -1) for row in rows.values()], -2) for rows in grid.values()]
+        return stacked(found) if stored.experts else found[0]
+
     def read(self, name: str, *parts: Part) -> Tensor:
         """The slices `parts` of the tensor, concatenated along each dim. It may be a view: copy it."""
         stored = self.stored[name]
         blocks = list(stored.blocks(parts))
         if len(blocks) == 1 and not stored.experts:
-            return _read_slice(blocks[0].tensor, blocks[0].parts)
+            return read_slice(blocks[0].tensor, blocks[0].parts)
         whole: Tensor | None = None
         for tensor, own, place in blocks:
-            value = _read_slice(tensor, own)
+            value = read_slice(tensor, own)
             if whole is None:
                 whole = value.new_empty(stored.shape_of(parts))
             if whole.dtype != value.dtype:
@@ -107,23 +126,33 @@ class CheckpointSource(Source):
     concatenated, experts that are stored one by one are stacked.
     """
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        super().__init__(find_stored(folder, model), f"checkpoint {folder}")
+    def __init__(self, folder: Path, model: nn.Module, quantization: Mapping[str, Any] | None = None) -> None:
+        super().__init__(find_stored(folder, model, quantization), f"checkpoint {folder}")
         self.folder = folder
 
 
-def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
+def _keep_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Packed:
+    assert stored.packed is not None, stored
+    form, tensors = stored.packed
+    return form.keep(_bounds(stored, parts), lambda part, of_part: _read_bounds(tensors[part], of_part))
+
+
+def _bounds(stored: StoredTensor, parts: tuple[Part, ...]) -> Bounds:
+    of_dim = {part.dim: (part.start, part.stop) for part in parts}
+    return [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
+
+
+def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
+    """A slice of one stored tensor; in plain numbers, float32, if it is in few bits. It may be a view: copy it."""
     if stored.packed is not None:
         form, tensors = stored.packed
-        of_dim = {part.dim: (part.start, part.stop) for part in parts}
-        bounds = [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
-        return form.read(bounds, lambda part, of_part: _read_bounds(tensors[part], of_part))
+        return form.read(_bounds(stored, parts), lambda part, of_part: _read_bounds(tensors[part], of_part))
     if stored.swapped:
         one, other = stored.swapped
         dims = {one: other, other: one}
         as_stored = dataclasses.replace(stored, swapped=None)
         parts = tuple(Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts)
-        return _read_slice(as_stored, parts).transpose(one, other)
+        return read_slice(as_stored, parts).transpose(one, other)
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)
@@ -138,7 +167,7 @@ def _read_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Tensor:
 def _read_bounds(stored: StoredTensor, bounds: Bounds) -> Tensor:
     """A slice of a tensor of as many dims, or all of one that has fewer: a scale of the whole matrix."""
     parts = [Part(dim, *bound) for dim, bound in enumerate(bounds)]
-    return _read_slice(stored, tuple(parts[: len(stored.shape)]))
+    return read_slice(stored, tuple(parts[: len(stored.shape)]))
 
 
 @dataclass(frozen=True)
@@ -149,6 +178,7 @@ class Placement:
         shape: of the stored one. is_transposed: whether the stored one is the transpose of ours.
         dim: our dim that is split over tp (None: none). layout: of that dim.
         num_experts: for a stack of experts' matrices: dim 0 is split over ep, and `dim` over etp, not tp.
+        has_inputs_first: whether the stored one is `[..., in, out]`.
     """
 
     shape: tuple[int, ...]
@@ -156,6 +186,7 @@ class Placement:
     layout: Layout | None = None
     is_transposed: bool = False
     num_experts: int = 0
+    has_inputs_first: bool = False
 
 
 def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
@@ -182,15 +213,15 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
                 name = _base_name(path, module, leaf)
                 where = _placement(name, module, old, plan)
                 stored = _stored_name(name, source, aliases)
+                check_tied(aliases[name], source)
+                if path in plan.quantized and leaf == "weight":
+                    assert isinstance(module, FrozenMatrix)
+                    how = {"dtype": old.dtype, "is_stored": plan.quantization == KEEP}
+                    module.hold(read_packed(stored, where, source, mesh, plan.quantized[path], **how))
+                    continue
                 tensor = _read_local(stored, where, source, mesh)
                 value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
                 _check_finite(value, stored, source)
-                check_tied(aliases[name], source)
-                if path in plan.quantized and leaf == "weight":
-                    assert isinstance(module, ParallelLinear)
-                    assert plan.quantization is not None
-                    module.pack_weight(value, plan.quantization)
-                    continue
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             setattr(module, leaf, made[id(old)])
 
@@ -302,7 +333,7 @@ def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]
             if integers := source.integers(name):
                 raise UnsupportedError(
                     f"{source.describe()}: {integers}",
-                    "it holds integers, and quantised weights are not supported yet",
+                    "it holds integers or float8 numbers, and config.json has no quantization_config that explains it",
                     "use the checkpoint that was quantised",
                 )
 
@@ -339,7 +370,8 @@ def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan 
             return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
         dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
         shape = (rule.out_features, rule.in_features)
-        return Placement(shape[::-1] if rule.is_transposed else shape, dim, rule.layout, rule.is_transposed)
+        stored = shape[::-1] if rule.is_transposed else shape
+        return Placement(stored, dim, rule.layout, rule.is_transposed, has_inputs_first=rule.is_transposed)
     if plan is not None and (own := plan.parameters.get(name)) is not None:
         whole = list(parameter.shape)
         whole[own.dim] = own.layout.size
@@ -361,6 +393,7 @@ def _placement_of_experts(rule: ExpertRule, *, is_bias: bool) -> Placement:
         dim,
         rule.layout,
         num_experts=rule.num_experts,
+        has_inputs_first=rule.is_transposed,
     )
 
 
@@ -385,13 +418,74 @@ def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tens
 
 def _parts(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
     """The slices of a rank along `dim`; adjacent runs, as of interleaved gate and up, are one part."""
-    parts: list[Part] = []
-    for run in layout.runs(rank=rank, size=size):
-        if parts and parts[-1].stop == run.start:
-            parts[-1] = Part(dim, parts[-1].start, run.stop)
-        else:
-            parts.append(Part(dim, run.start, run.stop))
-    return parts
+    runs = layout.runs(rank=rank, size=size)
+    return [Part(dim, *bound) for bound in contiguous((run.start, run.stop) for run in runs)]
+
+
+def read_packed(
+    name: str,
+    where: Placement,
+    source: Source,
+    mesh: Mesh,
+    packing: Packing,
+    *,
+    dtype: torch.dtype,
+    is_stored: bool,
+) -> Packed:
+    """This rank's part of the stored tensor `name`, packed: as it is stored, or quantised now, an expert at a time.
+
+    Raises:
+        UserError: a value that is not finite.
+    """
+    axis, experts = mesh.tp, list[Part]()
+    if where.num_experts:
+        axis, ep = mesh.over({ETP}), mesh.over({EP})
+        experts = _parts(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
+    parts = list[Part]()
+    if where.dim is not None and where.layout is not None:
+        stored_dim = 1 - where.dim if where.is_transposed else where.dim
+        parts = _parts(stored_dim, where.layout, rank=axis.rank, size=axis.size)
+    if is_stored:
+        packed = source.keep(name, *experts, *parts)
+    else:
+        each = [[Part(0, e, e + 1)] for part in experts for e in range(part.start, part.stop)]
+        found = [_quantised(name, one, parts, where, source, packing, mesh.device, dtype) for one in each or [[]]]
+        packed = stacked(found) if each else found[0]
+    packed = (packed.mT if where.is_transposed else packed).to(mesh.device, dtype)
+    if is_stored:
+        for number in range(len(packed)) if experts else ():
+            _check_finite(packed[number], name, source)
+        if not experts:
+            _check_finite(packed.whole(), name, source)
+    return packed
+
+
+def _quantised(
+    name: str,
+    expert: list[Part],
+    parts: list[Part],
+    where: Placement,
+    source: Source,
+    packing: Packing,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Packed:
+    """The slices `parts` of a matrix, quantised. Of a block that is cut all is read: its scale is that of the whole."""
+    found, ndim = [], len(where.shape)
+    dim = (parts[0].dim if parts else 0) - ndim  # -2 or -1, as stored
+    along = -3 - dim if where.has_inputs_first else dim  # of [out, in]
+    size = packing.block[along]
+    for part in parts or [Part(ndim + dim, 0, where.shape[dim])]:
+        start, stop = part.start // size * size, min(-(-part.stop // size) * size, where.shape[dim])
+        value = source.read(name, *expert, Part(part.dim, start, stop))
+        value = (value[0] if expert else value).to(device=device, dtype=dtype)
+        _check_finite(value, name, source)
+        packed = pack(value.T if where.has_inputs_first else value, packing.kind)
+        bounds = [(0, size) for size in packed.shape]
+        bounds[along] = (part.start - start, part.stop - start)
+        packed = packed.part(bounds[0], bounds[1])
+        found.append(packed.mT if where.has_inputs_first else packed)
+    return joined(found, dim)
 
 
 def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:

@@ -29,7 +29,10 @@ _SOURCES = (
     *("config/objective.py", "plan/families/twin.py"),
     *(f"common/{name}.py" for name in ("compat", "float64", "masks", "routing")),
     *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "dropout", "experts", "inputs", "objectives")),
-    *(f"oracle/{name}.py" for name in ("ownership", "pieces", "quantized", "reference", "reference_case", "replay")),
+    *(
+        f"oracle/{name}.py"
+        for name in ("ownership", "packed", "pieces", "quantized", "reference", "reference_case", "replay")
+    ),
     "oracle/trace.py",
 )
 # Checkpoint files above this size are identified by size and modification time instead of content.
@@ -55,7 +58,7 @@ class Case:
         objective: the training objective. lora_plus_ratio, lora_plus_embedding_lr: LoRA+ options of the optimizer.
         columns, rows_per_example: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
-        quantization: of the frozen base, nf4 or int8, or None.
+        quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
         packing: our side packs several sequences into a row; recompute: it recomputes activations;
             resumes: it stops before its last step and resumes from its checkpoint. The reference does none of these.
         pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
@@ -225,7 +228,7 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     not hashed.
     """
     values = {k: v for k, v in dataclasses.asdict(case).items() if k not in ("model", "adapter")}
-    library = [importlib.metadata.version("bitsandbytes")] if case.quantization is not None else []
+    library = [importlib.metadata.version("bitsandbytes")] if case.quantization in ("nf4", "int8") else []
     made_with = [json.dumps(versions()), *library, *_own_sources()]
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
 

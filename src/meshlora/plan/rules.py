@@ -119,6 +119,19 @@ class ParameterRule:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How a frozen matrix is held in few bits.
+
+    Attributes:
+        kind: one of `plan.quantization.BITS`. block: (outputs, inputs) that share a scale. scale_bytes: of each.
+    """
+
+    kind: str
+    block: tuple[int, int]
+    scale_bytes: int
+
+
+@dataclass(frozen=True)
 class Region:
     """A block with one tensor-parallel entry and one exit.
 
@@ -152,7 +165,8 @@ class ModelPlan:
         experts: name -> rule of every routed experts module.
         matrices: name -> rule of the routers that are not linears and own their `weight`.
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
-        quantized: names of the quantised linears. quantization: the kind.
+        quantized: name -> packing of every linear and projection of experts that is held in few bits. quantization:
+            the kind, or "keep".
     """
 
     model_type: str
@@ -169,7 +183,7 @@ class ModelPlan:
     experts: Mapping[str, ExpertsRule] = field(default_factory=dict)
     matrices: Mapping[str, LinearRule] = field(default_factory=dict)
     units: tuple[str, ...] = ()
-    quantized: frozenset[str] = frozenset()
+    quantized: Mapping[str, Packing] = field(default_factory=dict)
     quantization: str | None = None
 
     @cached_property

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from meshlora.adapter.plan import Trained
 from meshlora.common.float64 import wide_dtype
+from meshlora.layers.quantized import Form, Packed
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.layout import Split
-from meshlora.plan.quantization import BLOCK, KINDS
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.quantization import BITS, local_blocks
+from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.topology import DATA
 from meshlora.planner.kinds import Shrunk
 
@@ -114,14 +115,24 @@ def held(
 
     targets: names of the modules with LoRA. A linear that is not replaced keeps its stored shape.
     """
-    owner, _, leaf = name.rpartition(".")
-    local = _local_shape(name, shape, plan, targets)
-    if owner not in plan.quantized or leaf != "weight":
-        return (torch.empty(local, dtype=dtype, device="meta"),)
-    assert plan.quantization is not None
-    out, inside = local
-    codes = torch.empty(out, inside * KINDS[plan.quantization] // 8, dtype=torch.uint8, device="meta")
-    return codes, torch.empty(out, inside // BLOCK, dtype=torch.float32, device="meta")
+    owner = name if name in plan.projections else name.removesuffix(".weight")
+    if owner in plan.quantized:
+        packed = packed_like(owner, dtype, plan, device="meta")
+        return packed.codes, packed.scales
+    return (torch.empty(_local_shape(name, shape, plan, targets), dtype=dtype, device="meta"),)
+
+
+def packed_like(name: str, dtype: torch.dtype, plan: ModelPlan, *, device: str = "cpu") -> Packed:
+    """The packed matrix, or stack of them, that a rank holds of `name`, of any values."""
+    rule, packing = plan.rule_of(name), plan.quantized[name]
+    assert rule is not None, name
+    rows, columns = local_blocks(plan, rule, packing)
+    experts = [rule.num_experts // plan.topology.ep] if isinstance(rule, ExpertRule) else []
+    codes = torch.empty(*experts, sum(rows), sum(columns) * BITS[packing.kind] // 8, dtype=torch.uint8, device=device)
+    of_scales = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[packing.scale_bytes]
+    scales = torch.empty(*experts, len(rows), len(columns), dtype=of_scales, device=device)
+    is_transposed = isinstance(rule, ExpertRule) and rule.is_transposed
+    return Packed(codes, scales, Form(packing.kind, dtype, rows, columns, is_transposed))
 
 
 def _local_shape(name: str, shape: Sequence[int], plan: ModelPlan, targets: Collection[str]) -> tuple[int, ...]:

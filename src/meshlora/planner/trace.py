@@ -25,7 +25,8 @@ from meshlora.common.float64 import wide_dtype
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.module import ParallelExperts
 from meshlora.layers.head.loss import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
-from meshlora.layers.linear import ParallelHead, ParallelLinear
+from meshlora.layers.linear import ParallelHead
+from meshlora.layers.quantized import FrozenMatrix
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import guard_model
 from meshlora.model.dp_shard import finish_sharding, shard_unit
@@ -37,7 +38,7 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, axis_sets
 from meshlora.planner.fake import FakeRun, Section, Work
-from meshlora.planner.memory import LayerMemory, Phase, StepMemory
+from meshlora.planner.memory import LayerMemory, Phase, StepMemory, packed_like
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,9 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     plan, adapter = blueprint.plan, blueprint.trained
     parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
     for name in sorted(plan.quantized):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, ParallelLinear)
-        assert plan.quantization is not None
-        linear.pack_weight(linear.weight, plan.quantization)
+        leaf = model.get_submodule(name)
+        assert isinstance(leaf, FrozenMatrix)
+        leaf.hold(packed_like(name, leaf.weight.dtype, plan))
     for unit in plan.units:
         shard_unit(model, unit, plan, mesh)
     model.tie_weights()

@@ -195,7 +195,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         packing=run.config.data.packing,
         recompute=run.config.train.recompute != "none",
         attn_implementation=stand_in.attn_implementation,
-        quantization=options.quantization,
+        quantization=stand_in.quantization,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
@@ -223,6 +223,7 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
             dtype="float64",
             attn_implementation=stand_in.attn_implementation,
             disable_dropout="unsupported",
+            quantization=stand_in.quantization,  # type: ignore[arg-type] # one of them
         )
         adapters = {
             name: one_of_several(

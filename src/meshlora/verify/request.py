@@ -49,7 +49,7 @@ from meshlora.oracle.objectives import has_load_balancing
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
-from meshlora.plan.quantization import BLOCK
+from meshlora.plan.quantization import KEEP, TWIN_BLOCKS
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DENSE_AXES, Topology, divisors
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
@@ -179,6 +179,9 @@ class Proof:
             "one_micro_batch": micro_batches == 1,
             "four_micro_batches": micro_batches > 3,
             "quantized": case.quantization is not None,
+            "plain_base": case.quantization is None,
+            "quantizes": case.quantization not in (None, KEEP),
+            "four_bits": case.quantization in ("nf4", "mxfp4"),
             "base": case.objective.needs_base,
             case.objective.kind: True,
             "lora_plus": case.lora_plus_ratio is not None,
@@ -238,7 +241,9 @@ def prepare_proof(request: Request) -> Proof:
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
     """Topology -> blueprint with the adapter, in the order of the runs."""
     options = BaseOptions(**same_fields(BaseOptions, request), disable_dropout="unsupported")
-    base = make_blueprint(config, given[0] if given else Topology(), options)
+    # Of a checkpoint in few bits the files say which weights are.
+    model = request.model if request.quantization == KEEP and request.model is not None else config
+    base = make_blueprint(model, given[0] if given else Topology(), options)
     check_recompute(base.model, "full" if request.recompute else "none")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
@@ -419,7 +424,10 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
-    block = BLOCK if request.quantization is not None else 1
+    block = TWIN_BLOCKS.get(request.quantization or "", 1)
+    if request.quantization == KEEP and (request.family is not None or request.twin):
+        given, way_out = "--quantization keep of a twin", f"use one of {', '.join(TWIN_BLOCKS)}"
+        raise UserError(given, "its weights are random, and not stored in few bits", way_out)
     if request.family is not None:
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")

@@ -19,7 +19,7 @@ from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
-from meshlora.plan.quantization import BLOCK
+from meshlora.plan.quantization import TWIN_BLOCKS, kind_for_twin
 from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.plan.topology import Topology, divisors
 from meshlora.train.prepare import Prepared
@@ -38,7 +38,7 @@ class StandIn:
 
     Attributes:
         config: of the twin, with the dropout rates of the runs. topology: where it is proved.
-        attn_implementation: of the runs, if a CPU supports it.
+        attn_implementation: of the runs, if a CPU supports it. quantization: of its frozen base.
     """
 
     def __init__(self, *runs: Prepared) -> None:
@@ -49,7 +49,8 @@ class StandIn:
         self.topology = provable(run.topology)
         attention = run.blueprint.options.attn_implementation
         self.attn_implementation = attention if attention in _ATTENTIONS else None
-        given, block = copy.deepcopy(self._given), BLOCK if run.plan.quantized else 1
+        self.quantization = kind_for_twin(run.plan)
+        given, block = copy.deepcopy(self._given), TWIN_BLOCKS.get(self.quantization or "", 1)
         self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers)
         handle_dropout(given, disable=run.blueprint.options.disable_dropout)
         for name, rate in dropout_fields(given).items():  # the twin has none by default

@@ -28,16 +28,17 @@ from meshlora.layers.adapted import AdaptedLeaf, become
 from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.mlp import GroupedMlpFunction
 from meshlora.layers.experts.products import Projection
+from meshlora.layers.quantized import FrozenMatrix
 from meshlora.layers.tokens import owners
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ExpertRule, ExpertsRule
 from meshlora.plan.topology import EP, ETP
 
 
-class ParallelExpertLinear(AdaptedLeaf):
+class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
     """One frozen projection of this rank's experts with its adapters.
 
-    Attributes, besides those of `AdaptedLeaf`:
+    Attributes, besides those of `AdaptedLeaf` and `FrozenMatrix`:
         rule: of all experts. num_experts: of this rank.
         weight: `[E_local, out_local, in_local]`, or as stored, `[E_local, in_local, out_local]`.
         bias: `[E_local, out_local]` or None.
@@ -68,7 +69,7 @@ class ParallelExpertLinear(AdaptedLeaf):
         """The frozen part; for a row projection one term of a sum over etp, with the bias on the first rank only."""
         bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
         scale = self.scaling[self.in_use] if self.in_use is not None else 1.0
-        return Projection(self.weight, bias, scale, self.rule.is_transposed)
+        return Projection(self.frozen_weight, bias, scale, self.rule.is_transposed)
 
     def active_factors(self, adapters: Sequence[str | None] = ()) -> tuple[Tensor | None, Tensor | None]:
         """A and B of the adapter in use, None if there is none.

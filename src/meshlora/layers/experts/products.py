@@ -6,7 +6,7 @@ has which expert and how rows get there (`layers.experts.dispatch`), the module 
 
 Legend, beyond docs/notation.md: N rows, E local experts, `counts[e]` rows of expert e, `sum(counts) = N`; r the rank.
 Nothing of the size of W is ever allocated, and no product is padded. An expert without rows costs nothing, and its
-factors get gradients of zero.
+factors get gradients of zero. If W is packed, one expert's matrix is unpacked at a time.
 
 With K adapters each expert's rows are sorted by adapter too: counts and factors are then those of `E K` pairs, an
 expert's side by side, and the products with W remain per expert.
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.common.transfer import to_device
+from meshlora.layers.quantized import Packed
 
 # From this many rows per expert on, a CPU loops over the experts, so that all products of an expert find its rows in
 # the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
@@ -36,16 +37,17 @@ class Projection:
     """The frozen part of one projection of all experts.
 
     Attributes:
-        weight: `[E, out, in]`, or `[E, in, out]` if `is_transposed`. bias: `[E, out]`. scale: s of the adapter.
+        weight: `[E, out, in]`, or `[E, in, out]` if `is_transposed`, packed or not. bias: `[E, out]`. scale: s of the
+            adapter.
     """
 
-    weight: Tensor
+    weight: Tensor | Packed
     bias: Tensor | None = None
     scale: float = 1.0
     is_transposed: bool = False
 
     @property
-    def forward_weight(self) -> Tensor:
+    def forward_weight(self) -> Tensor | Packed:
         """`[E, in, out]`, a view."""
         return self.weight if self.is_transposed else self.weight.mT
 
@@ -100,16 +102,16 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor | Packed, counts: Sequence[int]) -> Tensor:
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
     counts = of_experts(counts, len(weight))
-    if len(x) and can_group(x, weight):
+    if not isinstance(weight, Packed) and len(x) and can_group(x, weight):
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
     y = x.new_empty(len(x), weight.shape[2])
-    for count, x_e, weight_e, y_e in zip(counts, x.split(counts), weight.unbind(), y.split(counts), strict=True):
+    for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
         if count:
-            torch.mm(x_e, weight_e, out=y_e)
+            torch.mm(x_e, weight[e], out=y_e)
     return y
 
 
@@ -119,10 +121,10 @@ def of_experts(counts: Sequence[int], num_experts: int) -> Sequence[int]:
     return counts if each == 1 else [sum(counts[e * each : (e + 1) * each]) for e in range(num_experts)]
 
 
-def _weights(weight: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The matrix for each entry of `counts`; views."""
+def _experts(weight: Tensor | Packed, counts: Sequence[int]) -> list[int]:
+    """The expert of each entry of `counts`."""
     each = len(counts) // len(weight)
-    return [w for w in weight.unbind() for _ in range(each)]
+    return [place // each for place in range(len(counts))]
 
 
 def forward_rows(
@@ -159,15 +161,15 @@ def forward_rows(
         _by_expert(x, index, counts),
         y.split(counts),
         zt.split(counts, 1),
-        _weights(weight, counts),
+        _experts(weight, counts),
         a.expand(number, -1, -1).unbind(),
         bt.expand(number, -1, -1).unbind(),
         strict=True,
     )
-    for count, x_e, y_e, zt_e, weight_e, a_e, bt_e in pieces:
+    for count, x_e, y_e, zt_e, e, a_e, bt_e in pieces:
         if not count:
             continue
-        torch.mm(x_e, weight_e, out=y_e)
+        torch.mm(x_e, weight[e], out=y_e)
         if not shares_a:
             # z^T: a product with the few rows of A on the left is up to three times as fast as on the right.
             torch.mm(a_e, x_e.T, out=zt_e)
@@ -219,7 +221,7 @@ def backward_rows(
         counts,
         g.split(counts),
         dzt.split(counts, 1),
-        _weights(weight, counts),
+        _experts(weight, counts),
         a.expand(number, -1, -1).unbind(),
         bt.expand(number, -1, -1).unbind(),
         none if dx is None else dx.split(counts),
@@ -229,12 +231,12 @@ def backward_rows(
         none if dbt is None or shares_b else dbt.unbind(),
         strict=True,
     )
-    for count, g_e, dzt_e, weight_e, a_e, bt_e, dx_e, x_e, zt_e, da_e, dbt_e in pieces:
+    for count, g_e, dzt_e, e, a_e, bt_e, dx_e, x_e, zt_e, da_e, dbt_e in pieces:
         if count:
             if not shares_b:
                 torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=projection.scale, out=dzt_e)
             if dx_e is not None:
-                torch.mm(g_e, weight_e, out=dx_e)
+                torch.mm(g_e, weight[e], out=dx_e)
                 if not shares_a:
                     dx_e.addmm_(dzt_e.T, a_e)
             if dbt_e is not None:

@@ -420,16 +420,16 @@ def _sizes(heads: int, kv_heads: int, vocabulary: int, tp: int, block: int) -> d
     while heads * head_dim % (tp * block) and head_dim < 8 * tp * block:
         head_dim += 8
     hidden = heads * head_dim
+    narrow = {"expert_inner": hidden // 2, "rank": hidden // 4}
     return {
         "tp": tp,
         "hidden": hidden,
         "inner": 2 * hidden,
-        "expert_inner": hidden // 2,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "two_head_dims": 2 * head_dim,
-        "rank": hidden // 4,
+        **{name: -(-size // block) * block for name, size in narrow.items()},
         "layers": 2,
         "vocabulary": vocabulary,
         "positions": 128,

@@ -57,8 +57,10 @@ def experts_summed_over_dense_dp(found: list[GradPart], factor: Factor, mesh: Me
     return changed
 
 
-@around(weights, "_read_local", needs="experts ep")
-def experts_permuted_over_ep(original: Any, name: str, where: Any, source: Any, mesh: Any) -> Any:
+@around(weights, "_read_local", "read_packed", needs="experts ep")
+def experts_permuted_over_ep(
+    original: Any, name: str, where: Any, source: Any, mesh: Any, *rest: Any, **options: Any
+) -> Any:
     """ep rank i holds the i-th share of the experts"""
     parts = weights._parts
 
@@ -66,7 +68,7 @@ def experts_permuted_over_ep(original: Any, name: str, where: Any, source: Any, 
         return parts(dim, layout, rank=(rank + 1) % size if dim == 0 else rank, size=size)
 
     with mock.patch.object(weights, "_parts", of_the_next if where.num_experts else parts):
-        return original(name, where, source, mesh)
+        return original(name, where, source, mesh, *rest, **options)
 
 
 @after(ParallelExperts, "_run", needs="experts etp")

@@ -13,13 +13,12 @@ from torch import Tensor
 from meshlora.adapter import attach
 from meshlora.comm.groups import Axis
 from meshlora.common.compat import running_backward
-from meshlora.layers import linear
+from meshlora.layers import quantized
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.quantized import Packed
 from meshlora.model import dp_shard, regions, weights
 from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
-from meshlora.plan.quantization import BLOCK
 from meshlora.verify.faults.fault import after, around, fault
 
 
@@ -30,7 +29,7 @@ def _is_split(placement: Placement) -> bool:
 
 def _seen_as(mesh: Any, rank: int) -> Any:
     """A mesh that reports tp rank `rank`."""
-    return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank))
+    return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank), device=mesh.device)
 
 
 def _pieces_reversed(value: Tensor, placement: Placement, mesh: Any, names: str) -> Tensor:
@@ -46,12 +45,14 @@ def _as_one_matrix(layout: Layout | None) -> Layout | None:
     return Layout.plain(layout.size) if layout is not None and len(layout.pieces) > 1 else layout
 
 
-@around(weights, "_read_local", needs="tp")
-def base_shards_reversed(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+@around(weights, "_read_local", "read_packed", needs="tp")
+def base_shards_reversed(
+    original: Any, name: str, placement: Placement, source: Any, mesh: Any, *rest: Any, **options: Any
+) -> Any:
     """tp rank i holds the i-th slice of a row-parallel weight"""
     if _is_split(placement) and placement.dim == 1 and name.endswith(".weight"):
         mesh = _seen_as(mesh, mesh.tp.size - 1 - mesh.tp.rank)
-    return original(name, placement, source, mesh)
+    return original(name, placement, source, mesh, *rest, **options)
 
 
 @around(weights, "_read_local", needs="tp column_bias")
@@ -61,13 +62,13 @@ def column_bias_of_rank_0(original: Any, name: str, placement: Placement, source
     return original(name, placement, source, _seen_as(mesh, 0) if is_it else mesh)
 
 
-@after(weights, "_read_local", needs="tp fused_qkv")
+@after(weights, "_read_local", needs="tp fused_qkv plain_base")
 def qkv_pieces_reversed(value: Tensor, name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
     """a rank holds the rows of a fused matrix in the order q, k, v"""
     return _pieces_reversed(value, placement, mesh, "q k v")
 
 
-@after(weights, "_read_local", needs="tp fused_gate_up")
+@after(weights, "_read_local", needs="tp fused_gate_up plain_base")
 def gate_and_up_swapped(value: Tensor, name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
     """a rank holds its rows of gate before those of up"""
     return _pieces_reversed(value, placement, mesh, "gate up")
@@ -80,12 +81,14 @@ def fused_b_cut_as_one_matrix(original: Any, full: Tensor, rule: Any, mesh: Any)
     return original(full, rule if rule.is_expert else dataclasses.replace(rule, cuts=cuts), mesh)
 
 
-@around(weights, "_read_local", needs="tp fused_blocks", also=fused_b_cut_as_one_matrix.changes)
-def fused_base_cut_as_one_matrix(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+@around(weights, "_read_local", "read_packed", needs="tp fused_blocks", also=fused_b_cut_as_one_matrix.changes)
+def fused_base_cut_as_one_matrix(
+    original: Any, name: str, placement: Placement, source: Any, mesh: Any, *rest: Any, **options: Any
+) -> Any:
     """each rank holds a share of every piece of a fused matrix"""
     if not placement.num_experts:
         placement = dataclasses.replace(placement, layout=_as_one_matrix(placement.layout))
-    return original(name, placement, source, mesh)
+    return original(name, placement, source, mesh, *rest, **options)
 
 
 @after(ParallelLinear, "_piece_rows", needs="pieces")
@@ -117,25 +120,61 @@ def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, s
 
 
 @around(
-    linear,
+    weights,
     "pack",
-    needs="quantized",
-    also=((Packed, "whole", lambda whole: lambda self: whole(self).roll(-(BLOCK // 2), 1)),),
+    needs="quantizes",
+    also=(
+        (quantized, "_by_rows", lambda unpack: lambda packed: unpack(packed).roll(-(packed.form.columns[0] // 2), 1)),
+    ),
 )
 def quantized_blocks_straddle(original: Any, weight: Tensor, kind: str) -> Any:
     """the blocks of a rank are blocks of the whole matrix"""
     # Shifts blocks by half a block against those of one process; unpacking shifts back.
-    return original(weight.roll(BLOCK // 2, 1), kind)
+    packed = original(weight, kind)
+    return original(weight.roll(packed.form.columns[0] // 2, 1), kind)
 
 
-@after(linear, "pack", needs="quantized")
-def quantized_scale_of_neighbour(packed: Packed, *_: Any) -> Packed:
+@after(weights, "read_packed", needs="quantized")
+def quantized_scale_of_neighbour(packed: Packed, *_: Any, **__: Any) -> Packed:
     """each block has its own scale"""
-    return dataclasses.replace(packed, absmax=packed.absmax.roll(1, 0))
+    scales = packed.scales
+    return dataclasses.replace(packed, scales=scales.flatten(-2).roll(1, -1).view_as(scales))
 
 
-@after(Packed, "whole", needs="quantized digits")
-def quantized_otherwise_in_backward(found: Tensor, self: Packed) -> Tensor:
+@after(weights, "read_packed", needs="quantized")
+def quantized_scale_off_by_a_power(packed: Packed, *_: Any, **__: Any) -> Packed:
+    """a scale is what its bits say"""
+    return dataclasses.replace(
+        packed, scales=packed.scales + (1 if packed.scales.dtype == torch.uint8 else packed.scales)
+    )
+
+
+@around(weights, "read_packed", needs="quantized tp")
+def quantized_codes_of_neighbour(
+    original: Any, name: str, placement: Placement, source: Any, mesh: Any, *rest: Any, **options: Any
+) -> Any:
+    """a rank holds the codes of its slice, where cuts cross blocks too"""
+    own = original(name, placement, source, mesh, *rest, **options)
+    if not _is_split(placement):
+        return own
+    other = original(name, placement, source, _seen_as(mesh, mesh.tp.size - 1 - mesh.tp.rank), *rest, **options)
+    return dataclasses.replace(own, codes=other.codes)
+
+
+@after(weights, "read_packed", needs="quantized four_bits")
+def quantized_halves_swapped(packed: Packed, *_: Any, **__: Any) -> Packed:
+    """a byte of two codes begins with the right one"""
+    return dataclasses.replace(packed, codes=(packed.codes >> 4) | (packed.codes << 4))
+
+
+@after(Packed, "__getitem__", needs="quantized experts")
+def quantized_expert_transposed(found: Tensor, self: Packed, expert: int) -> Tensor:
+    """an unpacked expert is not the transpose"""
+    return found.T.reshape(found.shape)
+
+
+@after(quantized, "_by_rows", needs="quantized digits")
+def quantized_otherwise_in_backward(found: Tensor, packed: Packed) -> Tensor:
     """a backward computes with the same numbers as its forward"""
     return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
 
