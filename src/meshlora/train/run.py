@@ -7,7 +7,6 @@ refusals (`train.prepare`, `train.together`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import itertools
@@ -156,7 +155,7 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
         return
     if said := set_aside(output, run.steps, ends=(MERGED,)):
         (console or Console()).say(f"{MERGED} was not whole: {said}")
-    base, trust = copy.deepcopy(run.blueprint.config), run.blueprint.options.trust_remote_code
+    base, trust = run.blueprint.stored_config, run.blueprint.options.trust_remote_code
     done = merge(run.config.model.path, output / "adapter", output / MERGED, config=base, trust_remote_code=trust)
     changed = f"{done.num_changed} of {done.num_tensors} tensors changed"
     (console or Console()).say(f"merged: {output / MERGED} ({changed}; {done.check})")
@@ -179,7 +178,7 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
     Raises:
         UserError: it cannot.
     """
-    base, trust = copy.deepcopy(run.blueprint.config), run.blueprint.options.trust_remote_code
+    base, trust = run.blueprint.stored_config, run.blueprint.options.trust_remote_code
     try:
         check_merge(run.config.model.path, adapter, config=base, trust_remote_code=trust)
     except UserError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,39 @@ from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import MeshloraError, reason
 from meshlora.common.float64 import wide_dtype
 from meshlora.common.model_class import model_class
+from meshlora.model.weights import CheckpointSource
 
 _NUM_TOKENS = 12
 # Relative to the logits' norm. Below float32, merged weights are rounded once more than PEFT's.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def compare_logits(
-    model: Path, adapter: Path, merged: Path, stored: torch.dtype, trust_remote_code: bool = False
-) -> float:
+@dataclass(frozen=True)
+class Base:
+    """A base to run. source: its weights, where they are in few bits, which transformers might keep."""
+
+    folder: Path
+    trust_remote_code: bool = False
+    source: CheckpointSource | None = None
+
+    def load(self, dtype: torch.dtype) -> Any:
+        """The model in `dtype`, in plain numbers."""
+        options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
+        config = AutoConfig.from_pretrained(self.folder, **options)
+        # Other experts lack float64.
+        how = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+        if self.source is None:
+            return model_class(config).from_pretrained(self.folder, **how, **options)
+        vars(config).pop("quantization_config", None)
+        model = model_class(config).from_config(config, trust_remote_code=self.trust_remote_code, **how)
+        with torch.no_grad():
+            for name, value in model.state_dict().items():
+                if self.source.shape(name) is not None:
+                    value.copy_(self.source.read(name))
+        return model
+
+
+def compare_logits(model: Base, adapter: Path, merged: Path, stored: torch.dtype) -> float:
     """Relative L2 difference on random tokens between the logits of `merged` and of `model` with `adapter`.
 
     Both run in float32 (float64 if `stored` is), one after the other. Rounded weights can flip the choice of a router
@@ -43,15 +68,15 @@ def compare_logits(
     try:
         with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
             warnings.simplefilter("ignore")  # peft's, about tied weights and fan_in_fan_out
-            base = _load(model, dtype, trust_remote_code)
+            base = model.load(dtype)
             theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))
             del base
-            model_of_ours = _load(merged, dtype, trust_remote_code)
+            model_of_ours = Base(merged, model.trust_remote_code).load(dtype)
             ours, chooses = _logits(model_of_ours), _chooses_experts(model_of_ours)
             del model_of_ours
             difference = _relative(ours, theirs)
             if difference > _TOLERANCE[stored] and stored != dtype and chooses:
-                difference = _relative(ours, _logits(_merged_by_peft(model, adapter, stored, trust_remote_code)))
+                difference = _relative(ours, _logits(_merged_by_peft(model, adapter, stored)))
     except Exception as error:  # two libraries and every family: any type
         raise MeshloraError(
             f"merged model: transformers + peft cannot run it to compare logits ({reason(error)}); "
@@ -73,9 +98,9 @@ def _chooses_experts(model: Any) -> bool:
     return any(parameter.ndim == 3 and ".experts." in name for name, parameter in model.named_parameters())
 
 
-def _merged_by_peft(model: Path, adapter: Path, stored: torch.dtype, trust_remote_code: bool) -> Any:
+def _merged_by_peft(model: Base, adapter: Path, stored: torch.dtype) -> Any:
     """PEFT's own merge in float32, its weights rounded to `stored`."""
-    base = _load(model, torch.float32, trust_remote_code)
+    base = model.load(torch.float32)
     merged = PeftModel.from_pretrained(base, str(adapter), torch_device="cpu").merge_and_unload()
     with torch.no_grad():
         for parameter in merged.parameters():
@@ -92,18 +117,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if was_on:
             logging.enable_progress_bar()
-
-
-def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(folder, **options)
-    return model_class(config).from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation="eager",
-        experts_implementation="eager",  # the others lack float64
-        **options,
-    )
 
 
 def _logits(model: Any) -> Tensor:

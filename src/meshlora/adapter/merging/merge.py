@@ -23,13 +23,14 @@ from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from meshlora.adapter.merging.changes import Change, Changes, merged_expert, merged_weight, read_changes
-from meshlora.adapter.merging.check import compare_logits
+from meshlora.adapter.merging.check import Base, compare_logits
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.float64 import wide_dtype
 from meshlora.model.building import build_on_meta
+from meshlora.model.stored import StoredTensor
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
-from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide
+from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide, read_slice
 
 INDEX = "model.safetensors.index.json"
 _LARGEST_TO_RUN = 2 * 2**30
@@ -51,12 +52,16 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Output:
-    """One tensor to write, `entry` of `file`: the parameter `name`, or its part at index `place`."""
+    """One tensor to write, `entry` of `file`: the parameter `name`, or its part at index `place`.
+
+    tensor: where it is stored; of a new one, the tensor that it was tied to.
+    """
 
     file: str
     entry: Entry
     name: str
     place: tuple[slice | int, ...] | None
+    tensor: StoredTensor
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def merge(
     """Write `out_folder`: the checkpoint of `model_folder` with the adapter in its weights, in the same shards.
 
     Products are computed in float32 (float64 for float64) and rounded once, to the stored type or to `dtype`. The
-    folder appears complete, read back and compared, or not at all.
+    folder appears complete, read back and compared, or not at all. A base in few bits is written in plain numbers.
 
     Args:
         config: the model's, from `loading.blueprint.read_model_config`.
@@ -113,6 +118,8 @@ def merge(
         raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
     planned = _planned(source_folder, Path(adapter_folder), config, dtype, trust_remote_code=trust_remote_code)
     outputs, is_untied = planned.outputs, bool(planned.untied)
+    is_packed = planned.source.packed() is not None
+    dtype = dtype or (plain_dtype(config) if is_packed else None)
     try:
         with new_folder(out) as folder:
             _copy_files(source_folder, folder)
@@ -121,12 +128,16 @@ def merge(
             check = "every tensor read back"
             _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
             if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
-                error = compare_logits(
-                    source_folder, Path(adapter_folder), folder, _narrowest(outputs), trust_remote_code
-                )
+                base = Base(source_folder, trust_remote_code, planned.source if is_packed else None)
+                error = compare_logits(base, Path(adapter_folder), folder, _narrowest(outputs))
                 check += f"; logits of transformers + peft: relative difference {error:.1e}"
             elif check_logits:
                 check += "; logits not compared, as the model is above 2 GiB"
+            if is_packed and dtype is not None:
+                rounding = torch.finfo(dtype).eps / 2
+                check += (
+                    f"; no longer in few bits, in {str(dtype).removeprefix('torch.')}: within {rounding:.0e} of each"
+                )
     except (OSError, SafetensorError) as error:
         raise MeshloraError(f"{out}: the merged model could not be written ({reason(error)})") from error
     return Merged(
@@ -147,13 +158,9 @@ def _planned(
     trust_remote_code: bool,
 ) -> _Planned:
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
-    source = CheckpointSource(model_folder, model)
-    if packed := source.packed():
-        raise UnsupportedError(
-            f"{source.describe()}: {packed}",
-            "it is quantised, and merging into few bits is not supported yet",
-            "merge into the checkpoint that it was made from",
-        )
+    source = CheckpointSource(model_folder, model, getattr(config, "quantization_config", None))
+    if source.packed() and dtype is None:
+        dtype = plain_dtype(config)
     aliases = check_checkpoint(model, source, allow_unused=True)
     for tied in {tuple(names) for names in aliases.values()}:
         check_tied(tied, source)
@@ -165,6 +172,12 @@ def _planned(
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
     return _Planned(source, changes, aliases, untied, outputs)
+
+
+def plain_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The type of weights that are no longer in few bits: that of the others."""
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def _with_aliases(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
@@ -234,13 +247,13 @@ def _outputs(
         for tensor, _, place in blocks:
             entry = Entry(tensor.key, tensor.shape, type_of(name, tensor.dtype))
             is_whole = len(blocks) == 1 and not stored.experts
-            outputs.append(_Output(tensor.file.name, entry, name, None if is_whole else place))
+            outputs.append(_Output(tensor.file.name, entry, name, None if is_whole else place, tensor))
     for name in untied:
         if source.shape(name) is None:
             twin = next(alias for alias in aliases[name] if source.shape(alias) is not None)
             tensor = source.stored[twin].tensors[0]
             entry = Entry(name, tensor.shape, type_of(name, tensor.dtype))
-            outputs.append(_Output(tensor.file.name, entry, name, None))
+            outputs.append(_Output(tensor.file.name, entry, name, None, tensor))
     return outputs
 
 
@@ -274,6 +287,7 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, *, untie: bool) -> None:
     stored = read_json(source / "config.json")
+    stored.pop("quantization_config", None)  # plain numbers are written
     parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
     for part in parts:
         if untie:
@@ -319,8 +333,7 @@ def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tens
     source, place = planned.source, output.place
     change = planned.changes.by_name.get(output.name, Change())
     if place is not None and change.whole is None and (change == Change() or source.stored[output.name].experts):
-        with open_safetensors(source.folder / output.file) as file:
-            value = file.get_tensor(output.entry.key).clone()
+        value = read_slice(output.tensor)
         if lora := change.lora:
             value = merged_expert(value, place, lora, read_factor(lora.a), read_factor(lora.b))
     else:
@@ -329,10 +342,9 @@ def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tens
     value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
     if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) would copy
         for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
-            with open_safetensors(tensor.file) as file:
-                if not torch.isfinite(file.get_tensor(tensor.key)).all():
-                    rule = "it holds values that are not finite"
-                    raise UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
+            if not torch.isfinite(read_slice(tensor)).all():
+                rule = "it holds values that are not finite"
+                raise UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
         raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
     return value
 
