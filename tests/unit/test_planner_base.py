@@ -21,6 +21,7 @@ from meshlora.plan.topology import DATA, Topology
 from meshlora.planner.choose import choose, gathers_s
 from meshlora.planner.fake import FakeRun
 from meshlora.planner.hardware import Hardware
+from meshlora.planner.kinds import shrink
 from meshlora.planner.memory import LayerMemory, Phase, States, StepMemory, held, peak_of
 from tests.unit.test_planner import problem_of, simulated
 
@@ -234,3 +235,13 @@ def test_plan_writes_what_the_base_is_packed_in(tmp_path: Path, capsys: pytest.C
     assert found["topologies"][0]["times_s"]["gathers of weights"] > 0
     assert main(["plan", "--model", str(tmp_path), "--topology", "dp=2", "--quantization", "nf4"]) == 2
     assert "no effect without --gpus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["bamba", "jamba"])
+def test_kinds_of_layers_that_a_configuration_derives_from_other_fields_are_those_of_the_layers_kept(
+    family: str,
+) -> None:
+    problem = problem_of(family, 1)
+    config = shrink(problem.model).model.config
+    assert len(config.layer_types) == len(shrink(problem.model).model.model.layers)
+    assert set(config.layer_types) == set(problem.model.config.layer_types)

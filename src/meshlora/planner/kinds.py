@@ -67,8 +67,17 @@ def shrink(model: Any) -> Shrunk:
     own = small.config.get_text_config()
     for field, value in {"num_hidden_layers": len(chosen), "layer_types": types and [types[i] for i in chosen]}.items():
         if value is not None and hasattr(own, field):
-            setattr(own, field, value)
+            _set(own, own.attribute_map.get(field, field), value)
     return Shrunk(small, name, tuple(order))
+
+
+def _set(config: Any, field: str, value: Any) -> None:
+    kind = type(config)
+    derived = getattr(kind, field, None)
+    if isinstance(derived, property) and derived.fset is None:  # bamba and jamba say it by other fields
+        config.__class__ = type(kind.__name__, (kind,), {field: value})
+    else:
+        setattr(config, field, value)
 
 
 def _shape(layer: nn.Module) -> Iterable[Any]:
