@@ -58,7 +58,8 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
         elif codes.dtype == torch.float8_e4m3fn:
             plain[key] = codes.float() * of[f"{leaf}_scale"].float()
         elif f"{leaf}.absmax" in of and leaf == "weight":
-            plain[key] = _bitsandbytes(codes, {n.removeprefix("weight."): v for n, v in of.items() if n != "weight"})
+            state = {n.removeprefix("weight."): v for n, v in of.items() if n.startswith("weight.")}
+            plain[key] = _bitsandbytes(codes, state)
         elif codes.is_floating_point() and not leaf.endswith(_PARTS):
             plain[key] = codes
     return plain
