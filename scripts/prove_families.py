@@ -42,6 +42,9 @@ MATRIX = (
 )
 SUMMARY = ROOT / "README.md", "<!-- summary: scripts/prove_families.py --record -->", "<!-- end of summary -->"
 
+# From here on docs/support.md is written by scripts/prove_published.py.
+AFTER = "<!-- published checkpoints: scripts/prove_published.py -->"
+
 DENSE, EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
 # These stand for all on every topology of up to four processes, and on those that experts make of them.
 EVERYWHERE = ("llama", "qwen3", "gemma2")
@@ -88,7 +91,10 @@ def main() -> int:
     counts = {s: sum(f.status == s for f in findings) for s in ("proved", "refused", "failed")}
     console.print(", ".join(f"{n} {status}" for status, n in counts.items()), highlight=False)
     if not options.family:
-        Path(options.out).write_text(_page(findings, options.topology), encoding="utf-8")
+        out = Path(options.out)
+        after = out.read_text(encoding="utf-8").partition(AFTER)[2] if out.exists() else ""
+        text = _page(findings, options.topology)
+        out.write_text(f"{text}\n{AFTER}{after}" if after else text, encoding="utf-8")
         console.print(f"written: {options.out}", highlight=False)
     if options.record:
         assert all(finding.status == "proved" for finding in everywhere), everywhere
@@ -109,21 +115,22 @@ def _prove(family: str, topologies: tuple[str, ...], processes: Processes) -> Fi
         return Finding(family, "failed", str(error).strip().splitlines()[-1])
     for outcome in outcomes:
         if not outcome.passed:
-            return Finding(family, "failed", f"{outcome.topology}: {_difference(outcome)}")
+            return Finding(family, "failed", f"{outcome.topology}: {difference(outcome)}")
     has_experts = any(plan.experts for plan in proof.plans.values())
-    errors = {str(o.topology): float(f"{_worst(o):.1e}") for o in outcomes}
+    errors = {str(o.topology): float(f"{worst(o):.1e}") for o in outcomes}
     return Finding(family, "proved", errors=errors, has_experts=has_experts)
 
 
-def _difference(outcome: Outcome) -> str:
+def difference(outcome: Outcome) -> str:
+    """The first difference of a run that did not pass."""
     found = outcome.divergence
     if found is None:
         return outcome.error.strip().splitlines()[-1]
     return f"{found.phase} of {found.name}, {found.relative:.1e}: {found.cause}"
 
 
-def _worst(outcome: Outcome) -> float:
-    """Of what is compared before AdamW."""
+def worst(outcome: Outcome) -> float:
+    """The worst relative error of what is compared before AdamW."""
     phases = (
         p for p in outcome.phases if p.name in ("forward", "logits", "loss", "backward", "gradients", "grad_norm")
     )

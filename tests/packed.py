@@ -64,10 +64,12 @@ def _scales(*shape: int, seed: int) -> Tensor:
 
 
 def _fp8(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
+    """The last blocks may be partial."""
     rows, columns = value.shape
-    blocks = value.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    whole = torch.nn.functional.pad(value, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.reshape(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
     scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-    codes = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+    codes = (blocks / scales[:, None, :, None]).reshape(whole.shape)[:rows, :columns].to(torch.float8_e4m3fn)
     return {key: codes, f"{key}_scale_inv": scales}
 
 

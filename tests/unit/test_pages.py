@@ -15,6 +15,7 @@ from meshlora.verify import command
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Proof
 from tests.changed import is_there
+from tests.published_twins import names
 from tests.scripts import ROOT, load_script
 
 
@@ -32,6 +33,14 @@ def test_no_family_has_failed_and_the_proved_ones_are_those_of_the_record() -> N
     statuses = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3 and row[1]}
     assert set(statuses.values()) == {"proved", "refused"}
     assert {family for family, status in statuses.items() if status == "proved"} == PROVED
+
+
+def test_published_checkpoints_are_all_on_the_page_and_none_has_failed() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line[:2] == "| "]
+    statuses = {row[0].removeprefix("| "): row[3] for row in rows if len(row) == 9 and "/" in row[0]}
+    assert {name.replace("/", "--") for name in statuses} == set(names())
+    assert set(statuses.values()) == {"ready", "refused"}
+    assert sum(status == "ready" for status in statuses.values()) >= 50
 
 
 def test_readme_counts_the_deliberate_faults() -> None:

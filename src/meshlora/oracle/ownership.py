@@ -41,7 +41,9 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
 def _prints(matrix: Tensor) -> Tensor:
     """One fingerprint per row: its elements' bits times odd pseudo-random numbers, summed modulo 2^64; zeros give 0."""
     bits = matrix.contiguous().view(torch.int64).cpu()
-    bits = bits ^ (bits >> 32)  # of bfloat16 only the upper 19 bits are not 0, and products would keep no more than those
+    bits = bits ^ (
+        bits >> 32
+    )  # of bfloat16 only the upper 19 bits are not 0, and products would keep no more than those
     raw = np.random.PCG64(1).random_raw(bits.shape[1]).view(np.int64)
     return (bits * torch.from_numpy(raw | 1)).sum(1)
 

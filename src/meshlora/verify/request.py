@@ -247,7 +247,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     check_recompute(base.model, "full" if request.recompute else "none")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
-        lora = _default_adapter(lora, base.plan, dropout=request.default_dropout)
+        lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
     found = {topology: base.on(topology).with_adapter(lora) for topology in given}
     if "auto" in [text.strip() for text in request.topologies]:
         # First on one process: a refusal there is the reason for all.
@@ -261,7 +261,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     return found
 
 
-def _default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float) -> LoraConfig:
+def default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float = 0.0) -> LoraConfig:
     """The default adapter `lora`, with experts if the model has any, else with dropout: PEFT has none for experts."""
     if not plan.projections:
         return dataclasses.replace(lora, lora_dropout=dropout)

@@ -1,0 +1,62 @@
+"""Published checkpoints: each configuration is planned at full size, and twins in the published formats are proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshlora.verify.proof import Processes
+from tests.published_twins import names, read_published, stored_keys, write_published_twin
+from tests.scripts import load_script
+
+SCRIPT = load_script("prove_published")
+
+
+def test_a_checkpoint_of_each_kind_is_planned_or_refused_with_its_reason() -> None:
+    published = {name: read_published(name) for name in names()}
+    assert len(published) >= 60
+    assert all(name == one.repository.replace("/", "--") for name, one in published.items())
+    kinds = {(one.config["model_type"], one.format): name for name, one in published.items()}
+    found = {name: SCRIPT.plan(name, (2,)) for name in kinds.values()}
+    assert all(one.bytes_of or one.reason for one in found.values()), found
+    of_rank = found["deepseek-ai--DeepSeek-V3"].bytes_of
+    assert of_rank[2, 1] > 1.9 * of_rank[2, 2]  # most of it are experts
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "absent"),
+    [
+        (
+            "Qwen--Qwen3-30B-A3B-FP8",
+            "model.layers.0.mlp.experts.7.up_proj.weight_scale_inv",
+            "lm_head.weight_scale_inv",
+        ),
+        ("deepseek-ai--DeepSeek-V3", "model.layers.4.eh_proj.weight", "model.layers.0.mlp.gate.weight_scale_inv"),
+        (
+            "unsloth--Llama-3.2-1B-Instruct-bnb-4bit",
+            "model.layers.0.mlp.up_proj.weight.nested_absmax",
+            "lm_head.weight",
+        ),
+        ("Qwen--Qwen3-Embedding-0.6B", "layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_twin_has_the_names_and_the_format_of_the_published_files(
+    name: str, stored: str, absent: str, tmp_path: Path
+) -> None:
+    keys = stored_keys(write_published_twin(read_published(name), tmp_path / "model"))
+    assert stored in keys, sorted(keys)
+    assert absent not in keys
+
+
+QUICK = ("Qwen--Qwen2.5-0.5B-Instruct", "Qwen--Qwen3-32B-FP8", "unsloth--Llama-3.2-1B-Instruct-bnb-4bit")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.proof) for n in names() if n not in QUICK)]
+)
+def test_twin_of_a_published_checkpoint_is_proved_or_refused(name: str, processes: Processes) -> None:
+    found = SCRIPT.plan(name, (1, 2))
+    if not found.reason:
+        found = SCRIPT.prove(found, processes)
+    assert found.status == "ready" if name in QUICK else found.status in ("ready", "refused"), found.reason
