@@ -30,6 +30,7 @@ OFTEN = {
     "codegen": "q, v and k in four groups",
     "diffllama": "halves of heads that belong together, and small vectors that stay whole",
     "doge": "an attention that stays whole beside an MLP that is split",
+    "gemma3": "a tower beside the text part",
     "gemma4_unified_text": "keys that are values, keys and values of another layer",
     "gpt_neox_japanese": "a bias that the layer adds",
     "granite_swa": "a parameter with a value per head",

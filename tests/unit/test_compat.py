@@ -131,6 +131,11 @@ PRIVATE = [
     Private("unexpected_keys", f"{_MODEL}._keys_to_ignore_on_load_unexpected", "to accept checkpoints that hold more"),
     Private("gate_of", "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate", "to run experts"),
     Private(
+        "cut_deepstack",
+        "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel._deepstack_process",
+        "to add features of images to a cut stream",
+    ),
+    Private(
         "refuse_mamba_targets",
         "peft.tuners.tuners_utils._check_lora_target_modules_mamba",
         "to refuse what PEFT refuses on fused kernels",
@@ -191,6 +196,22 @@ def _bound(node: ast.stmt) -> list[str]:
 
 
 # ---- What they do.
+
+
+def test_features_of_images_are_added_to_the_tokens_of_this_rank() -> None:
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
+
+    hidden, features = torch.randn(2, 5, 3), torch.randn(4, 3, requires_grad=True)
+    mask = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]).bool()
+    theirs = Qwen3VLTextModel._deepstack_process(SimpleNamespace(), hidden, mask, features).view(1, 10, 3)
+    (expected,) = torch.autograd.grad(theirs[:, 5:].square().sum(), features)
+    decoder = nn.Module()
+    decoder._deepstack_process = None
+    compat.cut_deepstack(decoder, lambda whole: whole.view(1, 10, 3)[:, 5:])
+    ours = decoder._deepstack_process(hidden.view(1, 10, 3)[:, 5:], mask, features)
+    (gradient,) = torch.autograd.grad(ours.square().sum(), features)
+    assert torch.equal(ours, theirs[:, 5:])
+    assert torch.equal(gradient, expected)
 
 
 def test_what_is_replaced_comes_back_as_it_was() -> None:

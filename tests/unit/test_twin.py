@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from meshlora.common.errors import UserError
+from meshlora.common.model_class import model_class
 from meshlora.plan.families.proved import PROVED
-from meshlora.plan.families.twin import causal_lm_types, layers_of_twin, shrink_config, twin_config
+from meshlora.plan.families.twin import language_model_types, layers_of_twin, shrink_config, twin_config
 
 SIZES = {
     "hidden_size": 64,
@@ -106,7 +107,8 @@ def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 def _model(config: PretrainedConfig, device: str) -> Any:
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+        cls = model_class(config)
+        return cls.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
 @pytest.mark.parametrize("family", sorted(PROVED | OTHERS))
@@ -136,7 +138,7 @@ def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
 @pytest.mark.parametrize("field", ["layer_types", "mlp_layer_types", "no_rope_layers"])
 def test_twin_keeps_each_kind_of_layer_of_the_default(field: str) -> None:
     seen = 0
-    for family in causal_lm_types():
+    for family in language_model_types():
         if family == "gemma4_assistant":  # transformers refuses its own default
             continue
         default = vars(CONFIG_MAPPING[family]()).get(field)

@@ -318,6 +318,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "packing_labels_across": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
         },
     ),
+    "sequences that share a row, with M-RoPE": (
+        {"family": "qwen2_5_vl", "packing": True, "topologies": ("dp=2",)},
+        {
+            "packing_without_positions_in_the_row": (
+                "forward",
+                "model.language_model.layers.0.self_attn.o_proj",
+                "which tokens see each other",
+            )
+        },
+    ),
     "pairs of answers": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("dpo"), LOSS),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
@@ -156,6 +157,8 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
                     "use bias='none' or 'lora_only': modules_to_save trains that bias too",
                 )
             found += [f"{owner}.{leaf}" for leaf in leaves]
+    if config.bias == "all" and plan.text:
+        raise UnsupportedError("bias='all' of a composite", "text trains no bias of its tower", "use bias='lora_only'")
     if config.bias != "none":
         biases = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
         if config.bias == "lora_only":
@@ -175,14 +178,16 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
         config.fan_in_fan_out = True  # PEFT's option for weights stored [in, out]
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # PEFT would take None for the defaults of the family
-    everywhere = targets
+    everywhere, vision = targets, getattr(config, "vision", False)
     if config.target_modules is None or config.target_modules == "all-linear":
         targets = {name: target for name, target in targets.items() if name in (plan.embedding, *plan.linears)}
         suffixes = {name.rpartition(".")[2] for name in targets}
         covered = {name for name in plan.linears if name.rpartition(".")[2] in suffixes}
         # A number also names whole layers.
-        is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes)
+        is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes) and not vision
         config.target_modules = suffixes if is_clear else set(targets)
+    elif vision or any(check_target_module_exists(config, name) for name in plan.linears if name not in targets):
+        config.target_modules = {name for name in targets if name in (plan.embedding, *plan.linears)}  # not its tower
     modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
     return out_of_reach(config, modules, plan.model_type)
 

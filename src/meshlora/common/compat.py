@@ -267,6 +267,24 @@ def gate_of(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return getattr(experts, "_apply_gate", None)
 
 
+def cut_deepstack(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> None:
+    """Let features of images that a decoder adds between its layers (qwen3_vl) be added to the tokens that `cut` keeps.
+    The model selects rows of a whole `[B, S, H]`, in a method of its own without a public border.
+
+    cut: `[B, S, H]` -> the part that goes through the layers.
+    """
+
+    def process(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+        """hidden: already cut. mask: bool `[B, S]`. features: `[N, H]`, one for each True."""
+        features = features.to(hidden)
+        whole = features.new_zeros(*mask.shape, features.shape[-1])
+        return hidden + cut(whole.masked_scatter(mask.unsqueeze(-1), features))
+
+    for module in model.modules():
+        if hasattr(module, "_deepstack_process"):
+            object.__setattr__(module, "_deepstack_process", process)
+
+
 # ---- PEFT
 
 

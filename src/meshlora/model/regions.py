@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.compat import cut_deepstack
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.early_a import pack, unpack
 from meshlora.layers.linear import ParallelLinear
@@ -72,6 +73,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
     # split, but the gradient on each rank is that of its own part of the vocabulary.
     if plan.topology.sp:
         map_input(layers[0], "the first decoder layer", cut.cut)
+        cut_deepstack(model, cut.cut)
         map_output(layers[-1], lambda x: cut.whole(x, terms=True))
     else:
         map_output(layers[-1], lambda x: copy_one_to_each(x, tp))

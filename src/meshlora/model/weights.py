@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from meshlora.comm.groups import Mesh
 from meshlora.common import compat
@@ -489,8 +490,14 @@ def _quantised(
 
 
 def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
-    """Read stored buffers; the others (rotary frequencies, scales) are computed by the model's own initialization."""
+    """Read stored buffers; the others (rotary frequencies, scales) are computed by the model's own initialization.
+
+    In a composite that of the part that a module is in.
+    """
+    parts = {"": model}
     for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            parts[f"{path}."] = module
         computed = False
         for leaf, old in list(module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
@@ -502,7 +509,7 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
                 setattr(module, leaf, torch.full_like(old, poison, device=mesh.device))
                 computed = True
         if computed:
-            compat.initialize(model, module)
+            compat.initialize(parts[max((p for p in parts if f"{path}.".startswith(p)), key=len)], module)
             for leaf, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.isnan().any():
                     raise UnsupportedError(

@@ -141,6 +141,7 @@ def sequence_numbers(kwargs: Mapping[str, Any]) -> Tensor:
         return copy(mask).long()
     if positions is None:
         return torch.ones_like(kwargs["input_ids"], device="cpu")
+    positions = positions[0] if positions.ndim == 3 else positions  # with M-RoPE those in the row come first
     follows = positions[:, 1:] == positions[:, :-1] + 1
     return 1 + torch.nn.functional.pad((~follows).long().cumsum(1), (1, 0)).cpu()
 

@@ -134,5 +134,7 @@ def load_balancing_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], masks:
     function = sys.modules[type(model).__module__].load_balancing_loss_func
     together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
     mask = torch.cat([mask.flatten() for mask in masks]).unsqueeze(0)
-    loss: Tensor = function(together, model.num_experts, model.num_experts_per_tok, mask)
+    # A composite has the numbers in the configuration of its text part alone.
+    of = model if hasattr(model, "num_experts") else model.config.get_text_config()
+    loss: Tensor = function(together, of.num_experts, of.num_experts_per_tok, mask)
     return loss

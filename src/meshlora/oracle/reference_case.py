@@ -140,7 +140,9 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
 def _forget_head(trace: Trace, model: Any) -> None:
     """Drop the head's output and gradient: our side never computes the logits of all tokens in training."""
     head = model.get_output_embeddings()
-    names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
+    head_names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
+    # In some composites the text part has the head, and returns logits too.
+    names = {".".join(name.split(".")[:end]) for name in head_names for end in range(1, name.count(".") + 2)}
     for micro in trace.micro_batches:
         for found in (micro.forward, micro.backward, micro.base):
             for name in names:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -21,7 +22,7 @@ from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
 from meshlora.plan.families.proved import check_family
-from meshlora.plan.families.styles import family_plan
+from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora.plan.topology import Topology, divisors, set_of
@@ -40,7 +41,10 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
     linears = {
         name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | Conv1D) and not (name in routers and _returns_choice(m))
+        if isinstance(m, nn.Linear | Conv1D)
+        and not (name in routers and _returns_choice(m))
+        # Inside nn.MultiheadAttention, which reads its weight and never calls it.
+        and not isinstance(m, NonDynamicallyQuantizableLinear)
     }
     linears |= _fused(model, linears)
     embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -55,6 +59,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         model.config.get_text_config().num_hidden_layers if topology.is_whole else len(decoder_layers(model)[1]),
         (),
         linears,
+        text=text_decoder(model)[0],
         embedding=embedding,
         head=head if head in linears else "",
         experts=experts,
@@ -239,6 +244,8 @@ class _Planner:
         found, is_after = [], False
         base = self.layers_name.rpartition(".")[0]
         for name, module in self.model.named_modules():
+            if not self.whole.is_text(name):
+                continue
             is_after = is_after or name.startswith(f"{self.layers_name}.")
             is_inside = name.startswith((f"{self.layers_name}.", f"{self.whole.embedding}."))
             is_likely = "Norm" in type(module).__name__ or not name.startswith(f"{base}.")
@@ -267,7 +274,7 @@ def _router_matrices(
 
 def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
     """Rules of the fused linears whose pieces are known."""
-    family = explicit_plan(model.config)
+    family = explicit_plan(model.config.get_text_config())
     fused = {path: leaf for path, leaf in (family.leaves if family else {}).items() if leaf.pieces}
     if not fused:
         return {}
@@ -290,7 +297,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         UnsupportedError: there is none, or more than one.
     """
     lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
+    text, decoder = text_decoder(model)
+    for name, module in decoder.named_modules(prefix=text):
         inner = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and len(module) and not inner:
             lists[name] = module

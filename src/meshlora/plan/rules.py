@@ -160,6 +160,7 @@ class ModelPlan:
         regions: in module order; empty if tp=1.
         linears: name -> rule of every linear of the model, split or whole.
         parameters: name -> rule of every other split parameter. wide_norms: name -> layout of the split width.
+        text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.
         embedding, head: names of the input and output embeddings; head is empty if it is not a linear.
         after: modules that run after the last decoder layer, except the head.
         experts: name -> rule of every routed experts module.
@@ -177,6 +178,7 @@ class ModelPlan:
     linears: Mapping[str, LinearRule]
     parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
     wide_norms: Mapping[str, Layout] = field(default_factory=dict)
+    text: str = ""
     embedding: str = ""
     head: str = ""
     after: tuple[str, ...] = ()
@@ -195,6 +197,10 @@ class ModelPlan:
     def routers(self) -> frozenset[str]:
         """Names of the modules that choose experts."""
         return frozenset(name for rule in self.experts.values() for name in rule.routers)
+
+    def is_text(self, module: str) -> bool:
+        """Whether `module` is of the text part: no tower or projector of a composite."""
+        return not self.text or module in (self.embedding, self.head) or module.startswith(f"{self.text}.")
 
     def is_sharded(self, parameter: str, *, ndim: int) -> bool:
         """Whether a base parameter is sharded over dp, as the matrices of decoder layers are.

@@ -22,6 +22,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.errors import UnsupportedError
 from meshlora.data import Batch
+from meshlora.plan.families.styles import text_decoder
 from meshlora.plan.topology import DATA
 from meshlora.train.batches import MicroBatch
 
@@ -35,7 +36,7 @@ class LoadBalancing:
         # The ranks whose routers see different tokens.
         self.axis = state.mesh.over(DATA | state.plan.topology.token_cut)
         self.num_experts = max(rule.num_experts for rule in state.plan.experts.values())
-        self.top_k = int(getattr(model, "num_experts_per_tok", 0) or model.config.num_experts_per_tok)
+        self.top_k = int(getattr(model, "num_experts_per_tok", 0) or model.config.get_text_config().num_experts_per_tok)
         self.routers = _routers(model)
         self._logits: list[Tensor] = []
         self._probabilities = torch.zeros(self.num_experts, dtype=torch.float64, device=state.mesh.device)
@@ -124,7 +125,7 @@ def check_load_balancing(model: Any) -> None:
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:
     """(router, index of the logits in its output), as transformers records them."""
     coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-    recorder = model.base_model.can_record_outputs.get("router_logits")
+    recorder = text_decoder(model)[1].base_model.can_record_outputs.get("router_logits")
     if coef is None or recorder is None or isinstance(recorder, list):
         raise UnsupportedError(
             f"train.router_aux_loss_coef with model_type {model.config.model_type!r}",

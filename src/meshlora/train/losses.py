@@ -168,11 +168,22 @@ def check_shifted(
         )
 
 
-def model_inputs(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
+def model_inputs(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, config: Any
+) -> dict[str, Any]:
     """Arguments of a model's forward. Without a mask transformers finds sequence starts by the position ids."""
     if position_ids is not None:
+        position_ids = packed_positions(config, position_ids)
         return {"input_ids": input_ids, "attention_mask": None, "position_ids": position_ids, "use_cache": False}
     return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+
+
+def packed_positions(config: Any, position_ids: Tensor) -> Tensor:
+    """`[B, S]` as a model of this configuration takes them. With M-RoPE `[4, B, S]`: those in the row, by which
+    sequences are kept apart, then those of time, height and width, which are the same for text.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return position_ids.expand(4, *position_ids.shape) if "mrope_section" in rope else position_ids
 
 
 def further_inputs(model: Any, more: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -197,7 +208,7 @@ def _forward(
     if trained is None:
         check_shifted(input_ids, labels, attention_mask, position_ids)
     state = runtime(model)
-    inputs = model_inputs(input_ids, attention_mask, position_ids) | further_inputs(model, more)
+    inputs = model_inputs(input_ids, attention_mask, position_ids, model.config) | further_inputs(model, more)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
     if not isinstance(head, ParallelHead):
         logits = model(**inputs).logits

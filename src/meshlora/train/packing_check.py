@@ -21,6 +21,7 @@ from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.model_class import model_class
 from meshlora.plan.families.twin import shrink_config
+from meshlora.train.losses import packed_positions
 
 # Longer and shorter than a twin's windows (8), odd; the second row ends in padding.
 _ROWS = ((13, 5, 3), (3, 11))
@@ -82,6 +83,7 @@ def _differences(model: Any) -> tuple[float, float]:
     positions = torch.stack(
         [torch.cat([torch.arange(n) for n in (*lengths, longest - sum(lengths))]) for lengths in _ROWS]
     )
+    positions = packed_positions(model.config, positions)
     with lift():
         packed = model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
         plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits

@@ -151,6 +151,7 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
     )
     assert train_data is not None
     check_images(config, [data.images for data in (train_data, eval_data) if data is not None])
+    check_vision(blueprint, train_data.images)
     return RunData(
         padding_token_id(tokenizer),
         train_data,
@@ -386,6 +387,21 @@ def check_images(config: RunConfig, images: Iterable[SequenceImages | None]) -> 
     option = next((option for option, is_given in given.items() if is_given), None)
     if option is not None and any(each is not None for each in images):
         raise UnsupportedError(f"{option} with images", "it is not proved with them", "leave it out")
+
+
+def check_vision(blueprint: Blueprint, images: SequenceImages | None) -> None:
+    """Refuse an adapter outside the text part of a composite without images: it would have no gradient.
+
+    Raises:
+        UserError: names the first such module.
+    """
+    outside = [name for name in blueprint.trained.targets if not blueprint.plan.is_text(name)]
+    if outside and images is None:
+        raise UserError(
+            f"an adapter on {outside[0]}",
+            "text does not pass through it, and no training data has images",
+            "leave out lora.vision, or train on images",
+        )
 
 
 def _num_steps(config: RunConfig, num_sequences: int) -> int:

@@ -9,6 +9,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
+from meshlora.adapter.targets.pieces import is_open
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
@@ -24,7 +25,8 @@ def features_of_model(
     topology, text = plan.topology, model.get_text_config()
     has = features_of_topology(topology)
     has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
-    targets = [rule for name, rule in plan.linears.items() if _is_target(config, name) and name != plan.head]
+    own = [name for name in plan.linears if name != plan.head and is_open(plan, config, name)]
+    targets = [plan.linears[name] for name in own if _is_target(config, name)]
     has |= {f"{rule.split}_target" for rule in targets}
     split = {name: layout for name, rule in plan.linears.items() if (layout := rule.layout)}
     shared = {name for name, layout in split.items() if max(layout.copies(topology.tp)) > 1}
@@ -62,6 +64,7 @@ def features_of_model(
         "ranks_by_pattern": bool(config.rank_pattern) and not has_pieces,
         "scales_by_pattern": bool(config.alpha_pattern) and not has_pieces,
         "dora": config.use_dora,
+        "m_rope": "mrope_section" in (getattr(text, "rope_parameters", None) or {}),
     }
     return has | {name for name, is_there in facts.items() if is_there}
 

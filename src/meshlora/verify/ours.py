@@ -169,7 +169,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     for micro in trainer._micro_batches([(one.run.train_data, one.batches.batch(0))]):
         batch = micro.batch
         with trainer.masks([one], micro), lift(model.dtype == torch.float64):
-            inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids)
+            inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
             found.append(copy(model(**inputs, **further_inputs(model, batch.more)).logits))
     return found
 

@@ -293,8 +293,9 @@ def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
 
 
 def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> LoraConfig:
-    """An adapter on parameters with all targets spelled out in full, which PEFT takes literally."""
-    if not lora.target_parameters:
+    """An adapter on parameters, or on the text part of a composite, with all targets spelled out, which PEFT takes
+    literally."""
+    if not lora.target_parameters and not plan.text:
         return lora
     found = copy.copy(with_whole_projections(lora, plan))
     ends = list(found.target_parameters or ())
@@ -302,7 +303,7 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
         name for name in targets if any(f"{name}.weight" == end or f"{name}.weight".endswith(f".{end}") for end in ends)
     ]
     experts = [name for name in targets if name in plan.projections]
-    found.target_parameters = experts + [f"{name}.weight" for name in weights]
+    found.target_parameters = [*experts, *(f"{name}.weight" for name in weights)] or None
     found.target_modules = [name for name in targets if name not in {*experts, *weights}]
     return found
 
@@ -384,10 +385,10 @@ def _check(request: Request) -> None:
 
 def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology, ModelPlan]) -> dict[str, Any]:
     """`given`, the adapter `lora` as the user wrote it, as fields that PEFT itself understands."""
-    plain = {name: value for name, value in given.items() if name not in ("pieces", "share_experts")}
+    plain = {name: value for name, value in given.items() if name not in ("pieces", "share_experts", "vision")}
     if lora.lora_dropout:
         plain["lora_dropout"] = lora.lora_dropout
-    if lora.target_parameters:
+    if lora.target_parameters or any(plan.text for plan in plans.values()):
         plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
     if lora.init_lora_weights in WHOLE_MATRIX:
         plain["init_lora_weights"] = True  # initial values have their own proof, in float32

@@ -179,7 +179,10 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     shared = values.get("share_experts", False)
     if not isinstance(shared, bool):
         raise UserError(f"{where}: share_experts={shared!r}", "it is true or false")
-    values = {key: value for key, value in values.items() if key not in ("pieces", "share_experts")}
+    vision = values.get("vision", False)
+    if not isinstance(vision, bool) and not (isinstance(vision, list) and all(isinstance(v, str) for v in vision)):
+        raise UserError(f"{where}: vision={vision!r}", "it is true, false or a list of names of modules")
+    values = {key: value for key, value in values.items() if key not in ("pieces", "share_experts", "vision")}
     unknown = [key for key, value in values.items() if key not in known and (value or unknown_is_error)]
     if unknown:
         raise UnsupportedError(
@@ -194,7 +197,7 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
             config = LoraConfig(**{k: v for k, v in values.items() if k in known})
     except (TypeError, ValueError, ImportError, UserWarning) as error:  # ImportError: an option needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
-    return with_own_words(with_pieces(config, pieces), share_experts=shared)
+    return with_own_words(with_pieces(config, pieces), share_experts=shared, vision=vision)
 
 
 def read_lora(path: str | Path) -> dict[str, Any]:

@@ -165,8 +165,9 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
             raise UserError(
                 f"layers_to_transform={indices}", f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
             )
-    every = {"target_modules": [*plan.linears, plan.embedding]}
-    every["exclude_modules"] = [*every["target_modules"], *plan.projections, *plan.matrices]
+    own = [*plan.linears, plan.embedding]
+    every = {"target_modules": [name for name in own if plan.is_text(name) or getattr(config, "vision", False)]}
+    every["exclude_modules"] = [*own, *plan.projections, *plan.matrices]
     for option in every:
         given = getattr(config, option) or ()
         for suffix in [] if isinstance(given, str) else sorted(given):

@@ -28,10 +28,20 @@ class PieceLoraConfig(LoraConfig):
         pieces: target -> its pieces with an adapter, as in `{"c_attn": ["q", "v"]}`. To PEFT it is one adapter of
             the sum of their ranks (`rank_pattern`), with a B that is zero outside its blocks.
         share_experts: one adapter for all experts of a layer, instead of one each. To PEFT it is one each, all equal.
+        vision: of a composite, also adapt the modules outside its text part: all, or those named, with all inside.
     """
 
     pieces: dict[str, list[str]] | None = None
     share_experts: bool = False
+    vision: bool | list[str] = False
+
+
+def is_open(plan: ModelPlan, config: LoraConfig, module: str) -> bool:
+    """Whether `config` may put an adapter on `module`: it is of the text part, or `vision` opens it."""
+    vision = getattr(config, "vision", False)
+    if plan.is_text(module) or isinstance(vision, bool):
+        return plan.is_text(module) or vision
+    return any(f".{name}." in f".{module}." for name in vision)
 
 
 def own_words(config: LoraConfig) -> dict[str, Any]:
@@ -42,16 +52,21 @@ def own_words(config: LoraConfig) -> dict[str, Any]:
 
 
 def with_own_words(
-    config: LoraConfig, pieces: Mapping[str, list[str]] | None = None, *, share_experts: bool = False
+    config: LoraConfig,
+    pieces: Mapping[str, list[str]] | None = None,
+    *,
+    share_experts: bool = False,
+    vision: bool | list[str] = False,
 ) -> LoraConfig:
     """`config` with these options of ours added; unchanged if there are none."""
     known = own_words(config)
     pieces = {**known.get("pieces", {}), **(pieces or {})}
     shared = share_experts or "share_experts" in known
-    if not pieces and not shared:
+    vision = vision or getattr(config, "vision", False)
+    if not pieces and not shared and not vision:
         return config
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(LoraConfig)}
-    return PieceLoraConfig(**values, pieces=pieces, share_experts=shared)
+    return PieceLoraConfig(**values, pieces=pieces or None, share_experts=shared, vision=vision)
 
 
 def piece_of(fused: Layout | None, module: str, name: str) -> Piece:

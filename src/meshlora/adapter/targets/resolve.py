@@ -26,7 +26,7 @@ from meshlora.adapter.targets.options import (
     shown,
     suffixes,
 )
-from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
+from meshlora.adapter.targets.pieces import check_pieces, is_open, piece_of, pieces_of
 from meshlora.common.compat import refuse_mamba_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.layout import Layout
@@ -52,6 +52,7 @@ SUPPORTED = {
     "pieces",
     "target_parameters",
     "share_experts",
+    "vision",
 }
 # The origin of an adapter, or how PEFT runs it; no effect on training.
 DESCRIPTIVE = {
@@ -176,6 +177,8 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
     matched = [name for name in names if check_target_module_exists(config, name) is True]
     matched += [name for name in names if isinstance(check_target_module_exists(config, name), re.Match)]
+    if strict:  # a file's keys decide
+        matched = [name for name in matched if is_open(plan, config, name)]
     for name in matched:
         _check_module(model, plan, config, name)
     parameters = [name for name in matched_parameters(model, plan, config) if name not in matched]
@@ -229,7 +232,7 @@ def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
         way_out = did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))
     return UserError(
         f"target_modules={shown(given)}",
-        "it matches no linear layer of the model"
+        f"it matches no linear layer of the {'text part' if plan.text else 'model'}"
         + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
         + (" that exclude_modules leaves" if config.exclude_modules else "")
         + (f" that modules_to_save={list(config.modules_to_save)} leaves" if config.modules_to_save else ""),
@@ -281,7 +284,8 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
     if given == "all-linear":  # routers are frozen unless named
         output = model.get_output_embeddings()
         head = next((name for name, module in model.named_modules() if module is output), None)
-        return {name for name in plan.linears if name != head and name not in plan.routers}
+        names = (name for name in plan.linears if name != head and name not in plan.routers)
+        return {name for name in names if is_open(plan, config, name)}
     if given is None and config.target_parameters:
         return set()
     if given is None:

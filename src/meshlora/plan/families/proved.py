@@ -34,6 +34,10 @@ _REFUSED = {
         ("qwen4_exp", "qwen4_exp_text"),
         "its indexer runs once for each block of a batch, which a proof does not follow",
     ),
+    **dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        "transformers itself fails on text with its configuration, which lacks vision_start_token_id",
+    ),
     "youtu": "transformers zeroes the padding token's embedding whenever it loads this family, and meshlora reads the "
     "stored one",
     "xglm": "transformers itself overflows on it in float64, so that it cannot be proved",
@@ -54,6 +58,10 @@ def check_family(model: Any) -> None:
         raise UnsupportedError(
             "slow_but_exact", "it slices a weight past its adapter", "set it to false in config.json"
         )
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:
+        raise UnsupportedError(what, f"{type(model).__name__} is several models and has no input embedding") from None
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(what, "only decoder-only language models are supported")
 

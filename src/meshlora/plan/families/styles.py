@@ -31,22 +31,22 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     Raises:
         UnsupportedError: there is no plan; an unknown style; an explicit plan that matches no module.
     """
-    model_type = model.config.model_type
-    if (family := explicit_plan(model.config)) is not None:
+    config = model.config.get_text_config()
+    model_type = config.model_type
+    if (family := explicit_plan(config)) is not None:
         there = {name for layer in layers for name, _ in layer.named_modules()}
         if family.leaves and not there & family.leaves.keys():
             raise UnsupportedError(f"model_type {model_type!r}", "its layers are not those of its plan", "use tp=1")
         return family
-    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
         raise UnsupportedError(
             f"model_type {model_type!r}",
             "neither transformers nor meshlora has a tensor-parallel plan for it",
             "use tp=1, with dp as you like",
         )
-    start = f"{layers_name}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
-    full = {f"{model.base_model_prefix}.{key}": style for key, style in plan.items()}
-    inside = {_regex(key.removeprefix(start)): style for key, style in full.items() if key.startswith(start)}
+    start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
+    inside = {_regex(key.removeprefix(start)): style for key, style in plan.items() if key.startswith(start)}
     paths = dict.fromkeys(path for layer in layers for path, _ in layer.named_modules())
     apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
     inside = {
@@ -62,6 +62,14 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     found = {path: next((s for pattern, s in inside.items() if pattern.fullmatch(path)), "") for path in paths}
     gathering = {_block(path) for path, style in found.items() if style in _GATHERS}
     return FamilyPlan({p: _LEAVES[s] for p, s in found.items() if s in _LEAVES and _block(p) not in gathering})
+
+
+def text_decoder(model: Any) -> tuple[str, Any]:
+    """(name, module) of the text part of a composite, such as `model.language_model`; ("", model) of another model."""
+    if model.config.get_text_config() is model.config:
+        return "", model
+    decoder = model.get_decoder()
+    return next((name, module) for name, module in model.named_modules() if module is decoder)
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

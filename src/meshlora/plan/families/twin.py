@@ -15,9 +15,13 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 
 # Kind of size -> the configuration fields that hold it. Families spell the same size differently.
 _FIELDS = {
@@ -122,10 +126,24 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
+# Sections of M-RoPE, of time, height and width, where a default configuration leaves them to the model's code.
+_M_ROPE = {
+    **{key: [16, 24, 24] for key in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
+    **{key: [24, 20, 20] for key in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_edge")},
+    **{key: [8, 12, 12] for key in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr")},
+    "ernie4_5_vl_moe": [22, 22, 20],
+}
 
-def causal_lm_types() -> list[str]:
-    """The sorted `model_type`s with a causal language model in the installed transformers."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+def language_model_types() -> list[str]:
+    """The sorted `model_type`s with a language model in the installed transformers, composites included."""
+    return sorted(
+        {
+            *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        }
+    )
 
 
 def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: Any) -> PretrainedConfig:
@@ -135,7 +153,7 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
     `num_hidden_layers` chooses among the layers of the default; other overrides are taken as they are.
 
     Raises:
-        UserError: transformers has no such model type.
+        UserError: transformers has no such model type. UnsupportedError: its sizes cannot be shrunk.
     """
     if model_type not in CONFIG_MAPPING:
         raise UserError(
@@ -145,6 +163,8 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
     # Flags decide of what kinds the layers are, so they come before the choice of layers; sizes come after it.
     flags = {k: v for k, v in overrides.items() if v is None or isinstance(v, bool | str)}
     config = cls(**{**_BY_FAMILY.get(model_type, {}), **flags})
+    if model_type in _M_ROPE:
+        config.get_text_config().rope_parameters["mrope_section"] = _M_ROPE[model_type]
     sizes = _sizes_of(tp, block)
     data = _shrunk(config, sizes, num_layers=overrides.get("num_hidden_layers"), differ=None)
     chosen: dict[str, Any] = {**_TOKENS, "is_decoder": True}
@@ -152,7 +172,7 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
         chosen |= {"num_key_value_heads": sizes["kv_heads"], "head_dim": sizes["head_dim"]}
     data.update({k: v for k, v in chosen.items() if k in data})
     data.update({cls.attribute_map.get(k, k): v for k, v in overrides.items() if k != "num_hidden_layers"})
-    return cls(**data)
+    return _made(cls, data)
 
 
 def shrink_config(
@@ -163,7 +183,14 @@ def shrink_config(
 
     layers: layer number -> any further property that distinguishes it.
     """
-    return type(config)(**_shrunk(config, _sizes_like(config, tp, block), num_layers=None, differ=layers or {}))
+    return _made(type(config), _shrunk(config, _sizes_like(config, tp, block), num_layers=None, differ=layers or {}))
+
+
+def _made(cls: type[PretrainedConfig], data: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return cls(**data)
+    except Exception as error:  # some check that sizes fit together, with errors of all kinds
+        raise UnsupportedError(f"model_type {cls.model_type!r}", f"it has no twin ({reason(error)})") from error
 
 
 def layers_of_twin(config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None) -> list[int]:
@@ -377,8 +404,10 @@ def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) ->
         if rope.get(name):
             tiny[name] = [rope[name][i * len(rope[name]) // half] for i in range(half)]
     if rope.get("mrope_section"):
-        sections = [s * half // sum(rope["mrope_section"]) for s in rope["mrope_section"]]
-        tiny["mrope_section"] = [sections[0] + half - sum(sections), *sections[1:]]
+        _, middle, last = whole_sections = rope["mrope_section"]
+        sections = [s * half // sum(whole_sections) for s in whole_sections]
+        sections[0 if middle == last else -1] += half - sum(sections)  # height and width stay alike
+        tiny["mrope_section"] = sections
     if rope.get("original_max_position_embeddings"):
         tiny["original_max_position_embeddings"] = _original_positions(
             rope["original_max_position_embeddings"], whole, sizes

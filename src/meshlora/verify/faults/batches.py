@@ -148,9 +148,15 @@ def packing_seen_across(position_ids: Tensor) -> None:
 
 
 @after(losses, "model_inputs", needs="packing")
-def packing_with_a_mask(inputs: dict[str, Any], ids: Any, mask: Any, positions: Any) -> dict[str, Any]:
+def packing_with_a_mask(inputs: dict[str, Any], ids: Any, mask: Any, *_: Any) -> dict[str, Any]:
     """transformers gets no mask: with one it does not look for the borders of sequences"""
     return {**inputs, "attention_mask": mask}
+
+
+@around(losses, "packed_positions", needs="packing m_rope")
+def packing_without_positions_in_the_row(original: Any, config: Any, position_ids: Tensor) -> Tensor:
+    """M-RoPE gets the positions in the row too, by which sequences are kept apart"""
+    return original(config, position_ids)[1:]
 
 
 @after(batches, "joined", needs="packing")

@@ -49,7 +49,8 @@ class Mutation:
             (not a power of two), "ranks_by_pattern", "scales_by_pattern", "trained" (modules trained in full), "dora",
             "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen base); "seed" (not 0),
             "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
-            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "resume",
+            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "m_rope" (positions
+            of time, height and width), "resume",
             "one_micro_batch" (per step), "four_micro_batches" (or more); of the frozen base "dp_shard", "quantized",
             "quantizes" (on load), "four_bits", "plain_base".
         changes: the replaced functions.
