@@ -1,4 +1,4 @@
-"""Prove or refuse every causal language model family of the installed transformers.
+"""Prove or refuse every language model family of the installed transformers, composites included.
 
     .venv/bin/python scripts/prove_families.py --topology tp=2,sp
 
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.versions import versions
-from meshlora.plan.families.twin import causal_lm_types
+from meshlora.plan.families.twin import language_model_types
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 
@@ -53,6 +53,7 @@ WITH_EXPERTS = (
     *("dp=2,ep=2", "tp=2,ep=2", "tp=2,etp=2", *EXPERTS),
     *("dp=4,ep=2", "dp=2,tp=2,sp,ep=4", "dp=2,tp=2,sp,ep=2,etp=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage"),
 )
+_STATUSES = ("proved", "refused", "failed")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def main() -> int:
     console = Console()
     findings = []
     with Processes() as processes:
-        for family in options.family or causal_lm_types():
+        for family in options.family or language_model_types():
             finding = _prove(family, tuple(options.topology), processes)
             if options.record and finding.status == "proved" and finding.has_experts:
                 more = _prove(family, EXPERTS, processes)
@@ -86,19 +87,20 @@ def main() -> int:
             findings.append(finding)
             line = f"{family:32} {finding.status:8} {finding.words}"
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-        everywhere = [_prove(family, ("auto",), processes) for family in EVERYWHERE if options.record]
-        everywhere += [_prove(family, WITH_EXPERTS, processes) for family in EVERYWHERE_EXPERTS if options.record]
-    counts = {s: sum(f.status == s for f in findings) for s in ("proved", "refused", "failed")}
+        all_of_them = options.record and not options.family
+        everywhere = [_prove(family, ("auto",), processes) for family in EVERYWHERE if all_of_them]
+        everywhere += [_prove(family, WITH_EXPERTS, processes) for family in EVERYWHERE_EXPERTS if all_of_them]
+    counts = {s: sum(f.status == s for f in findings) for s in _STATUSES}
     console.print(", ".join(f"{n} {status}" for status, n in counts.items()), highlight=False)
-    if not options.family:
-        out = Path(options.out)
-        after = out.read_text(encoding="utf-8").partition(AFTER)[2] if out.exists() else ""
-        text = _page(findings, options.topology)
-        out.write_text(f"{text}\n{AFTER}{after}" if after else text, encoding="utf-8")
-        console.print(f"written: {options.out}", highlight=False)
     if options.record:
         assert all(finding.status == "proved" for finding in everywhere), everywhere
-        _record([*findings, *everywhere])
+        _record([*findings, *everywhere], keep=bool(options.family))
+    if not options.family or options.record:
+        page = Path(options.out)
+        before, _, after = (page.read_text(encoding="utf-8") if page.exists() else "").partition(AFTER)
+        text = _page((_rows(before) if options.family else {}) | _own_rows(findings), options.topology)
+        page.write_text(f"{text}\n{AFTER}{after}" if after else text, encoding="utf-8")
+        console.print(f"written: {page}", highlight=False)
     return 1 if counts["failed"] else 0
 
 
@@ -137,7 +139,18 @@ def worst(outcome: Outcome) -> float:
     return max(result.error for phase in phases for result in phase.results)
 
 
-def _page(findings: list[Finding], topologies: list[str]) -> str:
+def _own_rows(findings: list[Finding]) -> dict[str, tuple[str, str]]:
+    """Family -> (status, words)."""
+    return {finding.family: (finding.status, finding.words.replace("|", "\\|")) for finding in findings}
+
+
+def _rows(page: str) -> dict[str, tuple[str, str]]:
+    """The rows of docs/support.md, as in `_own_rows`."""
+    parts = [line.strip("|").split(" | ", 2) for line in page.splitlines() if line.startswith("| ")]
+    return {part[0].strip(): (part[1], part[2].strip()) for part in parts if len(part) == 3 and part[1] in _STATUSES}
+
+
+def _page(rows: dict[str, tuple[str, str]], topologies: list[str]) -> str:
     """docs/support.md."""
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
     lines = [
@@ -153,22 +166,29 @@ def _page(findings: list[Finding], topologies: list[str]) -> str:
         "*refused* before training where tp, ep or etp is above 1, with the message that stands here. With dp alone",
         "the model's own code runs unchanged, and the preflight of `meshlora train` proves that.",
         "",
-        ", ".join(f"{sum(f.status == s for f in findings)} {s}" for s in ("proved", "refused", "failed")) + ".",
+        "Composites (a vision or audio part beside a text part) train on text here: their text part is split, all else",
+        "is whole on every rank.",
+        "",
+        ", ".join(f"{sum(status == s for status, _ in rows.values())} {s}" for s in _STATUSES) + ".",
         "",
         "| family | | worst relative error, or why not |",
         "|---|---|---|",
     ]
-    for finding in findings:
-        words = finding.words.replace("|", "\\|")
-        lines.append(f"| {finding.family} | {finding.status} | {words} |")
+    lines += [f"| {family} | {status} | {words} |" for family, (status, words) in sorted(rows.items())]
     return "\n".join(lines) + "\n"
 
 
-def _record(findings: list[Finding]) -> None:
+def _record(findings: list[Finding], *, keep: bool) -> None:
+    """Write the record. keep: families that were not asked for stay as they are."""
     errors: dict[str, dict[str, float]] = {}
+    if keep:
+        asked = {finding.family for finding in findings}
+        known = json.loads(RECORD.read_text(encoding="utf-8"))["families"]
+        errors = {family: found for family, found in known.items() if family not in asked}
     for finding in findings:
         if finding.status == "proved":
             errors[finding.family] = errors.get(finding.family, {}) | finding.errors
+    errors = dict(sorted(errors.items()))
     RECORD.write_text(json.dumps({"versions": versions(), "families": errors}, indent=2) + "\n", encoding="utf-8")
     for (page, begin, end), text in ((MATRIX, matrix(errors)), (SUMMARY, summary(errors))):
         before, _, rest = page.read_text(encoding="utf-8").partition(begin)
@@ -219,17 +239,17 @@ def _table(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Prove or refuse every causal LM family of transformers.")
+    parser = argparse.ArgumentParser(description="Prove or refuse every language model family of transformers.")
     parser.add_argument("--topology", action="append", metavar="T", help="may be repeated; default tp=2 and tp=2,sp")
-    parser.add_argument("--family", action="append", metavar="MODEL_TYPE", help="only these; nothing is written")
+    parser.add_argument("--family", action="extend", nargs="+", metavar="MODEL_TYPE", help="only these")
     parser.add_argument("--out", default=str(ROOT / "docs/support.md"), metavar="FILE")
     parser.add_argument(
         "--record", action="store_true", help="renew the list of proved families, and what pages say of it"
     )
     options = parser.parse_args()
     options.topology = options.topology or list(DENSE)
-    if options.record and (options.family or set(options.topology) != set(DENSE)):
-        parser.error("--record needs all families on tp=2 and tp=2,sp")
+    if options.record and set(options.topology) != set(DENSE):
+        parser.error("--record is of tp=2 and tp=2,sp")
     return options
 
 

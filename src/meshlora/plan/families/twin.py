@@ -31,13 +31,16 @@ _FIELDS = {
     "ple_embed_dim ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels output_channels "
     "adapter_in_dim adapter_out_dim adapter_input_size",
     "inner": "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size dff dim_ff "
+    "alignment_intermediate_size projector_hidden_size "
     "n_inner mlp_dim encoder_ffn_dim decoder_ffn_dim feed_forward_size d_inner",
     "expert_inner": "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
     "shared_experts_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size",
     "heads": "num_attention_heads attention_heads encoder_attention_heads decoder_attention_heads num_heads n_heads "
     "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_attention_heads_per_layer "
+    "resampler_n_heads "
     "linear_num_value_heads linear_num_heads index_n_heads indexer_n_heads num_query_groups conf_num_attention_heads",
-    "head_dim": "head_dim attention_head_size d_head dim_head kv_channels d_kv swa_head_dim qk_nope_head_dim "
+    "head_dim": "head_dim resampler_head_dim "
+    "attention_head_size d_head dim_head kv_channels d_kv swa_head_dim qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim query_pre_attn_scalar "
     "mamba_d_head mamba_headdim mamba_head_dim",
     "two_head_dims": "qk_head_dim index_head_dim indexer_head_dim attention_head_dim",
