@@ -78,7 +78,7 @@ def test_an_adapter_is_on_the_text_part_and_its_file_says_so_to_peft(family: str
 
 @pytest.mark.parametrize(
     ("vision", "start"),
-    [(True, ("model.vision_tower", "model.multi_modal_projector")), (["head"], ("model.vision_tower.head",))],
+    [(True, ("model.vision_tower", "model.multi_modal_projector")), (["encoder"], ("model.vision_tower.encoder",))],
 )
 def test_vision_opens_the_tower(vision: Any, start: tuple[str, ...]) -> None:
     model = _model("gemma3")

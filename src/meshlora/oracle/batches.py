@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshlora.config.run import TrainConfig
+from meshlora.data import Sequence as TokenSequence
 from meshlora.data import TokenizedDataset
 
 UNTRAINED = -100
@@ -25,7 +26,8 @@ class MicroBatch:
     """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained.
 
     columns: name -> float32 `[B, S]`, aligned with the labels. first_place: place of its first sequence in the global
-    batch; the others follow at distance `stride`. other: the untrained rows of the same examples.
+    batch; the others follow at distance `stride`. other: the untrained rows of the same examples. more: further inputs
+    of the model; is_of_images: the data have images, if not these sequences.
     """
 
     input_ids: Tensor
@@ -35,6 +37,8 @@ class MicroBatch:
     first_place: int = 0
     stride: int = 1
     other: MicroBatch | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    is_of_images: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +51,9 @@ class MicroBatch:
 
     def to(self, device: str) -> MicroBatch:
         """A copy on `device`."""
-        return self._each(lambda t: t.to(device), other=self.other.to(device) if self.other is not None else None)
+        more = {name: value.to(device) for name, value in self.more.items()}
+        other = self.other.to(device) if self.other is not None else None
+        return self._each(lambda t: t.to(device), other=other, more=more)
 
     def _each(self, change: Callable[[Tensor], Tensor], **rest: Any) -> MicroBatch:
         ids, mask, labels = (change(t) for t in (self.input_ids, self.attention_mask, self.labels))
@@ -93,7 +99,31 @@ def micro_batches(
                     labels[place, position - 1] = token
                     for name, column in columns.items():
                         column[place, position - 1] = float(row.columns[name][position])
-        found = MicroBatch(ids, mask, labels, columns, start * each)
-        if trained_row is not None:
-            found = replace(found.every_second(trained_row), other=found.every_second(1 - trained_row))
-        yield found
+        found = MicroBatch(ids, mask, labels, columns, start * each, is_of_images=data.images is not None)
+        if trained_row is None:
+            yield replace(found, more=further_inputs(rows, shape[1]))
+            continue
+        one, other = (
+            replace(found.every_second(first), more=further_inputs(rows[first::2], shape[1]))
+            for first in (trained_row, 1 - trained_row)
+        )
+        yield replace(one, other=other)
+
+
+def further_inputs(rows: Sequence[TokenSequence], length: int) -> dict[str, Tensor]:
+    """Token types of `rows`, 0 at padding, and the tensors of their images, one row's after the other's."""
+    each = [row.more() for row in rows]
+    found: dict[str, Tensor] = {}
+    for name in sorted({name for of_row in each for name in of_row}):
+        given = [of_row[name] for of_row in each if name in of_row]
+        if name.endswith("token_type_ids"):
+            found[name] = torch.zeros(len(rows), length, dtype=torch.int64)
+            for row, types in enumerate(given):
+                found[name][row, : len(types)] = types
+            continue
+        entries = [entry for tensor in given for entry in tensor]  # images of unequal size are padded with zeros
+        sizes = [max(sizes) for sizes in zip(*(entry.shape for entry in entries), strict=True)]
+        found[name] = torch.zeros(len(entries), *sizes, dtype=given[0].dtype)
+        for whole, entry in zip(found[name], entries, strict=True):
+            whole[tuple(slice(0, size) for size in entry.shape)] = entry
+    return found

@@ -10,7 +10,7 @@ model count: recomputation of activations is not captured again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +62,9 @@ class Capture:
         experts = expert_modules(self.model)
         inside = tuple(f"{name}." for name in experts)  # their rows are in another order on each side
         wrapped = {f"{path}{_BASE}" for path in wrappers(self.model)}  # their weights include the adapter
+        own = tokens_modules(self.model)
         for name, module in self.model.named_modules():
-            if any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
+            if not own(name) or any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
                 continue
             self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
         for name, experts_module in experts.items():
@@ -128,6 +129,19 @@ class Capture:
         self._without_graph.discard(key)
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: micro.backward.__setitem__(key, copy(grad)))
+
+
+def tokens_modules(model: Any) -> Callable[[str], bool]:
+    """Whether a module, by its name, runs on tokens: in a composite no tower and no projector."""
+    if model.config.get_text_config() is model.config:
+        return lambda name: True
+    names = {module: name for name, module in model.named_modules()}
+    text = names[model.get_decoder()]
+    ends = (text, names.get(model.get_input_embeddings()), names.get(model.get_output_embeddings()))
+    return lambda name: (
+        f"{text}.".startswith(f"{name}." if name else "")
+        or any(f"{name}.".startswith(f"{end}.") for end in ends if end)
+    )
 
 
 def sequence_numbers(kwargs: Mapping[str, Any]) -> Tensor:

@@ -22,13 +22,15 @@ from meshlora.common.versions import digest, versions
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import ModelConfig, TrainConfig
 from meshlora.data import Sequence, TokenizedDataset
+from meshlora.oracle.images import RandomImages
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
 _SOURCES = (
     *("config/objective.py", "plan/families/twin.py"),
     *(f"common/{name}.py" for name in ("compat", "float64", "masks", "routing")),
-    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "dropout", "experts", "inputs", "objectives")),
+    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "dropout", "experts", "images", "inputs")),
+    "oracle/objectives.py",
     *(
         f"oracle/{name}.py"
         for name in ("ownership", "packed", "pieces", "quantized", "reference", "reference_case", "replay")
@@ -62,6 +64,7 @@ class Case:
         packing: our side packs several sequences into a row; recompute: it recomputes activations;
             resumes: it stops before its last step and resumes from its checkpoint. The reference does none of these.
         pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
+        images: of the sequences, if they have any.
         dropout: fields of the model's configuration whose dropouts stay on; LoRA's is in `lora`.
         device: "cpu" or "cuda".
     """
@@ -99,6 +102,7 @@ class Case:
     lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
+    images: RandomImages | None = None
     dropout: tuple[str, ...] = ()
     pad_token_id: int = 0
     trust_remote_code: bool = False
@@ -142,6 +146,7 @@ class Case:
             np.array(self.offsets, dtype=np.int64),
             {name: np.array(column, dtype=np.float32) for name, column in self.columns.items()},
             self.rows_per_example,
+            self.images,
         )
 
 

@@ -85,11 +85,14 @@ def losses_of(
     objective: None is cross-entropy. base, point: from `before_losses`, if the objective needs them.
     routed: if given, the layers' router logits are appended.
     """
-    options = {"output_router_logits": True} if routed is not None else {}
+    options: dict[str, Any] = {"output_router_logits": True} if routed is not None else {}
     with lift(next(model.parameters()).dtype == torch.float64):
         # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
         inner = getattr(model, "get_base_model", lambda: model)()
-        found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
+        dtype = next(model.parameters()).dtype
+        more = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.more.items()}
+        options |= {"attention_mask": batch.attention_mask, "use_cache": False, **more}
+        found = inner(input_ids=batch.input_ids, **options)
         if routed is not None:
             routed.append(found.router_logits)
         each = losses(objective or Sft(), found.logits, batch, base, is_training=torch.is_grad_enabled(), point=point)
@@ -152,7 +155,10 @@ def accumulate(
             balance = load_balancing_loss(inner, routed, [batch.attention_mask for batch in batches])
             (torch.stack(sums).sum() + coef * number * balance).backward()
         aux = float(balance.detach())
+    has_images = any("pixel_values" in batch.more for batch in batches)
     for name, parameter in trainable(model).items():
+        if parameter.grad is None and batches[0].is_of_images and not has_images:
+            continue  # a vision part, in a step that has none
         if parameter.grad is None:
             raise UnsupportedError(
                 f"an adapter on {name.rpartition('.')[0]}",

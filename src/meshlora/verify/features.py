@@ -9,7 +9,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
-from meshlora.adapter.targets.pieces import is_open
+from meshlora.adapter.targets.options import is_open
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of

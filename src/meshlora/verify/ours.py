@@ -240,6 +240,9 @@ def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes:
     # Unlike a summed loss, log-probabilities recompute the logits in the backward.
     if plan.topology.tp > 1 and not isinstance(objective, Sft):
         budget += Counter({("backward", "allgather"): micro_batches})
+    # Features for the first layers are cut under sp, so that their gradient is gathered.
+    features = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    budget += Counter({("backward", "allgather"): micro_batches * len(features) * plan.topology.sp})
     return budget + step_budget(plan, [f.rule for f in active_factors(model)])
 
 

@@ -193,6 +193,7 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         lora=stand_in.lora(run),
         objective=run.config.train.objective,
         packing=run.config.data.packing,
+        images=run.train_data.images is not None,
         recompute=run.config.train.recompute != "none",
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,

@@ -45,6 +45,7 @@ from meshlora.oracle.case import (
     with_feedback,
     with_rollouts,
 )
+from meshlora.oracle.images import with_images
 from meshlora.oracle.objectives import has_load_balancing
 from meshlora.oracle.pieces import pieces_of, rows_of
 from meshlora.plan.families.twin import shrink_config, twin_config
@@ -86,6 +87,7 @@ class Request:
             trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
+        images: some sequences have images, with random pixels.
         overrides: fields of the twin's configuration.
         data: source of sequences; None: random tokens. nproc: maximum number of processes.
         mutations: faults to inject, one per run, after the runs without any.
@@ -106,6 +108,7 @@ class Request:
     packing: bool = False
     recompute: bool = False
     resume: bool = False
+    images: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     router_aux_loss_coef: float | None = None
@@ -160,6 +163,7 @@ class Proof:
         """The features of a run on `topology`, named as in `verify.faults.fault.Mutation`."""
         case, config = self.case, LoraConfig(**self.case.lora)
         has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
+        takes = ("pixel_values", *case.images.arguments) if case.images is not None else ()
         micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
         facts = {
             "steps": case.steps > 1,
@@ -173,6 +177,11 @@ class Proof:
             "lora_dropout": config.lora_dropout > 0,
             "model_dropout": bool(case.dropout),
             "smoothing": getattr(case.objective, "label_smoothing", 0) > 0,
+            "images": bool(takes),
+            "image_grid": "image_grid_thw" in takes,
+            "image_blocks": "token_type_ids" in takes,
+            "features": bool(takes and getattr(self.config.vision_config, "deepstack_visual_indexes", None)),
+            "vision": bool(takes) and any(not self.plans[topology].is_text(n) for n in config.target_modules or ()),
             "packing": case.packing,
             "resume": case.resumes,
             "adapters": self.request.adapters > 1,
@@ -312,11 +321,14 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
     """The case of `request`, on random sequences or those of the user."""
     objective, number = request.objective, num_sequences_for(batch_size, request.steps)
     found, pad = _sequences(request, config, number if objective.per == "token" else 2 * number)
+    if request.images:
+        found = with_images(found, config, seed=request.seed)
     data = as_records(found, objective, vocab_size=config.get_text_config().vocab_size, seed=request.seed)
     own = {
         "adapter": "",
         "model_type": config.model_type,
         "resumes": request.resume,
+        "images": data.images,
         "columns": {name: tuple(column.tolist()) for name, column in data.columns.items()},
         "rows_per_example": data.rows_per_example,
         "input_ids": tuple(data.input_ids.tolist()),
@@ -379,6 +391,9 @@ def _check(request: Request) -> None:
         raise UserError(given, f"a {objective.per} is two rows", "leave out --packing")
     if request.resume and request.adapters > 1:
         raise UserError(f"--adapters {request.adapters} with --resume", "several adapters are not proved with it")
+    refused = {"--packing": request.packing, "--adapters": request.adapters > 1, "--data": request.data is not None}
+    if request.images and (option := next((name for name, is_given in refused.items() if is_given), None)):
+        raise UserError(f"--images with {option}", "it is not proved with images", f"leave out {option}")
     for name in request.mutations:
         find(name)
 

@@ -285,7 +285,7 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
 
 def config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
-    values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts")}
+    values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts", "vision")}
     if repository := repository_of(source):
         values |= {"base_model_name_or_path": repository.name, "revision": repository.commit}
     else:

@@ -157,6 +157,16 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
+def is_open(plan: ModelPlan, config: LoraConfig, module: str) -> bool:
+    """Whether `config` may put an adapter on `module`: it is of the text part, named in full, or opened by `vision`."""
+    vision, given = getattr(config, "vision", False), config.target_modules
+    if plan.is_text(module) or (given is not None and not isinstance(given, str) and module in given):
+        return True
+    if isinstance(vision, bool):
+        return vision
+    return any(f".{name}." in f".{module}." for name in vision)
+
+
 def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) -> None:
     """Refuse suffixes, rank patterns and alpha patterns that match no linear, and layer indices out of range."""
     indices = config.layers_to_transform
@@ -166,7 +176,7 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
                 f"layers_to_transform={indices}", f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
             )
     own = [*plan.linears, plan.embedding]
-    every = {"target_modules": [name for name in own if plan.is_text(name) or getattr(config, "vision", False)]}
+    every = {"target_modules": [name for name in own if is_open(plan, config, name)]}
     every["exclude_modules"] = [*own, *plan.projections, *plan.matrices]
     for option in every:
         given = getattr(config, option) or ()

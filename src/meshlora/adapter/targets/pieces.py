@@ -36,14 +36,6 @@ class PieceLoraConfig(LoraConfig):
     vision: bool | list[str] = False
 
 
-def is_open(plan: ModelPlan, config: LoraConfig, module: str) -> bool:
-    """Whether `config` may put an adapter on `module`: it is of the text part, or `vision` opens it."""
-    vision = getattr(config, "vision", False)
-    if plan.is_text(module) or isinstance(vision, bool):
-        return plan.is_text(module) or vision
-    return any(f".{name}." in f".{module}." for name in vision)
-
-
 def own_words(config: LoraConfig) -> dict[str, Any]:
     """The options of `config` that PEFT lacks, as stored in `meshlora.json`; empty if none are set."""
     pieces, shared = getattr(config, "pieces", None) or {}, getattr(config, "share_experts", False)

@@ -22,11 +22,12 @@ from meshlora.adapter.targets.options import (
     check_each_pattern,
     check_patterns,
     check_values,
+    is_open,
     rank_and_scaling,
     shown,
     suffixes,
 )
-from meshlora.adapter.targets.pieces import check_pieces, is_open, piece_of, pieces_of
+from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
 from meshlora.common.compat import refuse_mamba_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.layout import Layout

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -58,7 +58,7 @@ _FIELDS = {
     "image": "image_size",
     # These may already be smaller, and 1 has a meaning: one expert per token, one group.
     "at most 8": "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num compress_rates",
-    "at most 4": "rotary_dim n_groups mamba_n_groups mamba_ngroups o_groups",
+    "at most 4": "rotary_dim n_groups mamba_n_groups mamba_ngroups o_groups mm_tokens_per_image",
     "at most 2": "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts n_group "
     "num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts",
     "at most 1": "topk_group index_topk_blocks",
@@ -86,6 +86,11 @@ _SHARED_HEADS = {
 _PER_LAYER = re.compile(r"^(?!mtp_).*(layer|type|pattern|intermediate_size)")
 _INDEX_LISTS = {"mlp_only_layers", "moe_layers", "full_attn_idxs", "hybrid_layer_ids", "attn_layer_indices"}
 _INDEX_LISTS |= {"local_layer_ids", "cross_attention_layers"}
+# Fields of vision towers, of which a twin has two layers and 4 x 4 patches.
+_OF_TOWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "deepstack_visual_indexes": lambda _: [0],
+    "fullatt_block_indexes": lambda _: [1],
+}
 _FIRST_LAYERS = {"first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers"}
 _LAST_LAYERS = {"num_kv_shared_layers"}
 _PERIODS: dict[str, str | int] = {
@@ -126,6 +131,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"axial_pos_embds": False},
+    "gemma3": {"vision_config": {"vision_use_head": False}},  # as published
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -239,6 +245,8 @@ def _shrunk(
             data[field] = _shrunk(part, sizes, num_layers=None, differ=differ)
         elif value is None or isinstance(value, bool):
             continue
+        elif name in _OF_TOWERS:
+            data[field] = _OF_TOWERS[name](data)
         elif _RANDOM.search(name) and isinstance(value, int | float):
             data[field] = type(value)(0)
         elif name in _TOKENS:
@@ -260,6 +268,10 @@ def _shrunk(
             }
         else:
             data[field] = _tiny(name, _of_layers(name, value, whole, layers), whole, sizes)
+    if "fullatt_block_indexes" in data:  # windows of two by two merged patches
+        data["window_size"] = 2 * data["spatial_merge_size"] * data["patch_size"]
+    if "projector_input_dim" in data:  # llama4: of patches put together
+        data["intermediate_size"] = round(data["hidden_size"] / data["pixel_shuffle_ratio"] ** 2)
     return data
 
 
@@ -466,5 +478,5 @@ def _sizes(heads: int, kv_heads: int, vocabulary: int, tp: int, block: int) -> d
         "vocabulary": vocabulary,
         "positions": 128,
         "window": 8,  # half of 16 tokens: a window over all would hide a wrong mask
-        "image": 16,
+        "image": 32,
     }

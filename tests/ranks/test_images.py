@@ -1,0 +1,110 @@
+"""A run with images, from file to adapter, is that of transformers + peft with the processor's own batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from meshlora.common.float64 import lift
+from meshlora.data import read_records
+from meshlora.plan.families.twin import twin_config
+from meshlora.text.processor import load_processor
+from tests.images import conversation, write_pictures, write_processor, write_rows
+from tests.pool import Pool
+from tests.ranks.test_trainer import run_and_keep_groups
+
+STEPS, RATE = 3, 5e-3
+ROWS = (
+    conversation("wide.png", "what is it?"),
+    conversation("no image here", answer="I see"),
+    conversation("small.jpg", "and", "tall.webp", answer="two of them"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-VL with its processor, pictures, and conversations of which one has no image."""
+    root = tmp_path_factory.mktemp("images")
+    model = write_processor(root / "model", "qwen3_vl")
+    config = twin_config("qwen3_vl", tp=2, vocab_size=2056)
+    tokenizer = load_processor(model, config).tokenizer
+    config.vision_config.patch_size = 4
+    config.text_config.vocab_size = 2056
+    for name in ("image_token", "video_token", "vision_start_token", "vision_end_token"):
+        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)))
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float64).save_pretrained(model)
+    write_pictures(root)
+    write_rows(root / "train.jsonl", *ROWS)
+    return root
+
+
+def run_file(folder: Path, name: str, topology: str) -> Path:
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder / "model"), "dtype": "float64"},
+        "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "vision": True, "init_lora_weights": False},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 128, "cache_dir": str(folder / "cache")},
+        "train": {"output": str(folder / name), "steps": STEPS, "batch_size": 3, "micro_batch_size": 1, "lr": RATE},
+        "topology": topology,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def reference(folder: Path, adapter: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and adapter of transformers + peft on the batch of all records: every step has all of them."""
+    base = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float64)
+    model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True).train()
+    processor = load_processor(folder / "model", base.config)
+    batch = processor.apply_chat_template(
+        [list(record.messages or ()) for record in read_records(folder / "train.jsonl")],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=True,
+        processor_kwargs={"padding": True, "padding_side": "right"},
+    )
+    labels = batch["input_ids"].masked_fill(batch.pop("assistant_masks") == 0, -100)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with lift():
+            logits = model(**batch).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (STEPS - step) / STEPS
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+# On the second rank of dp there is no image in one step of three, and a dummy.
+@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2"])
+def test_run_with_images_is_that_of_transformers_and_peft(
+    topology: str, folder: Path, pools: Callable[[int], Pool]
+) -> None:
+    pools(2).run(run_and_keep_groups, run_file(folder, topology, topology), 2)
+    output = folder / topology
+    losses, theirs = reference(folder, output / "initial")
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [m["loss"] for m in metrics if "grad_norm" in m] == pytest.approx(losses, rel=1e-11)
+    ours = load_file(output / "adapter" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert any("visual" in name for name in ours)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name].double(), value, rtol=1e-6, atol=1e-9)
