@@ -87,6 +87,7 @@ _EXPERTS = "tests/ranks/test_training_experts.py"
 # What the proof itself sees.
 _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
 # Both sides of a proof are given the same value: that its parameters are read is seen by formulas in plain torch.
+_HEADS = "tests/unit/test_heads.py"
 _FORMULAS = "tests/unit/test_objectives.py::test_objective_is_the_formula_of_its_paper"
 _RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_process_on_every_mesh[policy]"
 _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
@@ -147,6 +148,19 @@ CAUGHT_BY: dict[str, str] = {
             *("dpo.beta", "dpo.label_smoothing", "orpo.beta"),
             *("kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
         )
+    },
+    **{
+        f"train.objective.{option}": f"{_HEADS}::{test}"
+        for option, test in {
+            "classify.labels": "test_labels_go_by_name_or_number_and_stay_with_their_text",
+            "classify.num_labels": "test_wrong_record_is_named_with_its_line",
+            "classify.problem": "test_loss_of_texts_is_that_of_transformers[multi]",
+            "classify_tokens.labels": "test_label_of_a_word_is_that_of_its_first_token",
+            "classify_tokens.num_labels": "test_wrong_record_is_named_with_its_line",
+            "embed.pooling": "test_one_token_is_taken_and_never_the_padding[last-2]",
+            "embed.temperature": "test_embeddings_of_a_step_in_parts_have_the_gradient_of_all_at_once[True]",
+            "embed.normalize": "test_embeddings_of_a_step_in_parts_have_the_gradient_of_all_at_once[False]",
+        }.items()
     },
     "train.router_aux_loss_coef": (f"{_EXPERTS}::test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology"),
     "train.recompute": f"{_OPTIONS}::test_layers_are_computed_twice_where_the_run_file_says_so",

@@ -70,7 +70,6 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
         ("layer_replication", [(0, 1)]),
         ("trainable_token_indices", [1]),
         ("lora_bias", True),
-        ("task_type", "SEQ_CLS"),
     ],
 )
 def test_option_that_would_not_be_followed_is_refused_by_name(option: str, value: Any) -> None:
@@ -93,6 +92,7 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
     ("options", "words"),
     [
         ({"target_modules": ["q_proj"], "bias": "some"}, "bias"),
+        ({"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}, "is one for CAUSAL_LM"),
         ({"target_modules": ["q_proj"], "use_dora": True, "init_lora_weights": "pissa"}, "use_dora"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora on the embedding"),
         ({"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"}, "'pissa' on the embedding"),

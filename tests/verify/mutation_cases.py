@@ -336,6 +336,31 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "qwen3", "objective": PROVED["orpo"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("orpo"), LOSS),
     ),
+    "labels of texts": (
+        {"family": "qwen3", "objective": PROVED["classify"], "topologies": ("tp=2,sp",)},
+        {
+            "label_of_next_text": LOSS,
+            "classify_per_token": LOSS,
+            "head_gradient_summed_over_tp": ("gradients", "score.weight", "summed over tp twice"),
+            "hidden_states_summed_twice": ("backward", LAST_MLP, "reduced over tp twice"),
+        },
+    ),
+    "labels of words": (
+        {"family": "bert", "objective": PROVED["classify_tokens"], "topologies": ("dp=2",)},
+        dict.fromkeys(needing("classify_tokens"), LOSS),
+    ),
+    "embeddings compared with those of other ranks": (
+        {
+            "family": "bert",
+            "objective": PROVED["embed_mean"],
+            "topologies": ("dp=2",),
+            "lora": _ALL | {"exclude_modules": ["pooler.dense"]},
+        },
+        dict.fromkeys(needing("embed"), LOSS)
+        | {
+            "embed_gradient_of_others_lost": ("backward", "encoder", "from the loss on"),
+        },
+    ),
     "answers that were liked or not": (
         {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("kto"), LOSS),

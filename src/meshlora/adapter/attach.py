@@ -138,12 +138,20 @@ def attach(
                 magnitude = leaf.weight_norm(name).to(dtype)
             leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
     copies: dict[str, nn.Parameter] = {}
+    for owner in {of_base.rpartition(".")[0] for of_base in planned.copies}:
+        _take_any_dtype(model.get_submodule(owner))
     for of_base in planned.copies:
         value = state.base.setdefault(of_base, model.get_parameter(of_base)).detach().to(dtype).clone()
         if trained is not None:
             value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
         copies[of_base] = nn.Parameter(value, requires_grad=False)
     state.adapters[name] = Adapter(planned, copies)
+
+
+def _take_any_dtype(module: nn.Module) -> None:
+    """Let a linear that is the model's own, and whose copy is wider than the model, take the model's activations."""
+    if type(module) is nn.Linear:  # a second hook, of a second adapter, changes nothing
+        module.register_forward_pre_hook(lambda linear, args: (args[0].to(linear.weight.dtype), *args[1:]))
 
 
 def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:

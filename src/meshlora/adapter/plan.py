@@ -7,6 +7,7 @@ parameters are trained; refusing a dropout that would have no effect. Does not o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.adapter.targets.resolve import Target, resolve_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
+from meshlora.common.tasks import CAUSAL, HEADS, task_of
 from meshlora.model.dp_shard import check_not_sharded
 from meshlora.plan.grads import (
     FactorRule,
@@ -92,6 +94,18 @@ def plan_adapter(
     return AdapterPlan(config, stored, targets, parameters, tuple(copies), folder)
 
 
+def with_trained_head(config: LoraConfig, model: Any) -> LoraConfig:
+    """A fresh adapter for the task of `model`: with its head in `modules_to_save`, as PEFT adds it by itself."""
+    task = task_of(model.config)
+    if task == CAUSAL:
+        return config
+    config = copy.copy(config)
+    heads = [name for name in HEADS if hasattr(model, name)] if task != "FEATURE_EXTRACTION" else []
+    config.modules_to_save = list(dict.fromkeys((*(config.modules_to_save or ()), *heads))) or None
+    config.task_type = config.task_type or task
+    return config
+
+
 def _check_dropout(stored: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
     """Refuse a `lora_dropout` that would have no effect. Embeddings have none, as in PEFT.
 
@@ -145,11 +159,12 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
                     f"{owner} is a target of LoRA too",
                     "a module is trained in full or by LoRA: take it out of one of the two",
                 )
-            if list(module.children()) and owner not in {*plan.linears, plan.embedding}:
+            is_head = owner in HEADS and plan.task != CAUSAL
+            if list(module.children()) and not is_head and owner not in {*plan.linears, plan.embedding}:
                 raise UnsupportedError(
                     f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
                 )
-            leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+            leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_head)]
             if config.bias == "all" and "bias" in leaves:
                 raise UnsupportedError(
                     f"modules_to_save: {owner} with bias='all'",

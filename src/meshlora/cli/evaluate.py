@@ -14,6 +14,7 @@ from typing import Any
 
 from meshlora.common.errors import UserError
 from meshlora.common.reading import path_argument
+from meshlora.common.tasks import CAUSAL
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
@@ -131,6 +132,9 @@ def _evaluate(options: argparse.Namespace) -> None:
                 "--generate inside a launcher", "texts are generated on one process", "use --nproc N for it"
             )
         config = read_run(options.file, options.overrides)
+        if options.generate and config.train.objective.task != CAUSAL:
+            what = f"--generate with train.objective={config.train.objective.kind}"
+            raise UserError(what, "such a model writes no text", "leave it out")
         given = {override.partition("=")[0] for override in options.overrides}
         if place is None and options.nproc is None and "topology" not in given:
             config = dataclasses.replace(config, topology="")  # one process, whatever the run used
@@ -224,6 +228,8 @@ def _show(result: dict[str, Any]) -> None:
     say(f"{result['model']}, {adapter}")
     counted = next(f"{result[name]:,} {name.replace('_', ' ')}" for name in COUNTED.values() if name in result)
     shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
+    for name in ("accuracy", "macro_f1", "recall_at_1"):
+        shown += f"  {name} {result[name]:.4f}" if name in result else ""
     say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:
         say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")

@@ -18,39 +18,41 @@ from transformers import (
     PretrainedConfig,
 )
 
-# Task -> auto classes with their mappings, in order of preference.
-_CLASSES: dict[str, tuple[tuple[Any, Any], ...]] = {
-    "causal": (
-        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
-    )
-}
+from meshlora.common.tasks import CAUSAL, class_of_task, task_of
+
+# Auto classes of language models with their mappings, in order of preference.
+_CAUSAL: tuple[tuple[Any, Any], ...] = (
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+)
 
 
-def model_class(config: PretrainedConfig, task: str = "causal") -> Any:
+def model_class(config: PretrainedConfig) -> Any:
     """The auto class with `from_config` and `from_pretrained` for `config`: `model_class(config).from_config(config)`.
 
     Some composites have two classes, one of them for the text part alone. The one named by `config.architectures` is
-    chosen, else the first that takes the whole configuration. Without any: the task's first, whose own error says so.
+    chosen, else the first that takes the whole configuration. Without any: the first, whose own error says so.
     """
-    return _found(config, task)[0]
+    return _found(config)[0]
 
 
-def own_class(config: PretrainedConfig, task: str = "causal") -> Any:
+def own_class(config: PretrainedConfig) -> Any:
     """The class of the model that `model_class` makes, or None if transformers has none (code of the checkpoint)."""
-    return _found(config, task)[1]
+    return _found(config)[1]
 
 
-def _found(config: PretrainedConfig, task: str) -> tuple[Any, Any]:
+def _found(config: PretrainedConfig) -> tuple[Any, Any]:
+    task = task_of(config)
+    classes = _CAUSAL if task == CAUSAL else (class_of_task(task),)
     remote = getattr(config, "auto_map", None) or {}
-    for auto, _ in _CLASSES[task]:
+    for auto, _ in classes:
         if auto.__name__ in remote:
             return auto, None
-    pairs = [(auto, cls) for auto, mapping in _CLASSES[task] for cls in _classes_of(mapping, config)]
+    pairs = [(auto, cls) for auto, mapping in classes for cls in _classes_of(mapping, config)]
     named = [pair for pair in pairs if pair[1].__name__ in (config.architectures or ())]
     whole = [pair for pair in pairs if getattr(pair[1], "config_class", None) is type(config)]
-    return next(iter((*named, *whole, *pairs)), (_CLASSES[task][0][0], None))
+    return next(iter((*named, *whole, *pairs)), (classes[0][0], None))
 
 
 def _classes_of(mapping: Any, config: PretrainedConfig) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from meshlora.common.errors import UserError
 from meshlora.common.reading import check_path
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.numbers import check_numbers, number, require
 from meshlora.config.objective import Objective, Sft
 from meshlora.plan.topology import Topology
@@ -301,7 +302,27 @@ class RunConfig:
             )
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
+        self._check_task()
         if self.data.packing and (per := self.train.objective.per) != "token":
             given = f"data.packing with train.objective={self.train.objective.kind}"
             raise UserError(given, f"a {per} is two rows", "set data.packing: false")
         Topology.parse(self.topology)
+
+    def _check_task(self) -> None:
+        """Refuse what only a language model has, for objectives of other models."""
+        train, data = self.train, self.data
+        if train.objective.task == CAUSAL:
+            return
+        given = {
+            "data.packing": data.packing,
+            f"data.loss_on={data.loss_on}": data.loss_on != "completion",
+            "train.sample_every": train.sample_every > 0,
+            "train.merge_at_end": train.merge_at_end,
+            "train.router_aux_loss_coef": train.router_aux_loss_coef > 0,
+            "train.routing_record": train.routing_record is not None,
+            "train.routing_replay": train.routing_replay is not None,
+        }
+        for option, is_given in given.items():
+            if is_given:
+                rule = "it is for language models: this objective has another head"
+                raise UserError(f"{option} with train.objective={train.objective.kind}", rule, "leave it out")

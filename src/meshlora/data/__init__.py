@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
 from meshlora.data.packing import joined, packed_share, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record, prompts_of
@@ -27,6 +28,9 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "rollouts": read_rollouts,
     "pairs": read_preferences,
     "feedback": read_feedback,
+    "labelled": read_labelled,
+    "labelled_words": read_labelled_words,
+    "similar": read_similar,
 }
 
 __all__ = [

@@ -37,6 +37,8 @@ class Batch:
             `input_ids[b, t + 1]` if that token is trained, else -100. A loss over these must not shift again.
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted like labels and 0 where these are -100.
+        targets: float32 `[B, K]`, of each text; None: they have none.
+        rows_per_example: number of neighbouring rows that form an example.
         tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.common.masks.token_numbers`),
             the same on every topology. Padding continues the count.
         is_dummy: it holds no sequence and only keeps collectives matched.
@@ -56,6 +58,8 @@ class Batch:
     position_ids: Tensor | None = None
     trained: Tensor | None = None
     more: Mapping[str, Tensor] = field(default_factory=dict)
+    targets: Tensor | None = None
+    rows_per_example: int = 1
 
     def rows(self, start: int, stop: int) -> Batch:
         """The rows of one adapter in a batch of several, without `more`. Call it on the host: it counts labels."""
@@ -85,6 +89,8 @@ def collate(
     token_multiple: int = 1,
     columns: AbstractSequence[str] = (),
     places: AbstractSequence[int] | None = None,
+    num_targets: int = 0,
+    predicts_next: bool = True,
 ) -> Batch:
     """Pad on the right to the longest sequence, then further until B·S is divisible by `token_multiple`.
 
@@ -98,6 +104,7 @@ def collate(
         token_multiple: divisor of B·S required by sequence parallelism.
         columns: names of sequence columns to include.
         places: positions of the sequences in the global batch; None: 0, 1, 2 ...
+        num_targets: K of the targets of each sequence, 0: none. predicts_next: as in `TokenizedDataset`.
     """
     assert token_multiple >= 1, token_multiple
     if not sequences:
@@ -106,7 +113,8 @@ def collate(
         mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
         nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
         zeros = {name: torch.zeros(1, length) for name in columns}
-        return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True)
+        targets = torch.zeros(1, num_targets) if num_targets else None
+        return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True, targets=targets)
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
@@ -121,9 +129,11 @@ def collate(
         input_ids_np[row, : len(ids)] = ids
         attention_mask[row, : len(ids)] = 1
         # Position t predicts token t + 1; token 0 is predicted by nothing.
-        labels[row, : len(ids) - 1] = np.where(is_trained[1:], ids[1:], IGNORED)
+        own = slice(1 if predicts_next else 0, None)
+        here = slice(0, len(ids[own]))
+        labels[row, here] = np.where(is_trained[own], ids[own], IGNORED)
         for name, column in shifted.items():
-            column[row, : len(ids) - 1] = np.where(is_trained[1:], sequence.columns[name][1:], 0)
+            column[row, here] = np.where(is_trained[own], sequence.columns[name][own], 0)
     return Batch(
         input_ids=torch.from_numpy(input_ids_np),
         attention_mask=torch.from_numpy(attention_mask),
@@ -132,6 +142,7 @@ def collate(
         tokens=token_numbers(torch.as_tensor(range(num_rows) if places is None else places), length),
         columns={name: torch.from_numpy(column) for name, column in shifted.items()},
         more=_more([sequence.more() for sequence in sequences], length),
+        targets=torch.from_numpy(np.stack([s.targets for s in sequences])) if num_targets else None,  # type: ignore[misc]
     )
 
 

@@ -39,7 +39,7 @@ _BLOCK = 4096
 class Sequence:
     """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
 
-    columns: name -> float32 `[S]`, further values per token for an objective.
+    columns: name -> float32 `[S]`, further values per token for an objective. targets: float32 `[K]`, of the text.
     more: reads the images, if there may be any: the model's further inputs (`data.images.SequenceImages.inputs`).
     """
 
@@ -47,6 +47,7 @@ class Sequence:
     is_trained: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     more: Callable[[], Mapping[str, Tensor]] = dict
+    targets: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,9 @@ class TokenizedDataset:
         columns: name -> float32 `[N]`, further values per token for an objective (`data.rollouts`).
         rows_per_example: adjacent sequences that form one example: 2 for pairs (`data.preferences`).
         images: of the sequences, if some have any.
+        targets: float32 `[num_sequences, K]`, what is to be said of each text (`data.labelled`).
+        predicts_next: a trained token is predicted by the one before it, and so are its columns; else both are at the
+            token's own place.
     """
 
     input_ids: np.ndarray
@@ -68,6 +72,8 @@ class TokenizedDataset:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     rows_per_example: int = 1
     images: SequenceImages | None = None
+    targets: np.ndarray | None = None
+    predicts_next: bool = True
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -81,7 +87,8 @@ class TokenizedDataset:
         columns = {name: column[part] for name, column in self.columns.items()}
         ids = self.input_ids[part]
         more = dict if self.images is None else functools.partial(self.images.inputs, index, ids)
-        return Sequence(ids, self.is_trained[part], columns, more)
+        targets = None if self.targets is None else self.targets[index]
+        return Sequence(ids, self.is_trained[part], columns, more, targets)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (self[index] for index in range(len(self)))
@@ -90,8 +97,9 @@ class TokenizedDataset:
     def arrays(self) -> dict[str, np.ndarray]:
         """All of its content by name; of images their hash."""
         images = {} if self.images is None else {"images": self.images.digest()}
+        targets = {} if self.targets is None else {"targets": self.targets}
         tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
-        return {**tokens, **self.columns, **images}
+        return {**tokens, **self.columns, **images, **targets}
 
     def has_images(self, indices: Iterable[int]) -> bool:
         """Whether one of the examples `indices` has an image."""
@@ -111,6 +119,7 @@ class TokenizedDataset:
         end = int(self.offsets[rows])
         columns = {name: column[:end] for name, column in self.columns.items()}
         parts = {"input_ids": self.input_ids[:end], "is_trained": self.is_trained[:end], "columns": columns}
+        parts |= {} if self.targets is None else {"targets": self.targets[:rows]}
         return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
 
     def example(self, index: int) -> list[Sequence]:
@@ -121,7 +130,7 @@ class TokenizedDataset:
     @property
     def num_trained_tokens(self) -> int:
         """The number of predictable targets: the first token of a sequence has no predecessor and does not count."""
-        return int(self.is_trained.sum() - self.is_trained[self.offsets[:-1]].sum())
+        return int(self.is_trained.sum() - self.predicts_next * self.is_trained[self.offsets[:-1]].sum())
 
 
 def tokenize(

@@ -20,9 +20,11 @@ from peft import LoraConfig
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
-from meshlora.adapter.plan import AdapterPlan, plan_adapter
+from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import read_json
+from meshlora.common.tasks import CAUSAL
+from meshlora.config.objective import TEXT, Objective
 from meshlora.config.run import BaseOptions as BaseOptions
 from meshlora.layers.quantized import check_library
 from meshlora.loading.guards import check_dropouts, handle_dropout
@@ -56,7 +58,7 @@ class Blueprint:
         config: as read. model: on the meta device, not split; never modified.
         dtype: of the base. plan: the split. adapter: what is trained. notes: messages for the user.
         packing: the `quantization_config` of the checkpoint; None if it is in plain numbers.
-        kept: parameter -> how it stays packed in memory.
+        kept: parameter -> how it stays packed in memory. objective: which decides of the model's head.
     """
 
     source: Path | None
@@ -69,6 +71,7 @@ class Blueprint:
     notes: tuple[str, ...] = ()
     packing: Mapping[str, Any] | None = None
     kept: Mapping[str, Packing] = field(default_factory=dict)
+    objective: Objective = TEXT
 
     @property
     def topology(self) -> Topology:
@@ -80,6 +83,11 @@ class Blueprint:
         """The adapter; asserts that there is one."""
         assert self.adapter is not None
         return self.adapter
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Parameters of a new head, which the checkpoint may lack: those that are trained in full."""
+        return self.adapter.copies if self.adapter is not None and self.objective.task != CAUSAL else ()
 
     def on(self, topology: Topology) -> Blueprint:
         """This blueprint on another topology.
@@ -99,6 +107,7 @@ class Blueprint:
         Raises:
             UserError: the configuration does not fit the model. UnsupportedError: an option that is not proved.
         """
+        config = with_trained_head(config, self.model)
         return dataclasses.replace(self, adapter=plan_adapter(self.model, self.plan, config))
 
     def with_folder(self, folder: Path, *, ignore_dropout: bool = False) -> Blueprint:
@@ -126,7 +135,7 @@ class Blueprint:
             UserError: one is missing, of another shape, or unused.
         """
         source = self.weights()
-        check_checkpoint(self.model, source, allow_unused=self.options.allow_unused_weights)
+        check_checkpoint(self.model, source, allow_unused=self.options.allow_unused_weights, fresh=self.fresh)
         return extra_weights(self.model, source)
 
     def weights(self) -> CheckpointSource:
@@ -135,14 +144,19 @@ class Blueprint:
         return CheckpointSource(self.source, self.model, self.packing)
 
 
-def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, options: BaseOptions) -> Blueprint:
+def make_blueprint(
+    model: str | Path | PretrainedConfig, topology: Topology, options: BaseOptions, objective: Objective = TEXT
+) -> Blueprint:
     """The blueprint of a base: `make_blueprint("folder", Topology(tp=2), BaseOptions(dtype="bfloat16"))`.
+
+    objective: what it is trained for, or used.
 
     Raises:
         UserError: a wrong folder, option or topology. UnsupportedError: anything not proved to be exact.
     """
     config = copy.deepcopy(read_model_config(model, trust_remote_code=options.trust_remote_code))
     packing = vars(config).pop("quantization_config", None)  # the model itself is one of plain numbers
+    objective.configure(config)
     dtype = resolve_dtype(options.dtype, config)
     built = _build(copy.deepcopy(config), dtype, options)
     source = None if isinstance(model, PretrainedConfig) else Path(model)
@@ -154,7 +168,7 @@ def make_blueprint(model: str | Path | PretrainedConfig, topology: Topology, opt
             "use model.quantization: keep, or leave it out",
         )
     plan = _split(built, topology, options.quantization, kept)
-    return Blueprint(source, options, config, dtype, built, plan, packing=packing, kept=kept)
+    return Blueprint(source, options, config, dtype, built, plan, packing=packing, kept=kept, objective=objective)
 
 
 def _kept(source: Path | None, model: Any, packing: Mapping[str, Any] | None) -> dict[str, Packing]:

@@ -18,6 +18,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
 from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.layers.experts.same_tokens import given_tokens
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
@@ -36,6 +37,8 @@ def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> No
     Raises:
         UnsupportedError: some are not exact, and `disable` is off; or one drops everything.
     """
+    if disable and task_of(config) != CAUSAL and not getattr(config, "classifier_dropout", None):
+        config.classifier_dropout = 0.0  # heads have one of 0.1 without being asked
     for part, name, value in _dropouts(config):
         is_exact = is_exact_dropout(part.model_type, name)
         if disable is True or (disable == "unsupported" and not is_exact):
@@ -65,17 +68,17 @@ def check_dropouts(model: Any) -> None:
     for name, module in model.named_modules():
         is_dropout = compat.is_dropout(module) and module.p > 0
         if is_dropout and not is_exact_module(model.config.model_type, name):
-            raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology")
+            way_out = "turn it off: model.disable_dropout: unsupported"
+            raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology", way_out)
 
 
 def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
     """(configuration, field, rate) of all dropouts above 0 in `config` and its sub-configurations."""
     found = []
+    unused = ("classifier", "summary_") if task_of(config) == CAUSAL else ()
     for part in _configs(config):
         for name, value in vars(part).items():
-            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(
-                ("classifier", "summary_")
-            )
+            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(unused)
             if is_dropout and not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
                 found.append((part, name, value))
     return found

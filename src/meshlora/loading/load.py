@@ -107,7 +107,8 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     )
     targets = blueprint.adapter.targets if blueprint.adapter is not None else {}
     parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype)
-    fill(model, plan, source, mesh, allow_unused=blueprint.options.allow_unused_weights)
+    unused = blueprint.options.allow_unused_weights
+    fill(model, plan, source, mesh, allow_unused=unused, fresh=blueprint.fresh, seed=seed)
     model.tie_weights()
     finish_sharding(model, plan, mesh)
     model.meshlora = attach.Runtime(plan, mesh, None if blueprint.source is None else str(blueprint.source))

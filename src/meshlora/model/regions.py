@@ -70,12 +70,13 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
     layers = model.get_submodule(plan.layers)
     assert isinstance(layers, nn.ModuleList)
     # Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits stay
-    # split, but the gradient on each rank is that of its own part of the vocabulary.
+    # split, but the gradient on each rank is that of its own part of the vocabulary. Without a vocabulary all ranks
+    # compute all of it.
     if plan.topology.sp:
         map_input(layers[0], "the first decoder layer", cut.cut)
         cut_deepstack(model, cut.cut)
-        map_output(layers[-1], lambda x: cut.whole(x, terms=True))
-    else:
+        map_output(layers[-1], lambda x: cut.whole(x, terms=plan.has_vocabulary))
+    elif plan.has_vocabulary:
         map_output(layers[-1], lambda x: copy_one_to_each(x, tp))
 
 

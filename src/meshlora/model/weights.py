@@ -10,9 +10,11 @@ through a new map.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from meshlora.comm.groups import Mesh
 from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.files import open_safetensors
+from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.quantized import FrozenMatrix, Packed, joined, pack, stacked
@@ -190,13 +193,24 @@ class Placement:
     has_inputs_first: bool = False
 
 
-def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow_unused: bool = False) -> None:
+def fill(
+    model: Any,
+    plan: ModelPlan,
+    source: Source,
+    mesh: Mesh,
+    *,
+    allow_unused: bool = False,
+    fresh: Collection[str] = (),
+    seed: int = 0,
+) -> None:
     """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
+
+    fresh: names that need not be in `source`: of a new head, drawn from `seed`.
 
     Raises:
         UserError: as `check_checkpoint`; a value that is not finite, on the ranks that read it.
     """
-    aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused)
+    aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused, fresh=fresh)
     # Buffers first: a module's own initialization also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, source, mesh)
     made: dict[int, nn.Parameter] = {}
@@ -212,6 +226,10 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
         for leaf, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:
                 name = _base_name(path, module, leaf)
+                if name in fresh and source.shape(name) is None:
+                    drawn = _drawn(model, path, leaf, seed).to(mesh.device, old.dtype)
+                    setattr(module, leaf, nn.Parameter(drawn, requires_grad=False))
+                    continue
                 where = _placement(name, module, old, plan)
                 stored = _stored_name(name, source, aliases)
                 check_tied(aliases[name], source)
@@ -225,6 +243,18 @@ def fill(model: nn.Module, plan: ModelPlan, source: Source, mesh: Mesh, *, allow
                 _check_finite(value, stored, source)
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             setattr(module, leaf, made[id(old)])
+
+
+@torch.no_grad()
+def _drawn(model: Any, path: str, leaf: str, seed: int) -> Tensor:
+    """A parameter as the model's own class initialises it, a function of (seed, name): the same on every rank."""
+    module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+    digest = hashlib.sha256(f"{seed}:{path}.{leaf}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        compat.initialize(model, module)
+    found: Tensor = getattr(module, leaf).detach()
+    return found
 
 
 def _check_finite(value: Tensor, name: str, source: Source) -> None:
@@ -263,21 +293,28 @@ def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
 
 
 def check_checkpoint(
-    model: nn.Module, source: Source, *, plan: ModelPlan | None = None, allow_unused: bool = False
+    model: Any,
+    source: Source,
+    *,
+    plan: ModelPlan | None = None,
+    allow_unused: bool = False,
+    fresh: Collection[str] = (),
 ) -> dict[str, list[str]]:
     """Check that `source` has every weight of `model`, and no other; returns the names of tied weights.
 
-    plan: for a model that is split already.
+    plan: for a model that is split already. fresh: names that may be missing. Heads of another task are not used.
 
     Raises:
         UserError: weights are missing, of another shape or not used by the model. UnsupportedError: they are integers.
     """
     aliases = _aliases(model)
-    missing = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
-    if missing:
+    absent = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
+    if missing := [name for name in absent if name not in fresh]:
         there = source.unused(set())
         near = f"; {did_you_mean(missing[0], there)}" if len(there) <= 10_000 and there else ""
-        raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}")
+        is_new = task_of(model.config) != CAUSAL
+        way_out = "a part that is new is trained in full: name it in lora.modules_to_save" if is_new else ""
+        raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}", way_out)
     unused = [] if allow_unused else _without_a_place(model, source).get("", [])
     if unused:
         raise UserError(
@@ -310,6 +347,9 @@ def _without_a_place(model: Any, source: Source) -> dict[str, list[str]]:
     patterns = {kind: re.compile(pattern) for kind, pattern in _EXTRA.items()}
     if own := compat.unexpected_keys(model):
         patterns["that transformers leaves out"] = re.compile("|".join(own))
+    if task_of(model.config) != CAUSAL:
+        own = "|".join(re.escape(name) for name, _ in model.named_children())
+        patterns["of the head of another task"] = re.compile(rf"^(?!({own})\.)")
     config = model.config.get_text_config()
     # DeepSeek and GLM store the layers that predict further tokens as if they followed the last one.
     first, number = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
@@ -327,6 +367,8 @@ def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             own = _base_name(path, module, leaf)
+            if all(source.shape(alias) is None for alias in aliases[own]):  # it is to be drawn
+                continue
             name = _stored_name(own, source, aliases)
             if mistake := source.mistake(name, _placement(own, module, parameter, plan).shape):
                 key, rule = mistake

@@ -27,7 +27,8 @@ class MicroBatch:
 
     columns: name -> float32 `[B, S]`, aligned with the labels. first_place: place of its first sequence in the global
     batch; the others follow at distance `stride`. other: the untrained rows of the same examples. more: further inputs
-    of the model; is_of_images: the data have images, if not these sequences.
+    of the model; is_of_images: the data have images, if not these sequences. targets: `[B, K]`, of each text. each:
+    rows of an example. Labels of the tokens themselves, not of the next ones, are not shifted.
     """
 
     input_ids: Tensor
@@ -39,6 +40,8 @@ class MicroBatch:
     other: MicroBatch | None = None
     more: Mapping[str, Tensor] = field(default_factory=dict)
     is_of_images: bool = False
+    targets: Tensor | None = None
+    each: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +61,10 @@ class MicroBatch:
     def _each(self, change: Callable[[Tensor], Tensor], **rest: Any) -> MicroBatch:
         ids, mask, labels = (change(t) for t in (self.input_ids, self.attention_mask, self.labels))
         columns = {name: change(column) for name, column in self.columns.items()}
-        return replace(self, input_ids=ids, attention_mask=mask, labels=labels, columns=columns, **rest)
+        targets = None if self.targets is None else change(self.targets)
+        return replace(
+            self, input_ids=ids, attention_mask=mask, labels=labels, columns=columns, targets=targets, **rest
+        )
 
 
 def micro_batches_of(
@@ -95,11 +101,16 @@ def micro_batches(
         for place, row in enumerate(rows):
             for position, token in enumerate(row.input_ids.tolist()):
                 ids[place, position], mask[place, position] = token, 1
-                if position and row.is_trained[position]:  # the position before a trained token predicts it
-                    labels[place, position - 1] = token
+                # The position before a trained token predicts it, where it is predicted at all.
+                own = position - 1 if data.predicts_next else position
+                if own >= 0 and row.is_trained[position]:
+                    labels[place, own] = token
                     for name, column in columns.items():
-                        column[place, position - 1] = float(row.columns[name][position])
-        found = MicroBatch(ids, mask, labels, columns, start * each, is_of_images=data.images is not None)
+                        column[place, own] = float(row.columns[name][position])
+        targets = None if data.targets is None else torch.tensor([row.targets.tolist() for row in rows])  # type: ignore[union-attr]
+        found = MicroBatch(
+            ids, mask, labels, columns, start * each, is_of_images=data.images is not None, targets=targets, each=each
+        )
         if trained_row is None:
             yield replace(found, more=further_inputs(rows, shape[1]))
             continue

@@ -22,6 +22,8 @@ from meshlora.oracle.experts import expert_modules, watch_choices, wrappers
 
 # Inside a PEFT layer: the frozen layer, captured separately, and parts of the adapter, which have no counterpart.
 _BASE, _ADAPTER = ".base_layer", (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.")
+# The trained copy of a block; it is captured under the block's name, and its parts under theirs.
+_COPY = ".modules_to_save.default."
 
 SCORES, CHOICES = "#router scores", "#router choices"
 
@@ -63,7 +65,8 @@ class Capture:
         inside = tuple(f"{name}." for name in experts)  # their rows are in another order on each side
         wrapped = {f"{path}{_BASE}" for path in wrappers(self.model)}  # their weights include the adapter
         own = tokens_modules(self.model)
-        for name, module in self.model.named_modules():
+        for path, module in self.model.named_modules():
+            name = path.replace(_COPY, ".")
             if not own(name) or any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
                 continue
             self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))

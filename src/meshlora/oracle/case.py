@@ -58,7 +58,7 @@ class Case:
             into large steps, and a gradient of the wrong size shows in its update.
         router_aux_loss_coef: weight of the routers' load-balancing loss.
         objective: the training objective. lora_plus_ratio, lora_plus_embedding_lr: LoRA+ options of the optimizer.
-        columns, rows_per_example: as in `TokenizedDataset`.
+        columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
         quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
         packing: our side packs several sequences into a row; recompute: it recomputes activations;
@@ -92,6 +92,8 @@ class Case:
     objective: Objective = field(default_factory=Sft)
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     rows_per_example: int = 1
+    targets: tuple[tuple[float, ...], ...] = ()
+    predicts_next: bool = True
     packing: bool = False
     recompute: bool = False
     resumes: bool = False
@@ -147,6 +149,8 @@ class Case:
             {name: np.array(column, dtype=np.float32) for name, column in self.columns.items()},
             self.rows_per_example,
             self.images,
+            targets=np.array(self.targets, dtype=np.float32) if self.targets else None,
+            predicts_next=self.predicts_next,
         )
 
 
@@ -205,6 +209,31 @@ def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
     liked = np.repeat([1.0 if record % 3 != 1 else -1.0 for record in range(data.num_examples)], 2)
     column = np.repeat(liked, np.diff(data.offsets)).astype(np.float32)
     return replace(data, columns={"desirable": column})
+
+
+def with_labels(data: TokenizedDataset, objective: Any, *, seed: int, segments: bool) -> TokenizedDataset:
+    """The sequences with random labels of `objective`, of texts or of their trained tokens; segments: two in each."""
+    generator = np.random.Generator(np.random.PCG64([seed, 2]))
+    number = len(objective.names)
+    if not hasattr(objective, "problem"):
+        labels = generator.integers(number, size=len(data.input_ids)).astype(np.float32)
+        return replace(data, columns={"label": labels}, predicts_next=False)
+    columns = {}
+    if segments:
+        halves = [np.arange(length) >= length // 2 for length in np.diff(data.offsets)]
+        columns["token_type_ids"] = np.concatenate(halves).astype(np.float32)
+    targets = {
+        "single": lambda: generator.integers(number, size=(len(data), 1)),
+        "multi": lambda: generator.integers(2, size=(len(data), number)),
+        "regression": lambda: generator.normal(size=(len(data), number)),
+    }[objective.problem]()
+    data = replace(data, is_trained=np.ones_like(data.is_trained), predicts_next=False)
+    return replace(data, columns=columns, targets=targets.astype(np.float32))
+
+
+def as_similar(data: TokenizedDataset, rows: int) -> TokenizedDataset:
+    """The sequences in groups of `rows`: an anchor, its positive, negatives."""
+    return replace(data, is_trained=np.ones_like(data.is_trained), rows_per_example=rows, predicts_next=False)
 
 
 def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.model_class import model_class
+from meshlora.config.objective import TEXT, Objective
 from meshlora.oracle.experts import (
     PREFIX,
     Repeated,
@@ -55,13 +56,14 @@ def write_adapter(
     *,
     seed: int,
     trust_remote_code: bool,
+    objective: Objective = TEXT,
     pieces: dict[str, list[str]] | None = None,
     share_experts: bool = False,
 ) -> None:
     """PEFT's adapter for the configuration `lora`, with values drawn by name, A and B both non-zero."""
     pieces = pieces or {}
     with targets_as_configured():
-        peft_model = without_values(model, LoraConfig(**lora), trust_remote_code=trust_remote_code)
+        peft_model = without_values(model, LoraConfig(**lora), objective, trust_remote_code=trust_remote_code)
     stacks = adapted_stacks(peft_model, is_shared=share_experts)
     stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     folder.mkdir(parents=True)
@@ -84,9 +86,10 @@ def write_adapter(
     save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def without_values(model: str | Path, lora: LoraConfig, *, trust_remote_code: bool) -> Any:
+def without_values(model: str | Path, lora: LoraConfig, objective: Objective, *, trust_remote_code: bool) -> Any:
     """PEFT's model for the checkpoint folder `model`, on the meta device: no weight is read."""
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    objective.configure(config)
     with torch.device("meta"):
         base = model_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         return get_peft_model(base, lora)

@@ -1,8 +1,9 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
-Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO, and the
-routers' load-balancing loss by the function of transformers, over all tokens of an optimizer step at once. Does not
-own: their parameters (`config.objective`), which both sides share. Nothing of `train.objectives` is used.
+Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO, losses
+of labels and of embeddings, and the routers' load-balancing loss by the function of transformers, over all tokens of an
+optimizer step at once. Does not own: their parameters (`config.objective`), which both sides share. Nothing of
+`train.objectives` or `train.heads` is used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.common.model_class import own_class
-from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Kto, Objective, Orpo, Policy, Sft
 from meshlora.oracle.batches import UNTRAINED, MicroBatch
 
 
@@ -33,6 +34,8 @@ def losses(
 
     point: `[]`, the reference point of rewards over the whole step, for objectives that have one.
     """
+    if isinstance(objective, Classify | ClassifyTokens):
+        return _classify(objective, logits.float(), batch)
     options = {} if point is None else {"point": point}
     return _LOSSES[type(objective)](objective, logits, batch, base, is_training, **options)
 
@@ -101,6 +104,47 @@ def _kto(
         else:
             records.append(objective.undesirable_weight * (1 - torch.sigmoid(objective.beta * (point - reward))))
     return torch.stack(records)
+
+
+def _classify(objective: Classify | ClassifyTokens, outputs: Tensor, batch: MicroBatch) -> Tensor:
+    """outputs: `[B, K]`, or of tokens `[B, S, K]`."""
+    if isinstance(objective, ClassifyTokens):
+        is_labelled = batch.labels != UNTRAINED
+        return _surprise(outputs[is_labelled], batch.columns["label"][is_labelled])
+    assert batch.targets is not None
+    targets = batch.targets.to(outputs.dtype)
+    if objective.problem == "single":
+        return _surprise(outputs, targets[:, 0])
+    if objective.problem == "regression":
+        return ((outputs - targets) ** 2).sum(1) / targets.shape[1]
+    # log (1 + e^-y) of a label that a text has, log (1 + e^y) of one that it has not
+    return F.softplus(torch.where(targets > 0, -outputs, outputs)).sum(1) / targets.shape[1]
+
+
+def _surprise(outputs: Tensor, numbers: Tensor) -> Tensor:
+    """-log softmax at the label `numbers[i]` of each row of `outputs`."""
+    own = torch.stack([row[int(number)] for row, number in zip(outputs, numbers, strict=True)])
+    return outputs.logsumexp(1) - own
+
+
+def embeddings(objective: Embed, hidden: Tensor, batch: MicroBatch) -> Tensor:
+    """Hidden states `[B, S, H]` -> embeddings `[B, H]`, row by row, without the padding."""
+    found = []
+    for states, mask in zip(hidden.float(), batch.attention_mask, strict=True):
+        own = states[mask == 1]
+        vector = {"mean": own.mean(0), "last": own[-1], "cls": own[0]}[objective.pooling]
+        found.append(vector / vector.square().sum().sqrt() if objective.normalize else vector)
+    return torch.stack(found)
+
+
+def contrast(objective: Embed, texts: Tensor, each: int) -> Tensor:
+    """InfoNCE of each anchor, `[N]`. texts: `[N*each, H]`: anchor, positive, negatives, of one record after another."""
+    others = [row for row in range(len(texts)) if row % each]
+    losses = []
+    for anchor in range(0, len(texts), each):
+        scores = torch.stack([texts[anchor] @ texts[other] for other in others]) / objective.temperature
+        losses.append(scores.logsumexp(0) - scores[others.index(anchor + 1)])
+    return torch.stack(losses)
 
 
 _LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Dpo: _dpo, Orpo: _orpo, Kto: _kto}

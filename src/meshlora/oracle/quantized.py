@@ -32,11 +32,13 @@ def quantize_base(model: Any, kind: str | None) -> None:
     """
     if kind in (None, "keep"):
         return
-    rounded, head = _ROUNDED[str(kind)], model.get_output_embeddings()
+    heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
+    left = {id(part) for head in heads if head is not None for part in head.modules()}
+    rounded = _ROUNDED[str(kind)]
     blocks = [name.rpartition(".")[0] for name in expert_modules(model)]
     for name, module in model.named_modules():
         is_router = any(_ROUTER.match(name.removeprefix(f"{b}.")) for b in blocks if name.startswith(f"{b}."))
-        if not isinstance(module, nn.Linear | Conv1D) or module is head or is_router:
+        if not isinstance(module, nn.Linear | Conv1D) or id(module) in left or is_router:
             continue
         matrix = module.weight.T if isinstance(module, Conv1D) else module.weight  # [out, in]
         kept = rounded(matrix.float().contiguous())

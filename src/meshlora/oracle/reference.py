@@ -23,31 +23,42 @@ from transformers import AutoConfig
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import lift
-from meshlora.config.objective import Objective, Sft
+from meshlora.common.tasks import CAUSAL, task_of
+from meshlora.config.objective import TEXT, Embed, Objective
 from meshlora.config.run import ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters
-from meshlora.oracle.objectives import gained, load_balancing_loss, losses
+from meshlora.oracle.objectives import contrast, embeddings, gained, load_balancing_loss, losses
 from meshlora.oracle.packed import load_base
 from meshlora.oracle.pieces import mask_of, pieces_of
 from meshlora.oracle.quantized import quantize_base
 
 
 def reference_model(
-    model: ModelConfig, adapter: str | Path, *, is_stock: bool = False, dropouts: Collection[str] = ()
+    model: ModelConfig,
+    adapter: str | Path,
+    *,
+    objective: Objective = TEXT,
+    pad: int = 0,
+    is_stock: bool = False,
+    dropouts: Collection[str] = (),
 ) -> Any:
     """The checkpoint with a trainable PEFT adapter on one process, the model's own dropouts off.
 
-    dropouts: configuration fields whose dropout stays on.
+    pad: the padding token, of a model that must know it and does not. dropouts: configuration fields whose dropout
+    stays on.
     is_stock: leave PEFT's rewriting of target names on, and do not share adapters of experts.
     """
     dtype, options = getattr(torch, model.dtype), {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
+    objective.configure(config)
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
             setattr(config, name, 0.0)
+    if objective.task != CAUSAL:
+        config.classifier_dropout = 0.0
     base = load_base(
         model.path,
         config,
@@ -60,6 +71,8 @@ def reference_model(
     if dtype == torch.float64:
         for parameter in base.parameters():  # some routers are float32 whatever dtype is requested
             parameter.data = parameter.data.to(dtype)
+    if objective.task != CAUSAL and base.config.get_text_config().pad_token_id is None:
+        base.config.get_text_config().pad_token_id = pad
     quantize_base(base, model.quantization)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
         found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
@@ -79,24 +92,33 @@ def losses_of(
     point: Tensor | None = None,
     routed: list[tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(losses before averaging, one per token, pair or record; logits `[B, S, V]`) of one micro-batch, lifted if the
-    model is float64.
+    """(losses before averaging, one per token, pair or record; logits `[B, S, V]`, or the outputs of another head) of
+    one micro-batch, lifted if the model is float64. Of a text to embed the first is its embedding: `contrast` compares
+    those of a whole step.
 
-    objective: None is cross-entropy. base, point: from `before_losses`, if the objective needs them.
+    objective: None: no losses. base, point: from `before_losses`, if the objective needs them.
     routed: if given, the layers' router logits are appended.
     """
     options: dict[str, Any] = {"output_router_logits": True} if routed is not None else {}
     with lift(next(model.parameters()).dtype == torch.float64):
         # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
         inner = getattr(model, "get_base_model", lambda: model)()
+        if task_of(inner.config) == CAUSAL:
+            options["use_cache"] = False
+        if "token_type_ids" in batch.columns:
+            options["token_type_ids"] = batch.columns["token_type_ids"].long()
         dtype = next(model.parameters()).dtype
         more = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.more.items()}
-        options |= {"attention_mask": batch.attention_mask, "use_cache": False, **more}
-        found = inner(input_ids=batch.input_ids, **options)
+        found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options, **more)
+        outputs = found.logits if "logits" in found else found.last_hidden_state
         if routed is not None:
             routed.append(found.router_logits)
-        each = losses(objective or Sft(), found.logits, batch, base, is_training=torch.is_grad_enabled(), point=point)
-    return each, found.logits
+        if objective is None:
+            return outputs.new_empty(0), outputs
+        if isinstance(objective, Embed):
+            return embeddings(objective, outputs, batch), outputs
+        each = losses(objective, outputs, batch, base, is_training=torch.is_grad_enabled(), point=point)
+    return each, outputs
 
 
 @torch.no_grad()
@@ -141,13 +163,22 @@ def accumulate(
     number = 0
     routed: list[tuple[Tensor, ...]] | None = [] if coef else None
     sums: list[Tensor] = []
+    texts: list[Tensor] = []
     for batch, base in zip(batches, bases, strict=True):
         with masks.of_batch(batch) if masks is not None else contextlib.nullcontext():
             each, _ = losses_of(model, batch, objective=objective, base=base, point=point, routed=routed)
+        if isinstance(objective, Embed):
+            texts.append(each)
+            continue
         number += len(each)
         sums.append(each.sum())
         if routed is None:
             sums[-1].backward()
+    if isinstance(objective, Embed):  # one loss for all, of one batch of all
+        with lift(next(model.parameters()).dtype == torch.float64):
+            each = contrast(objective, torch.cat(texts), batches[0].each)
+        number, sums = len(each), [each.sum()]
+        sums[0].backward()
     aux = None
     if routed is not None:  # computed over all micro-batches together, so one backward for all
         with lift(next(model.parameters()).dtype == torch.float64):
@@ -264,7 +295,7 @@ def train_run(
     The token batches are the run's; everything else is transformers, peft and torch. dropouts: see `reference_model`.
     """
     settings = dataclasses.replace(config.train, steps=steps, epochs=None)
-    model = reference_model(config.model, adapter, dropouts=dropouts)
+    model = reference_model(config.model, adapter, objective=settings.objective, pad=pad_token_id, dropouts=dropouts)
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
     freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
     losses = train(model, batches, settings)

@@ -18,13 +18,16 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError
+from meshlora.common.float64 import lift
 from meshlora.common.routing import Routing
+from meshlora.config.objective import Embed
 from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import Case
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import adapted_stacks, expert_modules, in_experts
 from meshlora.oracle.inputs import write_adapter, write_twin
+from meshlora.oracle.objectives import contrast
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.packed import load_base
 from meshlora.oracle.pieces import in_pieces
@@ -60,6 +63,7 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
         case.lora,
         root / "adapter",
         seed=case.seed,
+        objective=case.objective,
         trust_remote_code=case.trust_remote_code,
         pieces=case.pieces,
         share_experts=case.share_experts,
@@ -159,6 +163,7 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
     # From the checkpoint, because PEFT trains biases in place.
     options = {"local_files_only": True, "trust_remote_code": case.trust_remote_code}
     config = AutoConfig.from_pretrained(case.model, **options)
+    case.objective.configure(config)
     fresh = load_base(case.model, config, dtype=getattr(torch, case.dtype), **options)
     quantize_base(fresh, case.quantization)
     base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
@@ -173,12 +178,20 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 @torch.no_grad()
 def evaluate(case: Case, model: Any) -> float:
     """Mean loss over all sequences of the case."""
-    total, number = 0.0, 0
-    found = micro_batches(case.data, range(case.data.num_examples), case.train, pad_token_id=case.pad_token_id)
-    batches = [batch.to(case.device) for batch in found]
-    bases, point = before_losses(model, batches, case.objective)
-    for batch, base in zip(batches, bases, strict=True):
-        each, _ = losses_of(model, batch, objective=case.objective, base=base, point=point)
+    total, number, objective, every = 0.0, 0, case.objective, range(case.data.num_examples)
+    size = case.batch_size if isinstance(objective, Embed) else len(every)  # texts are compared as in training
+    for start in range(0, len(every), size):
+        found = micro_batches(case.data, every[start : start + size], case.train, pad_token_id=case.pad_token_id)
+        batches = [batch.to(case.device) for batch in found]
+        bases, point = before_losses(model, batches, objective)
+        of_each = [
+            losses_of(model, batch, objective=objective, base=base, point=point)[0]
+            for batch, base in zip(batches, bases, strict=True)
+        ]
+        each = torch.cat(of_each)
+        if isinstance(objective, Embed):
+            with lift(each.dtype == torch.float64):
+                each = contrast(objective, each, batches[0].each)
         total, number = total + float(each.sum()), number + len(each)
     return total / number
 
@@ -197,7 +210,9 @@ def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor,
 
 def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bool = False) -> Any:
     """The case's model; float64 of a model stored in lower precision has the same values, computed without rounding."""
-    model = reference_model(case.base, adapter, is_stock=is_stock, dropouts=case.dropout)
+    model = reference_model(
+        case.base, adapter, objective=case.objective, is_stock=is_stock, dropouts=case.dropout, pad=case.pad_token_id
+    )
     if precision != case.dtype:
         model = model.double()
     return model.to(case.device)

@@ -30,7 +30,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FIRST, LAST, FRESH = "run/initial", "run/adapter", "fresh"
 _FOUND = "saved.safetensors"
 # Fields that tell PEFT how to run an adapter; the start adapter was written for training.
-_OF_USE = {"inference_mode": True, "task_type": "CAUSAL_LM"}
+_OF_USE = {"inference_mode": True}
 # With experts these may be spelled differently, as PEFT rewrites some target names: their effect is compared instead,
 # the rank and scale of each module.
 _BY_EFFECT = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
@@ -69,15 +69,18 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
     root, found = Path(folder), Saved()
     try:
         found.read, found.logits, found.scalings = read_back(case, root / LAST)
-        found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG)
+        found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG, case.objective.task)
     except Exception as error:  # noqa: BLE001 - any error of PEFT on our file is a finding
         found.note = f"PEFT cannot read it: {reason(error)}"
     try:
         drawn = LoraConfig.from_pretrained(str(root / FRESH))
-        found.fresh_scalings = scalings(without_values(case.model, drawn, trust_remote_code=case.trust_remote_code))
+        found.fresh_scalings = scalings(
+            without_values(case.model, drawn, case.objective, trust_remote_code=case.trust_remote_code)
+        )
     except Exception as error:  # noqa: BLE001 - the same
         found.fresh_note = f"PEFT cannot read it: {reason(error)}"
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
+    case.objective.configure(config)
     found.first, found.last, found.fresh = (
         in_pieces(config, in_experts(_tensors(root / name / WEIGHTS, stacks), stacks, in_file=True), case.pieces)
         for name in (FIRST, LAST, FRESH)
@@ -95,10 +98,10 @@ def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
         return {}  # every name is then reported missing
 
 
-def _difference(ours: Path, theirs: Path) -> str:
+def _difference(ours: Path, theirs: Path, task: str) -> str:
     """The first field in which a stored configuration differs from the start adapter's."""
     a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
-    for name, value in sorted((b | _OF_USE).items()):
+    for name, value in sorted((b | _OF_USE | {"task_type": task}).items()):
         if name in _BY_EFFECT and b.get("target_parameters"):
             continue
         if _unordered(a.get(name)) != _unordered(value):

@@ -73,11 +73,14 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Token dims of an output: `[B, S, ...]` or flat `[B*S, ...]`; swapped `[B, x, S, ...]`; once `[1, S, ...]`."""
+    """Token dims of an output: `[B, S, ...]` or flat `[B*S, ...]`; swapped `[B, x, S, ...]`; once `[1, S, ...]`; pooled
+    `[B, x]`, of all tokens of a row.
+    """
 
     num_token_dims: int
     is_swapped: bool = False
     is_once: bool = False
+    is_pooled: bool = False
 
 
 def layout_of(shape: torch.Size, micro: MicroBatchCapture) -> Layout | None:
@@ -91,6 +94,8 @@ def layout_of(shape: torch.Size, micro: MicroBatchCapture) -> Layout | None:
         return Layout(2, is_once=True)
     if len(shape) > 3 and (shape[0], shape[2]) == (b, s):
         return Layout(2, is_swapped=True)
+    if len(shape) == 2 and shape[0] == b:
+        return Layout(2, is_pooled=True)
     return None
 
 
@@ -145,6 +150,8 @@ def flat_tokens(value: Tensor, layout: Layout, micro: MicroBatchCapture) -> Tens
     """`value` with one token dim: `[B*S, ...]`, or a rank's slice `[B*S/tp, ...]`."""
     if layout.is_swapped:
         value = value.movedim(2, 1)
+    if layout.is_pooled:
+        value = value.unsqueeze(1).expand(-1, micro.input_ids.shape[1], -1)
     if layout.is_once and value.shape[0] == 1:
         value = value.expand(micro.input_ids.shape[0], *value.shape[1:])
     return value.flatten(0, 1) if layout.num_token_dims == 2 else value

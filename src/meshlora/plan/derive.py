@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.tasks import task_of
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
 from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
@@ -65,6 +66,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         experts=experts,
         matrices=_router_matrices(model, experts, linears, Domain.EQUAL if topology.is_whole else Domain.RESIDUAL),
         units=units,
+        task=task_of(model.config),
     )
     return whole if topology.is_whole else _Planner(model, whole).plan()
 
@@ -232,15 +234,22 @@ class _Planner:
 
     def _split_vocabulary(self) -> None:
         """Split the embedding and the head, tied or not."""
-        if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or self.whole.head not in self.linears:
+        has_head = self.whole.head in self.linears
+        if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or has_head != self.whole.has_vocabulary:
             raise UnsupportedError(self.what, "its embedding or its output head is not an ordinary one", "use tp=1")
         num_embeddings = self.model.get_input_embeddings().num_embeddings
         self.parameters[f"{self.whole.embedding}.weight"] = ParameterRule(0, Layout.padded(num_embeddings))
+        if not has_head:
+            return
         rule = self.linears[self.whole.head]
         self.linears[self.whole.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
 
     def _modules_after(self, family: FamilyPlan) -> tuple[str, ...]:
-        """Norms registered after the layers, modules outside the base model, and those listed by the family."""
+        """Norms registered after the layers, modules outside the base model, and those listed by the family. None
+        without a split vocabulary: all ranks then compute the same after the layers.
+        """
+        if not self.whole.has_vocabulary:
+            return ()
         found, is_after = [], False
         base = self.layers_name.rpartition(".")[0]
         for name, module in self.model.named_modules():

@@ -50,7 +50,8 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
     if kind not in KINDS and kind != KEEP:
         known = [*KINDS, KEEP]
         raise UserError(f"quantization {kind!r}", f"it must be one of {', '.join(known)}", did_you_mean(kind, known))
-    rules = {name: rule for name, rule in plan.linears.items() if name != plan.head and name not in plan.routers}
+    left = {plan.head, *plan.routers, *filter(plan.is_of_head, plan.linears)}
+    rules = {name: rule for name, rule in plan.linears.items() if name not in left}
     rules |= plan.projections
     if kind == KEEP:
         found = _kept(rules, stored or {})

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from meshlora.common.tasks import CAUSAL, HEADS
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.topology import Topology
 
@@ -168,6 +169,7 @@ class ModelPlan:
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
         quantized: name -> packing of every linear and projection of experts that is held in few bits. quantization:
             the kind, or "keep".
+        task: of the model, as PEFT names it.
     """
 
     model_type: str
@@ -187,6 +189,16 @@ class ModelPlan:
     units: tuple[str, ...] = ()
     quantized: Mapping[str, Packing] = field(default_factory=dict)
     quantization: str | None = None
+    task: str = CAUSAL
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether its outputs are logits of a vocabulary, split over tp; else what follows the layers is whole."""
+        return self.task == CAUSAL
+
+    def is_of_head(self, name: str) -> bool:
+        """Whether the module `name` is in the head of a model that is not a language model."""
+        return not self.has_vocabulary and name.partition(".")[0] in HEADS
 
     @cached_property
     def projections(self) -> Mapping[str, ExpertRule]:

@@ -6,6 +6,7 @@ Owns: which run options affect padding; the assignment of rows to adapters. Does
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,11 @@ class Batching:
                 token_multiple=self.mesh.token_cut.size,
                 columns=tuple(first.columns),
                 places=[places[0] for _, places in rows],
+                num_targets=0 if first.targets is None else first.targets.shape[1],
+                predicts_next=first.predicts_next,
             )
+            if self.only is None:
+                batch = dataclasses.replace(batch, rows_per_example=first.rows_per_example)
             if self.row_length is not None:
                 lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows]
                 batch = with_positions(batch, lengths, [places for _, places in rows])

@@ -23,6 +23,7 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import join
 from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import COUNTED, Objective
 from meshlora.config.run import RunConfig
 from meshlora.data import TokenizedDataset
@@ -31,8 +32,9 @@ from meshlora.loading.load import load_blueprint
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
+from meshlora.train import heads
 from meshlora.train.batches import Batching
-from meshlora.train.objectives import base_log_probabilities, count, loss_sums, reference_point
+from meshlora.train.objectives import base_log_probabilities, count, first_pass, loss_sums
 from meshlora.train.prepare import check_fits, read_data
 
 
@@ -43,28 +45,38 @@ def mean_loss(
     objective: Objective,
     batching: Batching,
     *,
+    batch_size: int,
     advance: Callable[[], None] = lambda: None,
-) -> tuple[float, int]:
-    """(mean loss over `data`, number of items averaged: tokens, pairs or records), over all ranks.
+) -> tuple[float, int, dict[str, float]]:
+    """(mean loss over `data`; number of items averaged: tokens, pairs or records; means of other statistics of a head,
+    by name), over all ranks.
 
-    advance: called after each micro-batch. Collective. Sums are float64.
+    batch_size: examples that are compared with each other, if the objective does so. advance: called after each
+    micro-batch. Collective. Sums are float64.
     """
-    mesh, indices = runtime(model).mesh, np.arange(data.num_examples)
-    with lift(model.dtype == torch.float64):
-        point = reference_point(objective, model, batching, data, indices)
+    mesh, every = runtime(model).mesh, np.arange(data.num_examples)
     is_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in batching.batches(data, indices):
+    others: dict[str, torch.Tensor] = {}
+    size = batch_size if objective.is_of_step else len(every)
+    for indices in (every[start : start + size] for start in range(0, len(every), size)):
         with lift(model.dtype == torch.float64):
-            base = base_log_probabilities(model, batch) if objective.needs_base else None
-            ((loss, _),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
-        sums[0] += loss
-        sums[1] += count(objective, batch)
-        advance()
+            point = first_pass(objective, model, batching, data, indices)
+        for batch in batching.batches(data, indices):
+            with lift(model.dtype == torch.float64):
+                base = base_log_probabilities(model, batch) if objective.needs_base else None
+                ((loss, values),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
+            sums[0] += loss
+            sums[1] += count(objective, batch)
+            if objective.task != CAUSAL:
+                for name, value in values.items():
+                    others[name] = others.get(name, 0) + value.double()
+            advance()
     model.train(is_training)
     total, number = all_reduce_sum(sums, mesh.data).tolist()
-    return total / number, int(number)
+    summed = {name: all_reduce_sum(value, mesh.data) for name, value in others.items()}
+    return total / number, int(number), heads.means(summed, number)
 
 
 def perplexity(loss: float) -> float:
@@ -107,7 +119,7 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     topology = Topology.parse(config.topology, world=world)
     # No dropout is active outside of training.
     options = dataclasses.replace(config.model, disable_dropout=True)
-    blueprint = make_blueprint(config.model.path, topology, options)
+    blueprint = make_blueprint(config.model.path, topology, options, config.train.objective)
     check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
     blueprint.check_weights()
     if adapter is not None:
@@ -127,10 +139,11 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     """Loss over all of the data, with perplexity for text. Every rank calls this and gets the same result."""
     join(run.config.device)
     model = load_for_evaluation(run)
+    heads.set_padding(model, run.pad_token_id)
     objective = run.config.train.objective
     size = run.config.train.micro_batch_size
     batching = Batching(runtime(model).mesh, size, run.pad_token_id, only=objective.trained_row)
-    loss, number = mean_loss(model, run.data, objective, batching)
+    loss, number, means = mean_loss(model, run.data, objective, batching, batch_size=run.config.train.batch_size)
     adapter = run.blueprint.adapter
     found: dict[str, Any] = {
         "model": run.config.model.path,
@@ -141,6 +154,7 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
         "loss": loss,
     }
     found[COUNTED[objective.per]] = number
+    found |= means
     if objective.is_of_text:
         value = perplexity(loss)
         found["perplexity"] = value if math.isfinite(value) else None  # JSON has no infinity

@@ -9,8 +9,10 @@ Legend: pi the model with its adapter, ref the frozen base without; t trained to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,16 @@ from torch import Tensor
 
 from meshlora.adapter.attach import disable_adapter, runtime
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
+from meshlora.common.tasks import CAUSAL
+from meshlora.config.objective import Dpo, Embed, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch, TokenizedDataset
+from meshlora.train import heads
 from meshlora.train.batches import Batching
+from meshlora.train.heads import Compared
 from meshlora.train.losses import Rows, batch_log_probabilities, language_model_losses
 
 Sums = Mapping[str, Tensor]  # name -> a sum, reported as a mean over the step
+Point = Tensor | Compared | None  # the result of `first_pass`
 
 
 @dataclass(frozen=True)
@@ -53,21 +59,25 @@ def count(objective: Objective, batch: Batch) -> int:
     """Number of items of this batch in the mean: trained tokens, pairs or records."""
     if objective.per == "token":
         return batch.num_trained_tokens
-    return 0 if batch.is_dummy else len(batch.input_ids) // (2 if objective.per == "pair" else 1)
+    return 0 if batch.is_dummy else len(batch.input_ids) // batch.rows_per_example
 
 
 def loss_sums(
-    objective: Objective, model: Any, batch: Batch, own: Rows, base: Tensor | None, points: Sequence[Tensor | None]
+    objective: Objective, model: Any, batch: Batch, own: Rows, base: Tensor | None, points: Sequence[Point]
 ) -> list[tuple[Tensor, Sums]]:
     """(summed loss on the model's device, sums to report) of the rows of each of K adapters in a batch.
 
-    base: log-probabilities `[B, S]` of the frozen base, if the objective needs them. points: `reference_point` of the
-    step of each adapter.
+    base: log-probabilities `[B, S]` of the frozen base, if the objective needs them. points: `first_pass` over the step
+    of each adapter.
     """
     if isinstance(objective, Sft):  # neither logits nor log-probabilities of single tokens are materialised
         smoothing = objective.label_smoothing if model.training else 0.0
         return [(loss, {}) for loss in language_model_losses(model, batch, own, label_smoothing=smoothing)]
     sizes = [len(rows.labels) for _, rows in own]
+    if objective.task != CAUSAL:
+        of_each = heads.outputs_of(model, batch).split(sizes)
+        every = zip(of_each, own, points, strict=True)
+        return [_of_head(objective, outputs, rows, point) for outputs, (_, rows), point in every]
     log_ps = batch_log_probabilities(model, batch, own).split(sizes)
     log_refs = [None] * len(own) if base is None else base.split(sizes)
     found: list[tuple[Tensor, Sums]] = []
@@ -75,10 +85,17 @@ def loss_sums(
         rows = slice(0, 0) if part.is_dummy else slice(None)
         columns = {name: column[rows].to(log_p.dtype) for name, column in part.columns.items()}
         ref = None if log_ref is None else log_ref[rows]
+        assert not isinstance(point, Compared)
         seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point)
         losses, values = FORMULAS[type(objective)](objective, seen)
         found.append((losses.sum(), {name: value.detach().sum() for name, value in values.items()}))
     return found
+
+
+def _of_head(objective: Objective, outputs: Tensor, batch: Batch, point: Point) -> tuple[Tensor, Sums]:
+    losses, values = heads.FORMULAS[type(objective)](objective, outputs, batch, point)
+    factor = 0 if batch.is_dummy else 1  # its forward keeps the collectives of the ranks together
+    return factor * losses.sum(), {name: factor * value.detach().sum(0) for name, value in values.items()}
 
 
 def policy(objective: Policy, seen: Seen) -> tuple[Tensor, Sums]:
@@ -162,6 +179,23 @@ def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
 
 
 FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo, Kto: kto}
+
+
+def first_pass(
+    objective: Objective,
+    model: Any,
+    batching: Batching,
+    data: TokenizedDataset,
+    indices: np.ndarray,
+    masks: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+) -> Point:
+    """What the loss of each example of a step needs of all examples `indices` of it, on all ranks; None if nothing.
+    masks: around a forward, for the dropout of the step. Collective.
+    """
+    if objective.is_of_step:
+        assert isinstance(objective, Embed)
+        return heads.compare_step(objective, model, batching, data, indices, masks)
+    return reference_point(objective, model, batching, data, indices)
 
 
 @torch.no_grad()

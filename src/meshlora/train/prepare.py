@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import why_not_writable
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.data.images import SequenceImages
@@ -359,17 +361,17 @@ def read_data(
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """The tokens of the files `paths`, read for the run's objective and `data` options. say: told what is skipped."""
-    data = config.data
-    return READERS[config.train.objective.reader](
+    data, objective = config.data, config.train.objective
+    own: dict[str, Any] = {"loss_on": data.loss_on, "cache_dir": Path(data.cache_dir).expanduser()}
+    own["processor"] = functools.partial(load_processor, config.model.path, model)
+    return READERS[objective.reader](
         paths,
         tokenizer,
         columns=data.columns,
         max_length=data.max_length,
-        loss_on=data.loss_on,
-        cache_dir=Path(data.cache_dir).expanduser(),
         vocab_size=model.get_text_config().vocab_size,
         say=say,
-        processor=functools.partial(load_processor, config.model.path, model),
+        **(own if objective.task == CAUSAL else {"objective": objective}),
     )
 
 

@@ -17,6 +17,7 @@ from peft import LoraConfig
 from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.run import RunConfig
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.rules import ModelPlan
@@ -48,7 +49,9 @@ def prepare_run(
         UserError: the first thing that does not fit.
     """
     topology = check_request(config, world=world, resumes=resume is not None)
-    blueprint = blueprint_of(config, base or make_blueprint(config.model.path, topology, config.model))
+    blueprint = blueprint_of(
+        config, base or make_blueprint(config.model.path, topology, config.model, config.train.objective)
+    )
     return prepare(config, blueprint, read_run_data(config, blueprint), resume=resume, despite=despite)
 
 
@@ -170,6 +173,7 @@ def _check_options(config: RunConfig) -> None:
         f"train.track={train.track}": bool({*train.track} - {"tensorboard"}),  # others: one run per process
         "train.routing_record": train.routing_record is not None,
         "train.routing_replay": train.routing_replay is not None,
+        f"train.objective={train.objective.kind}": train.objective.task != CAUSAL,
     }
     for option, is_given in given.items():
         if is_given:

@@ -25,7 +25,7 @@ from meshlora.comm.collectives import broadcast_in_place
 from meshlora.common.errors import MeshloraError, SaveError
 from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
-from meshlora.data import TokenizedDataset
+from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.tokens import Share
 from meshlora.train.batches import Batching
 from meshlora.train.checkpoint.manifest import Kind, Manifest, write_manifest
@@ -34,7 +34,7 @@ from meshlora.train.checkpoint.retention import Keeping, folder_name
 from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.loss_scale import LossScale
-from meshlora.train.objectives import reference_point
+from meshlora.train.objectives import Point, first_pass
 from meshlora.train.optimizer import learning_rate, parameter_groups
 from meshlora.train.prepare import Prepared
 from meshlora.train.watch.metrics import Reporter
@@ -72,7 +72,8 @@ class TrainedAdapter:
             self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
         )
         self.objective = options.objective
-        self.point: Tensor | None = None  # of the current step
+        self.point: Point = None  # of the current step
+        self.means: dict[str, float] = {}  # of the last evaluation
         self.factors = active_factors(self.model)
         # float16 has a narrow exponent range: small gradients would underflow.
         self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
@@ -172,12 +173,20 @@ class TrainedAdapter:
         """(mean loss over `data`, number of items averaged: tokens, pairs or records), over all ranks."""
         size = self.run.config.train.micro_batch_size * self.mesh.dp.size
         with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
-            return mean_loss(self.model, data, self.objective, self.batching, advance=advance)
+            size = self.run.config.train.batch_size
+            loss, number, self.means = mean_loss(
+                self.model, data, self.objective, self.batching, batch_size=size, advance=advance
+            )
+            return loss, number
 
-    def reference_point(self, data: TokenizedDataset, indices: np.ndarray) -> Tensor | None:
-        """`objectives.reference_point` of the examples `indices`. Collective."""
+    def first_pass(self, data: TokenizedDataset, indices: np.ndarray) -> Point:
+        """`objectives.first_pass` over the examples `indices` of its next step. Collective."""
+
+        def masks(batch: Batch) -> contextlib.AbstractContextManager[None]:
+            return runtime(self.model).dropout.of([self.share(batch.tokens)], [self.adapter])
+
         with lift(self.model.dtype == torch.float64):
-            return reference_point(self.objective, self.model, self.batching, data, indices)
+            return first_pass(self.objective, self.model, self.batching, data, indices, masks)
 
     def _manifest(self, kind: Kind, *, done: int) -> Manifest:
         """The manifest of a folder saved after `done` steps."""
@@ -236,5 +245,6 @@ class TrainedAdapter:
             return None
         loss, number = self.evaluate(self.run.eval_data)
         of_text = self.objective.is_of_text
-        self.reporter.evaluation(step, loss, number, perplexity=perplexity(loss) if of_text else None)
+        of_loss = perplexity(loss) if of_text else None
+        self.reporter.evaluation(step, loss, number, perplexity=of_loss, means=self.means)
         return loss

@@ -31,6 +31,7 @@ from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching, MicroBatch, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
+from meshlora.train.heads import set_padding
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.objectives import Sums, base_log_probabilities, count, loss_sums
 from meshlora.train.prepare import Prepared
@@ -59,6 +60,7 @@ class Trainer:
         first = next(iter(self.runs.values()))
         options = first.config.train  # run-wide ones are the same for all adapters
         self.mesh = runtime(self.model).mesh
+        set_padding(self.model, first.pad_token_id)
         row_length = first.config.data.max_length if first.config.data.packing else None
         only = options.objective.trained_row
         self.batching = Batching(self.mesh, options.micro_batch_size, first.pad_token_id, row_length, only)
@@ -116,9 +118,9 @@ class Trainer:
         steps = [(one.run.train_data, one.batches.batch(one.done)) for one in adapters]
         batches = self._micro_batches(steps)
         for one, (data, indices) in zip(adapters, steps, strict=True):
-            if one.objective.trained_row is not None:
+            if one.objective.has_first_pass:
                 with one.in_use():
-                    one.point = one.reference_point(data, indices)
+                    one.point = one.first_pass(data, indices)
         with self.routing.step(adapters[0].done, steps[0][1]) if self.routing is not None else contextlib.nullcontext():
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)

@@ -133,7 +133,7 @@ def train_at_once(runs: Mapping[str, RunConfig], mutation: str | None) -> dict[s
     """Train the adapters of all `runs` together on the calling ranks; returns the losses of each."""
     first = next(iter(runs.values()))
     with applied(mutation):
-        blueprint = make_blueprint(first.model.path, Topology.parse(first.topology), first.model)
+        blueprint = make_blueprint(first.model.path, Topology.parse(first.topology), first.model, first.train.objective)
         model, prepared = load_blueprint(blueprint, device="cpu"), {}
         for name, run in runs.items():
             assert run.lora is not None

@@ -106,5 +106,5 @@ def _is_one_run(layout: Layout, tp: int) -> bool:
 def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:
     """Whether the adapter is on the module `name`, a linear or the embedding."""
     if config.target_modules == "all-linear":
-        return is_linear
+        return is_linear and name.rpartition(".")[2] not in (config.modules_to_save or ())
     return bool(config.target_modules) and bool(check_target_module_exists(config, name))

@@ -25,8 +25,10 @@ from meshlora.adapter.formats import peft_format
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.comm.groups import Mesh
 from meshlora.common.float64 import lift
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import DataConfig, RunConfig, TrainConfig
+from meshlora.data import Batch
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.quantized import plain_weights
 from meshlora.loading.blueprint import make_blueprint
@@ -46,6 +48,7 @@ from meshlora.train.balance import LoadBalancing
 from meshlora.train.checkpoint.manifest import Saved
 from meshlora.train.checkpoint.resuming import find_checkpoint
 from meshlora.train.gradsync import Adapters
+from meshlora.train.heads import outputs_of
 from meshlora.train.losses import further_inputs, model_inputs
 from meshlora.train.prepare import Prepared
 from meshlora.train.trained import TrainedAdapter
@@ -70,7 +73,7 @@ def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
 
 def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     config = run_config(case, str(topology), folder)
-    blueprint = make_blueprint(case.model, topology, config.model).with_folder(Path(case.adapter))
+    blueprint = make_blueprint(case.model, topology, config.model, case.objective).with_folder(Path(case.adapter))
     model = load_blueprint(blueprint, device=case.device)
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
@@ -157,7 +160,7 @@ class Recorder(Reporter):
         self.trace.num_tokens.append(metrics.tokens)
         self.trace.rates.append(metrics.lr)
 
-    def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:
+    def evaluation(self, step: int, loss: float, tokens: int, **_: Any) -> None:
         self.trace.eval_losses.append(loss)
 
 
@@ -169,8 +172,15 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     for micro in trainer._micro_batches([(one.run.train_data, one.batches.batch(0))]):
         batch = micro.batch
         with trainer.masks([one], micro), lift(model.dtype == torch.float64):
-            inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
-            found.append(copy(model(**inputs, **further_inputs(model, batch.more)).logits))
+            found.append(copy(_outputs(model, batch, one.objective)))
+    return found
+
+
+def _outputs(model: Any, batch: Batch, objective: Objective) -> Tensor:
+    if objective.task != CAUSAL:
+        return outputs_of(model, batch)
+    inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
+    found: Tensor = model(**inputs, **further_inputs(model, batch.more)).logits
     return found
 
 
@@ -220,7 +230,7 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))
         stack.enter_context(apart(Trainer, "_base_log_probabilities"))
-        stack.enter_context(apart(TrainedAdapter, "reference_point"))
+        stack.enter_context(apart(TrainedAdapter, "first_pass"))
         stack.enter_context(counter)
         yield
     trace.micro_batches = capture.micro_batches
@@ -263,9 +273,10 @@ def _scalings(model: Any, adapter: str) -> dict[str, float]:
 
 def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
     """The factors of an adapter newly initialized from the user's configuration; "fresh_both" has a random B too."""
-    config: LoraConfig = LoraConfig(**case.lora)
+    words = case.lora | {"task_type": case.objective.task}
+    config: LoraConfig = LoraConfig(**words)
     if case.pieces or case.share_experts:
-        config = PieceLoraConfig(**case.lora, pieces=case.pieces, share_experts=case.share_experts)
+        config = PieceLoraConfig(**words, pieces=case.pieces, share_experts=case.share_experts)
     if name == "fresh_both":
         config.init_lora_weights = False
     attach.add_adapter(model, name, config, seed=case.seed)

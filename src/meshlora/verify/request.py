@@ -28,6 +28,7 @@ from meshlora.comm.groups import on_gpus
 from meshlora.common.compat import READ_FROM
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.proof_records import CACHE
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import BaseOptions
 from meshlora.data import TokenizedDataset, read_records, tokenize
@@ -36,6 +37,7 @@ from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import (
     Case,
     as_pairs,
+    as_similar,
     batch_size_for,
     case_hash,
     distinct_sequences,
@@ -43,6 +45,7 @@ from meshlora.oracle.case import (
     num_sequences_for,
     random_tokens,
     with_feedback,
+    with_labels,
     with_rollouts,
 )
 from meshlora.oracle.images import with_images
@@ -67,6 +70,8 @@ _AUTO_PROCESSES = 4
 _MAX_LENGTH = 128  # tokens of a sequence of user text
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _DTYPES = ("float64", "float32", "bfloat16")
+# Sequences of a record, by the reader of its objective; of the others 1.
+_ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
 # Linears that the default adapter excludes in families with experts: those that only select and so get no gradient, and
 # those of state-space mixers that PEFT refuses.
 _LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^nemotron_h\..*\.out_proj$")
@@ -192,6 +197,7 @@ class Proof:
             "quantizes": case.quantization not in (None, KEEP),
             "four_bits": case.quantization in ("nf4", "mxfp4"),
             "base": case.objective.needs_base,
+            "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
             case.objective.kind: True,
             "lora_plus": case.lora_plus_ratio is not None,
         }
@@ -252,7 +258,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     options = BaseOptions(**same_fields(BaseOptions, request), disable_dropout="unsupported")
     # Of a checkpoint in few bits the files say which weights are.
     model = request.model if request.quantization == KEEP and request.model is not None else config
-    base = make_blueprint(model, given[0] if given else Topology(), options)
+    base = make_blueprint(model, given[0] if given else Topology(), options, request.objective)
     check_recompute(base.model, "full" if request.recompute else "none")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
@@ -273,7 +279,8 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
 def default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float = 0.0) -> LoraConfig:
     """The default adapter `lora`, with experts if the model has any, else with dropout: PEFT has none for experts."""
     if not plan.projections:
-        return dataclasses.replace(lora, lora_dropout=dropout)
+        unused = [name for name in plan.linears if "pooler" in name] if plan.task == "FEATURE_EXTRACTION" else []
+        return dataclasses.replace(lora, lora_dropout=dropout, exclude_modules=unused or None)
     left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
     return dataclasses.replace(lora, target_parameters=list(plan.projections), exclude_modules=left_out or None)
 
@@ -320,10 +327,12 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
 def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
     """The case of `request`, on random sequences or those of the user."""
     objective, number = request.objective, num_sequences_for(batch_size, request.steps)
-    found, pad = _sequences(request, config, number if objective.per == "token" else 2 * number)
+    found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
     if request.images:
         found = with_images(found, config, seed=request.seed)
-    data = as_records(found, objective, vocab_size=config.get_text_config().vocab_size, seed=request.seed)
+    segments = (getattr(config, "type_vocab_size", None) or 0) > 1
+    vocab_size = config.get_text_config().vocab_size
+    data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
     own = {
         "adapter": "",
         "model_type": config.model_type,
@@ -331,6 +340,8 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         "images": data.images,
         "columns": {name: tuple(column.tolist()) for name, column in data.columns.items()},
         "rows_per_example": data.rows_per_example,
+        "targets": () if data.targets is None else tuple(map(tuple, data.targets.tolist())),
+        "predicts_next": data.predicts_next,
         "input_ids": tuple(data.input_ids.tolist()),
         "is_trained": tuple(data.is_trained.tolist()),
         "offsets": tuple(data.offsets.tolist()),
@@ -362,14 +373,20 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
     return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
 
 
-def as_records(found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int) -> TokenizedDataset:
-    """Turn the sequences `found` into records of `objective`."""
+def as_records(
+    found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int, segments: bool = False
+) -> TokenizedDataset:
+    """Turn the sequences `found` into records of `objective`. segments: texts of two segments each."""
     if objective.reader == "pairs":
         return as_pairs(found)
     if objective.reader == "feedback":
         return with_feedback(found)
     if objective.reader == "rollouts":
         return with_rollouts(found, vocab_size=vocab_size, seed=seed)
+    if objective.reader in ("labelled", "labelled_words"):
+        return with_labels(found, objective, seed=seed, segments=segments)
+    if objective.reader == "similar":
+        return as_similar(found, _ROWS["similar"])
     return found
 
 
@@ -386,9 +403,15 @@ def _check(request: Request) -> None:
     if request.nproc is not None and request.nproc < 1:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
     objective = request.objective
-    if request.packing and objective.per != "token":
+    if request.packing and (objective.per != "token" or objective.task != CAUSAL):
         given = f"--packing with --objective {objective.kind}"
-        raise UserError(given, f"a {objective.per} is two rows", "leave out --packing")
+        is_row = objective.task != CAUSAL
+        rule = "packing is for language models" if is_row else f"a {objective.per} is two rows"
+        raise UserError(given, rule, "leave out --packing")
+    if request.adapters > 1 and objective.task != CAUSAL:
+        raise UnsupportedError(f"--adapters {request.adapters} with --objective {objective.kind}", "it is not proved")
+    if request.router_aux_loss_coef and objective.task != CAUSAL:
+        raise UserError("a load-balancing loss", f"--objective {objective.kind} has none", "leave it out")
     if request.resume and request.adapters > 1:
         raise UserError(f"--adapters {request.adapters} with --resume", "several adapters are not proved with it")
     refused = {"--packing": request.packing, "--adapters": request.adapters > 1, "--data": request.data is not None}
@@ -407,6 +430,8 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
         plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
     if lora.init_lora_weights in WHOLE_MATRIX:
         plain["init_lora_weights"] = True  # initial values have their own proof, in float32
+    if lora.modules_to_save:
+        plain["modules_to_save"] = lora.modules_to_save
     if getattr(lora, "pieces", None):
         plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
     if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
@@ -417,7 +442,7 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
 def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:
     if request.router_aux_loss_coef is not None:
         return request.router_aux_loss_coef
-    has_experts = any(plan.experts for plan in plans.values())
+    has_experts = any(plan.experts for plan in plans.values()) and request.objective.task == CAUSAL
     return _AUX_LOSS_COEF if request.family is not None and has_experts and has_load_balancing(config) else 0.0
 
 
@@ -459,6 +484,13 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
             return config, False
         config = shrink_config(config, tp=tp, block=block) if request.twin else copy.deepcopy(config)
     handle_dropout(config, disable=False)  # a twin keeps the dropout it was given
+    if request.objective.task != CAUSAL:
+        request.objective.configure(config)
+        text = config.get_text_config()
+        if request.family is not None and getattr(text, "is_decoder", False):
+            text.is_decoder = False
+        if not isinstance(text.pad_token_id, int):
+            text.pad_token_id = 0  # a model of another task must know it
     return config, True
 
 

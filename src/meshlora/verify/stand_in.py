@@ -60,7 +60,7 @@ class StandIn:
         """The adapter of `run` on the twin: each of its linears has the adapter of its counterpart in the model."""
         trust = run.blueprint.options.trust_remote_code
         options = BaseOptions(dtype="float64", trust_remote_code=trust, disable_dropout="unsupported")
-        plan = make_blueprint(self.config, self.topology, options).plan
+        plan = make_blueprint(self.config, self.topology, options, run.config.train.objective).plan
         lora, targets = run.blueprint.trained.config, run.blueprint.trained.targets
         stood_for = self._stood_for(plan, [plan.embedding, *plan.linears])
         saved = {

@@ -38,6 +38,7 @@ from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, U
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.hub import repository_of
 from meshlora.common.reading import parse_yaml, read_text
+from meshlora.common.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
 from meshlora.plan.rules import ModelPlan
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -65,7 +66,7 @@ def save_adapter(
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
     # On every rank, so that a configuration that cannot be stored ends all of them.
     planned = state.adapters[name].plan
-    config = config_to_store(planned.stored, state.source)
+    config = config_to_store(planned.stored, state.source, state.plan.task)
     full = gather_adapter(model, name, only_rank=0)
     tensors, broken, failure = {}, "", ""
     if state.mesh.rank == 0:
@@ -75,7 +76,8 @@ def save_adapter(
         raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
     if state.mesh.rank == 0:
         try:
-            write_adapter(Path(path), tensors, config, own_words(planned.stored), also=also)
+            own = own_words(planned.stored) | labels_of(model.config)
+            write_adapter(Path(path), tensors, config, own, also=also)
         except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
             failure = reason(error)
     if failure := _broadcast_text(failure, state.mesh):
@@ -162,7 +164,30 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
     if not file.is_file():
         return config
     own = read_json(file)
+    if isinstance(own, dict) and own.get("labels") and not own.get("pieces"):
+        return config
     return with_own_words(config, _pieces(own, f"{file}"), share_experts=own.get("share_experts") is True)
+
+
+def set_head(config: Any, folder: Path) -> None:
+    """Make a model's configuration that of the task of the adapter in `folder`, with its labels.
+
+    Raises:
+        UserError: files that are missing or damaged. UnsupportedError: a task that is not known.
+    """
+    stored = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else None
+    task = stored.get("task_type") if isinstance(stored, dict) else None
+    set_task(config, task or CAUSAL)
+    if task_of(config) in (CAUSAL, "FEATURE_EXTRACTION"):
+        return
+    own = read_json(folder / PIECES_FILE) if (folder / PIECES_FILE).is_file() else {}
+    labels, problem = (own.get(key) if isinstance(own, dict) else None for key in ("labels", "problem_type"))
+    if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+        rule = f"a head has as many outputs as there are labels, and {PIECES_FILE} must name them"
+        raise UserError(f"adapter {folder} of task_type={task}", rule, 'write {"labels": ["bad", "good"]} into it')
+    set_labels(config, labels, problem if isinstance(problem, str) else None)
+    if getattr(config, "pad_token_id", None) is None and isinstance(own.get("pad_token_id"), int):
+        config.pad_token_id = own["pad_token_id"]
 
 
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
@@ -283,7 +308,7 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
         )
 
 
-def config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
+def config_to_store(config: LoraConfig, source: str | None, task: str = CAUSAL) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
     values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts", "vision")}
     if repository := repository_of(source):
@@ -291,7 +316,7 @@ def config_to_store(config: LoraConfig, source: str | None) -> dict[str, Any]:
     else:
         values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
     values["inference_mode"] = True
-    values["task_type"] = "CAUSAL_LM"
+    values["task_type"] = task
     found: dict[str, Any] = json.loads(json.dumps({key: _plain(value) for key, value in values.items()}))
     return found
 

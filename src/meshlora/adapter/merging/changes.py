@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, PeftModelForCausalLM, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +31,7 @@ from meshlora.common.compat import is_stored_in_out, targets_as_configured
 from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import open_safetensors
 from meshlora.common.float64 import wide_dtype
+from meshlora.common.tasks import CAUSAL, task_of
 
 # Options that change neither the base PEFT runs nor the product it adds in evaluation; all others are refused.
 _FOLLOWED = SUPPORTED | DESCRIPTIVE | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying"}
@@ -146,8 +147,6 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
         if field.name in _FOLLOWED or value == getattr(default, field.name) or not value:
             continue
         raise UnsupportedError(f"{where}: {field.name}={value!r}", "an adapter with this option cannot be merged")
-    if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
-        raise UnsupportedError(f"{where}: task_type={config.task_type!r}", "only CAUSAL_LM adapters can be merged")
     check_values(config)
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in (*_PLAIN_INITS, *_RESIDUAL_INITS):
@@ -164,7 +163,8 @@ def _attach(model: Any, config: LoraConfig, where: str) -> Any:
     config = LoraConfig(**values | {"init_lora_weights": True, "eva_config": None, "inference_mode": False})
     try:
         with torch.device("meta"), targets_as_configured():
-            return _quietly(PeftModelForCausalLM, model, config)
+            kind = PeftModelForCausalLM if task_of(model.config) == CAUSAL else PeftModel
+            return _quietly(kind, model, config)
     except ValueError as error:  # no match, or a module PEFT has no adapter for
         raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
 

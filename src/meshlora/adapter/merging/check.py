@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
+from meshlora.adapter.formats.peft_format import set_head
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import MeshloraError, reason
 from meshlora.common.float64 import wide_dtype
@@ -31,20 +32,25 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, tor
 
 @dataclass(frozen=True)
 class Base:
-    """A base to run. source: its weights, where they are in few bits, which transformers might keep."""
+    """A base to run. source: its weights, where they are in few bits, which transformers might keep. adapter: that goes
+    on it, and decides of its head.
+    """
 
     folder: Path
     trust_remote_code: bool = False
     source: CheckpointSource | None = None
+    adapter: Path | None = None
 
     def load(self, dtype: torch.dtype) -> Any:
         """The model in `dtype`, in plain numbers."""
         options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
         config = AutoConfig.from_pretrained(self.folder, **options)
+        if self.adapter is not None:
+            set_head(config, self.adapter)
         # Other experts lack float64.
         how = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
         if self.source is None:
-            return model_class(config).from_pretrained(self.folder, **how, **options)
+            return model_class(config).from_pretrained(self.folder, config=config, **how, **options)
         vars(config).pop("quantization_config", None)
         model = model_class(config).from_config(config, trust_remote_code=self.trust_remote_code, **how)
         with torch.no_grad():
@@ -123,5 +129,6 @@ def _logits(model: Any) -> Tensor:
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (2, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits: Tensor = model.eval()(input_ids=ids).logits
+        found = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    logits: Tensor = found.logits if "logits" in found else found.last_hidden_state
     return logits.double()

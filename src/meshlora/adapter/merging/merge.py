@@ -7,11 +7,12 @@ arithmetic (`adapter.merging.changes`), file bytes (`model.stream`), comparing l
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from meshlora.adapter.formats.peft_format import set_head
 from meshlora.adapter.merging.changes import Change, Changes, merged_expert, merged_weight, read_changes
 from meshlora.adapter.merging.check import Base, compare_logits
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.float64 import wide_dtype
+from meshlora.common.tasks import CAUSAL, HEADS, task_of
 from meshlora.model.building import build_on_meta
 from meshlora.model.stored import StoredTensor
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
@@ -36,6 +39,7 @@ INDEX = "model.safetensors.index.json"
 _LARGEST_TO_RUN = 2 * 2**30
 # Weights in any format.
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt"}
+_HEAD_FIELDS = ("architectures", "id2label", "label2id", "problem_type", "pad_token_id")
 _COPIED_FOLDERS = ("additional_chat_templates",)
 
 
@@ -69,7 +73,8 @@ class _Planned:
     """A merge, before any weight of the model is read.
 
     Attributes:
-        aliases: name -> all names of the same tensor. untied: names that no longer share one.
+        aliases: name -> all names of the same tensor. untied: names that no longer share one. head: fields of the
+            configuration that say of a head that is not a vocabulary.
     """
 
     source: CheckpointSource
@@ -77,6 +82,7 @@ class _Planned:
     aliases: Mapping[str, list[str]]
     untied: list[str]
     outputs: list[_Output]
+    head: Mapping[str, Any]
 
     def read_base(self, name: str) -> Tensor:
         """A weight of the model, under whichever of its names it is stored."""
@@ -123,12 +129,13 @@ def merge(
     try:
         with new_folder(out) as folder:
             _copy_files(source_folder, folder)
-            _write_config(source_folder, folder, dtype, untie=is_untied)
+            _write_config(source_folder, folder, dtype, planned.head, untie=is_untied)
             meant = _write_weights(folder, planned)
             check = "every tensor read back"
             _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
             if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
-                base = Base(source_folder, trust_remote_code, planned.source if is_packed else None)
+                weights = planned.source if is_packed else None
+                base = Base(source_folder, trust_remote_code, weights, Path(adapter_folder))
                 error = compare_logits(base, Path(adapter_folder), folder, _narrowest(outputs))
                 check += f"; logits of transformers + peft: relative difference {error:.1e}"
             elif check_logits:
@@ -157,21 +164,53 @@ def _planned(
     *,
     trust_remote_code: bool,
 ) -> _Planned:
+    config = copy.deepcopy(config)
+    set_head(config, adapter_folder)
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     source = CheckpointSource(model_folder, model, getattr(config, "quantization_config", None))
     if source.packed() and dtype is None:
         dtype = plain_dtype(config)
-    aliases = check_checkpoint(model, source, allow_unused=True)
-    for tied in {tuple(names) for names in aliases.values()}:
+    heads = {name for name in model.state_dict() if name.partition(".")[0] in HEADS} if _has_head(config) else set()
+    aliases = check_checkpoint(model, source, allow_unused=True, fresh=heads)
+    for tied in {tuple(names) for names in aliases.values() if not heads & set(names)}:
         check_tied(tied, source)
     wide = kept_wide(model, dtype) if dtype is not None else set()
     names = set(model.state_dict())
     changes = _with_equal_changes(_with_aliases(read_changes(model, adapter_folder), aliases), aliases)
     untied = _untied_names(changes, aliases)
     outputs = _outputs(source, changes, untied, aliases, dtype, wide)
+    if _has_head(config):
+        outputs = [one for one in outputs if one.name in names]  # without the head of the task before
+        outputs += _new_head(source, changes, heads, dtype)
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
-    return _Planned(source, changes, aliases, untied, outputs)
+    head = {name: config.to_dict().get(name) for name in _HEAD_FIELDS} if _has_head(config) else {}
+    return _Planned(source, changes, aliases, untied, outputs, head)
+
+
+def _has_head(config: PretrainedConfig) -> bool:
+    return task_of(config) != CAUSAL
+
+
+def _new_head(
+    source: CheckpointSource, changes: Changes, heads: Collection[str], dtype: torch.dtype | None
+) -> list[_Output]:
+    """The tensors of a head that the checkpoint lacks, to be written into its last file.
+
+    Raises:
+        UserError: the adapter lacks one, too.
+    """
+    file, found = max(source.stored.values(), key=lambda s: s.tensors[0].file.name).tensors[0].file.name, []
+    for name in sorted(heads):
+        if source.shape(name) is not None:
+            continue
+        change = changes.by_name.get(name, Change())
+        if change.whole is None:
+            raise UserError(f"{source.describe()}: {name}", "neither it nor the adapter has this weight of the head")
+        value = changes.read(change.whole)
+        entry = Entry(name, tuple(value.shape), dtype_name(dtype or value.dtype))
+        found.append(_Output(file, entry, name, None, StoredTensor.in_memory(name, value)))
+    return found
 
 
 def plain_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -285,8 +324,10 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, *, untie: bool) -> None:
-    stored = read_json(source / "config.json")
+def _write_config(
+    source: Path, folder: Path, dtype: torch.dtype | None, head: Mapping[str, Any], *, untie: bool
+) -> None:
+    stored = read_json(source / "config.json") | {name: value for name, value in head.items() if value is not None}
     stored.pop("quantization_config", None)  # plain numbers are written
     parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
     for part in parts:

@@ -150,8 +150,6 @@ def check_supported(config: LoraConfig) -> None:
             "this option is not supported yet",
             f"leave it at {getattr(default, option.name)!r}; supported: {', '.join(sorted(SUPPORTED))}",
         )
-    if str(getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM") != "CAUSAL_LM":
-        raise UnsupportedError(f"LoraConfig(task_type={config.task_type!r})", "only CAUSAL_LM is supported")
     if config.use_dora and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UnsupportedError(
             f"use_dora with init_lora_weights={config.init_lora_weights!r}", "the two are not proved together"
@@ -171,6 +169,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         UnsupportedError: a match that is not a linear, or the output head.
     """
     check_supported(config)
+    _check_task(config, plan)
     check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
     config = with_whole_projections(config, plan)
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
@@ -198,6 +197,16 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     found = {name: _target(model, name, config, plan, by_weight=name in by_weight) for name in chosen}
     _check_size(found)
     return found
+
+
+def _check_task(config: LoraConfig, plan: ModelPlan) -> None:
+    given = str(getattr(config.task_type, "value", config.task_type) or plan.task)
+    if given != plan.task:
+        raise UnsupportedError(
+            f"LoraConfig(task_type={given!r})",
+            f"the model is one for {plan.task}",
+            "the objective decides of it: leave task_type out",
+        )
 
 
 def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) -> None:
@@ -285,7 +294,7 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
     if given == "all-linear":  # routers are frozen unless named
         output = model.get_output_embeddings()
         head = next((name for name, module in model.named_modules() if module is output), None)
-        names = (name for name in plan.linears if name != head and name not in plan.routers)
+        names = (n for n in plan.linears if n != head and not plan.is_of_head(n) and n not in plan.routers)
         return {name for name in names if is_open(plan, config, name)}
     if given is None and config.target_parameters:
         return set()

@@ -128,8 +128,19 @@ class Reporter:
                 f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s{skipped}"
             )
 
-    def evaluation(self, step: int, loss: float, tokens: int, *, perplexity: float | None = None) -> None:
-        """Record the loss on held-out data. An infinite perplexity is left out: JSON has no infinity."""
+    def evaluation(
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        *,
+        perplexity: float | None = None,
+        means: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record the loss on held-out data. An infinite perplexity is left out: JSON has no infinity.
+
+        means: other statistics, by name.
+        """
         if self._file is None:
             return
         values: dict[str, object] = {"step": step, "eval_loss": loss, "eval_tokens": tokens}
@@ -137,6 +148,9 @@ class Reporter:
         if perplexity is not None and math.isfinite(perplexity):
             values["eval_perplexity"] = perplexity
             shown = f"  perplexity {perplexity:.3f}"
+        for name, value in (means or {}).items():
+            values[f"eval_{name}"] = value
+            shown += f"  {name} {value:.4f}"
         self._write(values)
         self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
 

@@ -47,7 +47,8 @@ class Mutation:
             output), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens"
             (ranks route different tokens); of the adapter and the run "pieces", "embedding_target", "uneven_heads"
             (not a power of two), "ranks_by_pattern", "scales_by_pattern", "trained" (modules trained in full), "dora",
-            "smoothing", "lora_plus"; of the objective its name, and "base" (it needs the frozen base); "seed" (not 0),
+            "smoothing", "lora_plus"; of the objective its name, "base" (it needs the frozen base) and
+            "pools_to_the_end" (embeddings are of all tokens, or of the last); "seed" (not 0),
             "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
             "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "m_rope" (positions
             of time, height and width), "resume",

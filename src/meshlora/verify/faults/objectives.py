@@ -1,4 +1,4 @@
-"""Faults of policy and preference objectives."""
+"""Faults of objectives: policies, preferences, labels, embeddings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.config.objective import Dpo, Kto, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
-from meshlora.train import batches, objectives, trainer
+from meshlora.model import regions
+from meshlora.plan.rules import Domain, ModelPlan
+from meshlora.train import batches, heads, objectives, trainer
 from meshlora.train.trainer import Trainer
-from meshlora.verify.faults.fault import after, fault, instead_of
+from meshlora.verify.faults.fault import after, around, fault, instead_of
 
 # Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {
@@ -24,6 +26,13 @@ PROVED: dict[str, Objective] = {
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
     "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7),
+    "classify": Classify(labels=["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]),
+    "classify_multi": Classify(num_labels=5, problem="multi"),
+    "regression": Classify(num_labels=2, problem="regression"),
+    "classify_tokens": ClassifyTokens(num_labels=5),
+    "embed": Embed(pooling="last", temperature=0.3),
+    "embed_mean": Embed(temperature=8.0, normalize=False),
+    "embed_cls": Embed(pooling="cls", temperature=0.3),
 }
 
 
@@ -44,6 +53,7 @@ def _in_each(wrong: Any, formulas: Any) -> Any:
 
 # `fault` of an objective's formula: wrong code takes the original, the objective, and its inputs.
 of_formula = functools.partial(fault, _in_each, objectives, "FORMULAS")
+of_head = functools.partial(fault, _in_each, heads, "FORMULAS")
 
 
 @after(batches, "collate", needs="policy")
@@ -197,3 +207,75 @@ def kto_point_of_base_from_policy(found: Tensor, *_: Any) -> Tensor:
 def kto_beta_at_default(original: Any, objective: Kto, seen: Any) -> Any:
     """answers are held to the base as configured"""
     return original(replace(objective, beta=0.1), seen)
+
+
+@after(batches, "collate", needs="classify")
+def label_of_next_text(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """each text is trained with its own label"""
+    return replace(batch, targets=None if batch.targets is None else batch.targets.roll(1, 0))
+
+
+@instead_of(trainer, "count", needs="classify")
+def classify_per_token(objective: Objective, batch: Batch) -> int:
+    """the loss of texts is a mean over the texts of all ranks"""
+    return batch.num_trained_tokens
+
+
+@around(ModelPlan, "domain_of", needs="classify tp")
+def head_gradient_summed_over_tp(original: Any, plan: Any, module: str) -> Any:
+    """every tp rank has the whole gradient of the head"""
+    return Domain.PARTIAL if not module.startswith(plan.layers) else original(plan, module)
+
+
+@around(regions.TokenCut, "whole", needs="classify sp")
+def hidden_states_summed_twice(original: Any, cut: Any, x: Tensor, *, terms: bool) -> Tensor:
+    """without a vocabulary every tp rank has the whole gradient of the hidden states"""
+    return original(cut, x, terms=True)
+
+
+@of_head(needs="classify_tokens")
+def label_of_next_word(original: Any, objective: Any, outputs: Tensor, batch: Batch, point: Any) -> Any:
+    """each word is trained with its own label"""
+    return original(objective, outputs.roll(1, 1), batch, point)
+
+
+@instead_of(heads, "all_reduce_sum", needs="embed dp")
+def embed_texts_of_own_rank(tensor: Tensor, axis: Any) -> Tensor:
+    """a text is compared with those of all ranks"""
+    return tensor
+
+
+@around(heads, "info_nce", needs="embed")
+def embed_gradient_of_others_lost(original: Any, objective: Embed, texts: Tensor) -> Any:
+    """a text has the gradient of each comparison with it"""
+    return original(objective, torch.cat([texts[:, :1], texts[:, 1:].detach()], 1))
+
+
+@around(heads, "info_nce", needs="embed")
+def embed_without_negatives(original: Any, objective: Embed, texts: Tensor) -> Any:
+    """an anchor is compared with the negatives of all records"""
+    return original(objective, texts[:, :2])
+
+
+@around(heads, "embeddings", needs="embed pools_to_the_end")
+def embed_padding_pooled(original: Any, objective: Embed, hidden: Tensor, mask: Tensor) -> Tensor:
+    """the padding is no part of an embedding"""
+    return original(objective, hidden, torch.ones_like(mask))
+
+
+@around(heads, "info_nce", needs="embed")
+def embed_temperature_at_default(original: Any, objective: Embed, texts: Tensor) -> Any:
+    """similarities are divided by the temperature as configured"""
+    return original(replace(objective, temperature=0.05), texts)
+
+
+@around(heads, "embeddings", needs="embed")
+def embed_normalized_the_other_way(original: Any, objective: Embed, hidden: Tensor, mask: Tensor) -> Tensor:
+    """embeddings are normalized as configured"""
+    return original(replace(objective, normalize=not objective.normalize), hidden, mask)
+
+
+@instead_of(heads, "places_of", needs="embed")
+def embed_places_of_micro_batch(batch: Batch) -> Tensor:
+    """the second pass finds the gradients of its own texts"""
+    return torch.arange(len(batch.input_ids), device=batch.input_ids.device)
