@@ -30,8 +30,10 @@ OFTEN = {
     "codegen": "q, v and k in four groups",
     "diffllama": "halves of heads that belong together, and small vectors that stay whole",
     "doge": "an attention that stays whole beside an MLP that is split",
+    "falcon_h1": "attention and state-space mixer side by side, a buffer that is split",
     "gemma3": "a tower beside the text part",
     "gemma4_unified_text": "keys that are values, keys and values of another layer",
+    "lfm2": "a short convolution",
     "gpt_neox_japanese": "a bias that the layer adds",
     "granite_swa": "a parameter with a value per head",
     "minicpm3": "an attention of low rank",
@@ -60,7 +62,7 @@ STANDS_FOR = {
     "qwen3_5": ("qwen3_5_text",),
 }
 # Where a block is kept whole, or is entered or left in a way of its own, tp=2 too.
-WITHOUT_SP = ("mpt", "olmo_hybrid")
+WITHOUT_SP = ("mpt", "doge")
 
 
 def _check(outcomes: list[Outcome]) -> None:

@@ -1,4 +1,5 @@
-"""Fewer key/value heads than ranks, multi-query attention, fused layouts that a configuration chooses."""
+"""Fewer key/value heads than ranks, multi-query attention, fused layouts that a configuration chooses; heads and
+groups of mixers."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ _FALCON_RW = {
     "bias": True,
 }
 _FALCON_7B = {"new_decoder_architecture": False, "multi_query": True, "alibi": False}
+_NORM_AFTER_GATE = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
 _PADDED_AND_TIED = {"vocab_size": 249, "tie_word_embeddings": True}
 # The same on other numbers of ranks, with sp or without it.
 MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -32,6 +34,18 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("bloom", {}, ("tp=4,sp",)),
     ("mpt", {}, ("tp=4,sp",)),
     ("llama", _PADDED_AND_TIED, ("tp=2", "tp=4,sp")),
+    ("qwen3_next", {"linear_key_head_dim": 16}, ("tp=4,sp",)),
+    ("qwen3_next", {"linear_num_key_heads": 2}, ("tp=4,sp",)),
+    ("qwen3_5_text", {"linear_key_head_dim": 16}, ("tp=4",)),
+    ("olmo_hybrid", {"linear_num_key_heads": 2}, ("tp=4,sp",)),
+    ("kimi_linear", {}, ("tp=4,sp",)),
+    ("bamba", {"mamba_n_groups": 2}, ("tp=2,sp", "tp=4")),
+    ("bamba", {"mamba_conv_bias": False, "mamba_proj_bias": True}, ("tp=2,sp",)),
+    ("granitemoehybrid", {}, ("tp=4,sp",)),
+    ("nemotron_h", {"n_groups": 1}, ("tp=4",)),
+    ("falcon_h1", {**_NORM_AFTER_GATE, "mamba_n_groups": 2}, ("tp=2,sp",)),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 2}, ("tp=4,sp",)),
+    ("lfm2", {"conv_bias": True}, ("tp=4,sp",)),
 ]
 
 
@@ -48,6 +62,7 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("falcon", _FALCON_RW, ("tp=2,sp",)),
         ("falcon", _FALCON_7B, ("tp=2,sp",)),
         ("llama", _PADDED_AND_TIED, ("tp=2,sp",)),
+        ("nemotron_h", {"n_groups": 2}, ("tp=4,sp",)),  # a gated norm over two of the ranks
         *(pytest.param(*case, marks=pytest.mark.proof) for case in MORE),
     ],
 )

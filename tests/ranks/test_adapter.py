@@ -141,7 +141,7 @@ def test_several_adapters_live_on_one_model(twin: Path, pools: Callable[[int], P
 
 
 def test_adapter_of_a_family_with_whole_regions_goes_round(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
-    folder = make_twin(tmp_path, "olmo_hybrid")
+    folder = make_twin(tmp_path, "doge")
     _load_and_save(folder, folder / "adapter", tmp_path / "one", "")
     pools(2).run(_load_and_save, folder, folder / "adapter", tmp_path / "two", "tp=2,sp")
     one, two = ((tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("one", "two"))

@@ -107,7 +107,8 @@ def _count_micro_batch(
         pytest.param("llama", {"use_dora": True}, id="dora"),
         pytest.param("llama", {"target_modules": ["lm_head", "embed_tokens"]}, id="embedding_and_head"),
         pytest.param("olmo2", {}, id="wide_norms"),
-        pytest.param("olmo_hybrid", {}, id="whole_regions"),
+        pytest.param("bamba", {}, id="mixers"),
+        pytest.param("doge", {}, id="whole_regions"),
     ],
 )
 def test_a_micro_batch_costs_what_the_plan_says(

@@ -181,9 +181,9 @@ def test_first_of_several_is_named_and_all_are_counted(pools: Callable[[int], Po
 
 
 def test_factor_of_a_whole_linear_agrees_over_tp_too(pools: Callable[[int], Pool]) -> None:
-    """B of a mixer that is kept whole: a split attention has a part of it on each rank, this one a copy."""
-    name = f"{LAYER}.linear_attn.q_proj.lora_B"
-    said = _agreed(pools(2), "tp=2", {1: (name, _flip_last_bit)}, family="olmo_hybrid")
+    """B of an attention that is kept whole: a split one has a part of it on each rank, this one a copy."""
+    name = f"{LAYER}.self_attn.q_proj.lora_B"
+    said = _agreed(pools(2), "tp=2", {1: (name, _flip_last_bit)}, family="doge")
     assert f"{name} must be the same to the bit over tp" in said
 
 

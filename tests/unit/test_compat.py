@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -86,6 +87,7 @@ def _named_in(cls: type) -> Callable[[], Any]:
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+_BAMBA = "transformers.models.bamba.modeling_bamba"
 _MODEL, _CONFIG = "transformers.PreTrainedModel", "transformers.PretrainedConfig"
 _REWRITE = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
 PRIVATE = [
@@ -130,6 +132,7 @@ PRIVATE = [
     Private("kept_in_float32", f"{_MODEL}._keep_in_fp32_modules", "to load float16 models as transformers does"),
     Private("unexpected_keys", f"{_MODEL}._keys_to_ignore_on_load_unexpected", "to accept checkpoints that hold more"),
     Private("gate_of", "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate", "to run experts"),
+    Private("without_fused_projection", f"{_BAMBA}.mamba2_split_conv1d_scan_combined", "to split state-space mixers"),
     Private(
         "cut_deepstack",
         "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel._deepstack_process",
@@ -442,6 +445,27 @@ def test_experts_are_gated_by_a_function_of_the_model() -> None:
     assert compat.gate_of(experts) is GptOssExperts._apply_gate  # type: ignore[arg-type]
     assert list(inspect.signature(GptOssExperts._apply_gate).parameters)[1:] == ["gate_up"]
     assert compat.gate_of(nn.Identity()) is None
+
+
+def test_kernels_of_a_mixer_do_not_pass_its_projection_by() -> None:
+    from transformers.models.bamba import modeling_bamba
+    from transformers.models.falcon_h1 import modeling_falcon_h1
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+    from transformers.models.nemotron_h import modeling_nemotron_h
+
+    for code, kind in (
+        (modeling_bamba, modeling_bamba.BambaMixer),
+        (modeling_falcon_h1, modeling_falcon_h1.FalconH1Mixer),
+        (modeling_granitemoehybrid, modeling_granitemoehybrid.GraniteMoeHybridMambaLayer),
+        (modeling_nemotron_h, modeling_nemotron_h.NemotronHMamba2Mixer),
+    ):
+        fused: Any = code
+        assert "mamba2_split_conv1d_scan_combined(" in inspect.getsource(kind.forward)
+        assert "if fused_output is not None" in inspect.getsource(kind.forward)
+        with mock.patch.object(fused, "mamba2_split_conv1d_scan_combined", return_value="fused"):
+            compat.without_fused_projection(kind.__new__(kind))
+            assert fused.mamba2_split_conv1d_scan_combined(None, D=None) is None
+    compat.without_fused_projection(nn.Identity())
 
 
 def test_peft_refuses_what_fused_kernels_read() -> None:

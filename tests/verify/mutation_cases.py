@@ -132,18 +132,40 @@ _SHARED = {
     "share_experts": True,
 }
 _GPT2_BLOCK = "transformer.h.0"
+_DELTA_NET, _MAMBA = "model.layers.0.linear_attn", "model.layers.0.mamba"
 _QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
 
 # what it is -> (request, mutation -> (phase, where, words of the cause)).
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "a block that mixes tokens and is kept whole": (
-        {"family": "qwen3_5_text", "topologies": ("tp=2,sp",)},
+        {"family": "doge", "topologies": ("tp=2,sp",)},
         {
             "whole_region_sees_its_slice": (
                 "forward",
-                "model.layers.0.linear_attn.in_proj_qkv",
+                f"{FIRST_ATTENTION}.q_proj",
                 "saw only its rank's slice of the tokens",
             )
+        },
+    ),
+    "a delta net with more value heads than key heads": (
+        {"family": "qwen3_next", "topologies": ("tp=2,sp",)},
+        {
+            "mixer_decay_of_the_neighbour": ("forward", f"{_DELTA_NET}.out_proj", ""),
+            "mixer_values_of_the_neighbour": (
+                "loaded_adapter",
+                f"{_DELTA_NET}.in_proj_qkvz.lora_B",
+                "the base weight that it goes with is held otherwise",
+            ),
+            "mixer_channels_of_another_piece": ("forward", f"{_DELTA_NET}.out_proj", ""),
+        },
+    ),
+    "a state-space mixer whose only group all ranks share": (
+        {"family": "bamba", "topologies": ("tp=2",), "lora": _ALL},
+        {
+            "gated_norm_before_its_gate": ("forward", f"{_MAMBA}.norm", ""),
+            "wide_norm_over_local_width": ("forward", f"{_MAMBA}.norm", ""),
+            "mixer_channels_of_another_piece": ("forward", f"{_MAMBA}.norm", ""),
+            "kv_replicas_not_summed": ("gradients", f"{_MAMBA}.in_proj.lora_B", ""),
         },
     ),
     "fused matrices": (

@@ -59,12 +59,14 @@ def _plan(options: argparse.Namespace) -> None:
     if not options.topology:
         raise UserError("meshlora plan", "--topology is required, or --gpus and --gpu", "as in --topology dp=2,tp=2,sp")
     from meshlora.common.console import Console
-    from meshlora.plan.table import gradient_table, plan_table
+    from meshlora.plan.table import gradient_table, notes_of_whole, plan_table
 
     console = Console()
     for topology in options.topology:
         plan = read_blueprint(options, topology).plan
         console.print(plan_table(plan))
+        for note in notes_of_whole(plan):
+            console.say(f"note: {note}")
         if options.gradients:
             console.print(gradient_table(plan))
 
@@ -75,7 +77,7 @@ def _choose(options: argparse.Namespace) -> None:
             raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
     from meshlora.common.console import Console
     from meshlora.common.files import write_text_atomically
-    from meshlora.plan.table import gradient_table
+    from meshlora.plan.table import gradient_table, notes_of_whole
     from meshlora.plan.topology import Topology
     from meshlora.planner import show
     from meshlora.planner.choose import choose
@@ -103,6 +105,8 @@ def _choose(options: argparse.Namespace) -> None:
     for line in show.why_not(problem, choice):
         console.say(line)
     console.say(show.assumptions(problem))
+    for note in notes_of_whole(problem.blueprint.on(best.topology).plan):
+        console.say(f"note: {note}")
     if not best.fits:
         missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
         way_out = "use more GPUs, or shorter sequences"

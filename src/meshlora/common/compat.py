@@ -11,6 +11,7 @@ what a proof compares, and PEFT, transformers and rare parts of torch are import
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -260,6 +261,17 @@ def unexpected_keys(model: Any) -> Collection[str]:
     """Patterns of checkpoint keys that `model` may lack. They have no public reader."""
     found: Collection[str] = model._keys_to_ignore_on_load_unexpected or ()
     return found
+
+
+def without_fused_projection(mixer: nn.Module) -> None:
+    """Let state-space mixers of the kind of `mixer` call their projection out, for as long as the process lives.
+
+    On a GPU transformers has one kernel for scan, norm and projection, which reads the weight of the projection and
+    does not call it: a split one would lack its sum over the ranks. What returns None is passed over.
+    """
+    code: Any = sys.modules[type(mixer).__module__]
+    if hasattr(code, "mamba2_split_conv1d_scan_combined"):
+        code.mamba2_split_conv1d_scan_combined = lambda *_, **__: None
 
 
 def gate_of(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:

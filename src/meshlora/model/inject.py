@@ -47,10 +47,13 @@ def parallelize(
     for name, split in plan.parameters.items():
         owner, _, leaf = name.rpartition(".")
         if owner != plan.embedding:
-            shape = list(model.get_parameter(name).shape)
+            module = model.get_submodule(owner)
+            whole = getattr(module, leaf)
+            shape = list(whole.shape)
             shape[split.dim] = split.layout.local_size(mesh.tp.size)
-            empty = torch.empty(shape, dtype=model.get_parameter(name).dtype, device="meta")
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
+            empty = torch.empty(shape, dtype=whole.dtype, device="meta")
+            is_parameter = isinstance(whole, nn.Parameter)
+            setattr(module, leaf, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
     if plan.embedding and (plan.topology.tp > 1 or plan.embedding in targets):
         embedding = model.get_submodule(plan.embedding)
         parallelize_embedding(embedding, plan.parameters.get(f"{plan.embedding}.weight"), mesh.tp, name=plan.embedding)
@@ -62,7 +65,7 @@ def parallelize(
         if experts.weights_first:
             parallelize_block(model.get_submodule(experts.block))
     for name, layout in plan.wide_norms.items():
-        widen_norm(model.get_submodule(name), layout, mesh.tp, name=name)
+        widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     watch_activations(model, plan.owners)
     own_gradients_of_norms(model)
     install_borders(model, plan, mesh)

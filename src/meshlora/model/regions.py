@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.common.compat import cut_deepstack
+from meshlora.common.compat import cut_deepstack, without_fused_projection
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.early_a import pack, unpack
 from meshlora.layers.linear import ParallelLinear
@@ -66,6 +66,8 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
         module = model.get_submodule(region.name)
         _install_region(module, region, cut, sp=plan.topology.sp, riders=_riders(model, plan, region))
         _tell_local_sizes(model, region)
+        if region.is_split:
+            without_fused_projection(module)
         _cut_arguments(module, region, tp)
     layers = model.get_submodule(plan.layers)
     assert isinstance(layers, nn.ModuleList)

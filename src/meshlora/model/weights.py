@@ -212,7 +212,7 @@ def fill(
     """
     aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused, fresh=fresh)
     # Buffers first: a module's own initialization also draws its parameters, which on the meta device does nothing.
-    _fill_buffers(model, source, mesh)
+    _fill_buffers(model, plan, source, mesh)
     made: dict[int, nn.Parameter] = {}
     unit: str | None = None
     for path, module in [*model.named_modules(), ("", None)]:
@@ -531,11 +531,19 @@ def _quantised(
     return joined(found, dim)
 
 
-def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
-    """Read stored buffers; the others (rotary frequencies, scales) are computed by the model's own initialization.
+def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> None:
+    """Read stored buffers; the others (rotary frequencies, scales) are computed by the model's own initialization,
+    in a composite that of the part that a module is in.
 
-    In a composite that of the part that a module is in.
+    That computes the whole of a split buffer; this rank's part is cut out of it at the end.
     """
+    buffers = {name for name, _ in model.named_buffers()}
+    split = {name: rule for name, rule in plan.parameters.items() if name in buffers}
+    for name, rule in split.items():
+        owner, _, leaf = name.rpartition(".")
+        local = getattr(model.get_submodule(owner), leaf)
+        shape = (*local.shape[: rule.dim], rule.layout.size, *local.shape[rule.dim + 1 :])
+        setattr(model.get_submodule(owner), leaf, local.new_empty(shape))
     parts = {"": model}
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -551,9 +559,24 @@ def _fill_buffers(model: Any, source: Source, mesh: Mesh) -> None:
                 setattr(module, leaf, torch.full_like(old, poison, device=mesh.device))
                 computed = True
         if computed:
-            compat.initialize(parts[max((p for p in parts if f"{path}.".startswith(p)), key=len)], module)
-            for leaf, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and buffer.isnan().any():
-                    raise UnsupportedError(
-                        f"{path}.{leaf}", "it is not stored, and the model's own initialisation does not compute it"
-                    )
+            part = parts[max((p for p in parts if f"{path}.".startswith(p)), key=len)]
+            compat.initialize(part, module)
+            above = path
+            while (missing := _uncomputed(module)) and above:  # a model may compute those of all its layers
+                above = above.rpartition(".")[0]
+                compat.initialize(part, model.get_submodule(above))
+            if missing:
+                raise UnsupportedError(
+                    f"{path}.{missing}", "it is not stored, and the model's own initialisation does not compute it"
+                )
+    for name, rule in split.items():
+        owner, _, leaf = name.rpartition(".")
+        whole = getattr(model.get_submodule(owner), leaf)
+        local = rule.layout.cut(whole, rule.dim, rank=mesh.tp.rank, size=mesh.tp.size)
+        setattr(model.get_submodule(owner), leaf, local)
+
+
+def _uncomputed(module: nn.Module) -> str:
+    """The first buffer of `module` with a NaN; "" if there is none."""
+    buffers = module.named_buffers(recurse=False)
+    return next((leaf for leaf, b in buffers if b.is_floating_point() and b.isnan().any()), "")

@@ -159,7 +159,7 @@ def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str
             yield name, Message("forward", "allreduce", FEATURES, rule.out_features * 4)
     for name in plan.wide_norms:
         for phase in ("forward", "backward") if name in flow.reached else ("forward",):
-            yield name, Message(phase, "allreduce", FEATURES, tokens * 4)
+            yield name, Message(phase, "allreduce", plan.axes_of_norm(name), tokens * 4)
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:

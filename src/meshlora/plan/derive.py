@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +22,7 @@ from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attribute
 from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
+from meshlora.plan.families.mixers import MIXERS, Mixer, mixer_of
 from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
@@ -128,6 +129,8 @@ class _Planner:
                 continue
             if any(expert.startswith(f"{name}.") for expert in self.experts):
                 self._plan_children(prefix, path, child, present, family)
+            elif mixer := mixer_of(self.config.get_text_config().model_type, path, child):
+                self._plan_mixer(name, child, mixer)
             elif not inside:
                 if not kept_whole(child):
                     continue
@@ -174,6 +177,25 @@ class _Planner:
         cut = family.sliced.get(block, {})
         sliced = {key: (dim, heads.query) for key, dim in cut.items() if heads is not None}
         self.regions.append(Region(name, True, local, sliced, family.passes.get(block, ())))
+
+    def _plan_mixer(self, name: str, module: nn.Module, mixer: Mixer) -> None:
+        """Plan a mixer with heads of its own; whole where they cannot be shared."""
+        if reason := mixer.obstacle(module, self.whole.topology.tp):
+            self.regions.append(Region(name, is_split=False, reason=reason))
+            return
+        for path, leaf in mixer.leaves.items():
+            rule = self.linears[f"{name}.{path}"]
+            self.linears[rule.name] = replace(rule, split=leaf.split, layout=mixer.leaf_layout(module, path))
+        for path, (dim, pieces) in mixer.parameters.items():
+            if _tensor(module, path) is not None:
+                self.parameters[f"{name}.{path}"] = ParameterRule(dim, mixer.layout(module, pieces))
+        if mixer.norm and f"{name}.{mixer.norm}.weight" in self.parameters:
+            layout = mixer.norm_layout(module)
+            if layout.groups % self.whole.topology.tp:
+                self.wide_norms[f"{name}.{mixer.norm}"] = layout
+        self._check_every_parameter_is_claimed(name, module, set(), None)
+        local = mixer.local(module, tp=self.whole.topology.tp)
+        self.regions.append(Region(name, True, {f"{name}.{path}".rstrip("."): own for path, own in local.items()}))
 
     def _split_leaf(self, prefix: str, path: str, leaf: Leaf, heads: Heads | None) -> None:
         name = f"{prefix}.{path}"
@@ -283,13 +305,18 @@ def _router_matrices(
 
 def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
     """Rules of the fused linears whose pieces are known."""
-    family = explicit_plan(model.config.get_text_config())
+    text = model.config.get_text_config()
+    family = explicit_plan(text)
     fused = {path: leaf for path, leaf in (family.leaves if family else {}).items() if leaf.pieces}
-    if not fused:
+    if not fused and text.model_type not in MIXERS:
         return {}
     prefix, layers = decoder_layers(model)
-    found = {}
+    found: dict[str, LinearRule] = {}
     for index, layer in enumerate(layers):
+        for block, child in layer.named_children():
+            if mixer := mixer_of(text.model_type, block, child):
+                layouts = {f"{prefix}.{index}.{block}.{path}": mixer.leaf_layout(child, path) for path in mixer.leaves}
+                found |= {n: replace(linears[n], fused=f) for n, f in layouts.items() if len(f.pieces) > 1}
         for path, leaf in fused.items():
             rule = linears.get(f"{prefix}.{index}.{path}")
             if rule is not None:
@@ -319,6 +346,13 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})",
         )
     return next(iter(lists.items()))
+
+
+def _tensor(module: nn.Module, path: str) -> Tensor | None:
+    """The parameter or buffer at `path`; None if there is none."""
+    owner, _, leaf = path.rpartition(".")
+    found = getattr(dict(module.named_modules()).get(owner), leaf, None)
+    return found if isinstance(found, Tensor) else None
 
 
 def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:

@@ -4,13 +4,13 @@ Owns: the data types of a plan: `LinearRule`, `ParameterRule`, `Region`, `Expert
 deriving it from a model (`plan.derive`), the rows a rank holds (`plan.layout`), gradient axes (`plan.grads`), the
 layers that run it (`layers`), LoRA targets (`adapter`).
 
-A *region* is a block with one tensor-parallel entry and one exit: an attention, an MLP.
+A *region* is a block with one tensor-parallel entry and one exit: an attention, a mixer, an MLP.
 Each block of a decoder layer is one of
 
 - a split region: its linears are column- or row-parallel, and each rank computes its own heads or features;
 - a whole region: whole on every rank. Under sp it sees all tokens: gathered before, sliced after. This is the safe
-  default for blocks the plan does not split: a convolution or a state-space mixer that saw only its slice of the
-  sequence would train silently wrong;
+  default for blocks the plan does not split: a recurrent unit that saw only its slice of the sequence would train
+  silently wrong;
 - token-wise (a norm, a dropout): works on any slice of the tokens, and is left alone;
 - a block of routed experts: its router is token-wise, its experts dispatch tokens (`plan.experts`), and any other
   child, such as a shared expert, is a block as above.
@@ -29,7 +29,7 @@ from functools import cached_property
 
 from meshlora.common.tasks import CAUSAL, HEADS
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import FEATURES, Topology, copies_axis
 
 
 class Domain(StrEnum):
@@ -141,6 +141,7 @@ class Region:
         local: module -> attribute -> its local value. Dotted attributes are in the module's configuration.
         sliced: argument -> (its dim of heads, the number of heads).
         passes: arguments that the block adds to its output.
+        reason: why it is not split, if its form could be.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Region:
     local: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     sliced: Mapping[str, tuple[int | str, int]] = field(default_factory=dict)
     passes: tuple[str, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class ModelPlan:
             Empty if tp=1: the structure of the model does not matter then.
         regions: in module order; empty if tp=1.
         linears: name -> rule of every linear of the model, split or whole.
-        parameters: name -> rule of every other split parameter. wide_norms: name -> layout of the split width.
+        parameters: name -> rule of every other split parameter or buffer.
+        wide_norms: name -> layout of the split width. With groups each of them is normalised by itself.
         text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.
         embedding, head: names of the input and output embeddings; head is empty if it is not a linear.
         after: modules that run after the last decoder layer, except the head.
@@ -258,6 +261,11 @@ class ModelPlan:
         if self.layers and module.startswith(f"{self.layers}."):
             return Domain.RESIDUAL
         return Domain.PARTIAL if module in self.after else Domain.EQUAL
+
+    def axes_of_norm(self, name: str) -> frozenset[str]:
+        """The axes of the ranks that together hold the width, or a group of it, over which the norm `name` runs."""
+        groups = self.wide_norms[name].groups
+        return FEATURES if groups == 1 else frozenset({copies_axis(self.topology.tp // groups)})
 
     @property
     def copies(self) -> set[int]:

@@ -52,6 +52,21 @@ def _of_pieces(rule: LinearRule, tp: int) -> str:
     return (f" ({' '.join(pieces)})" if pieces else "") + shared
 
 
+def notes_of_whole(plan: ModelPlan) -> tuple[str, ...]:
+    """A line for each kind of block that is whole on every tp rank: why, and what that costs."""
+    whole = {region.name: region for region in plan.regions if not region.is_split}
+    notes = []
+    for name, layers in folded_names(whole, kind=lambda name: whole[name].reason).items():
+        inside = [rule for rule in plan.linears.values() if rule.name.startswith(tuple(f"{n}." for n in layers))]
+        if number := sum(rule.in_features * rule.out_features for rule in inside):
+            notes.append(
+                f"{name} ({len(layers)} {'layer' if len(layers) == 1 else 'layers'}) is whole on every tp rank, as "
+                f"{whole[layers[0]].reason or 'no split of it is known'}: each holds and multiplies by all {number:,} "
+                f"weights of its linears, {plan.topology.tp} times the share that it would have"
+            )
+    return tuple(notes)
+
+
 def gradient_table(plan: ModelPlan) -> Table:
     """One row per kind of factor: the axes over which its gradient is a partial sum."""
     table = Table("base", "factor", "split on dim", "gradient summed over", "mean over", title="gradient axes")

@@ -61,7 +61,10 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
     """The states of the whole model. small: blueprint of the shrunk model with the adapter, on the topology."""
     model, plan = shrunk.model, small.plan
     weights, shards = _of_base(shrunk, plan, small.trained.targets)
-    buffers = sum(shrunk.times(name) * b.nbytes for name, b in model.named_buffers())
+    buffers = sum(
+        shrunk.times(name) * math.prod(_local_shape(name, b.shape, plan, ())) * b.itemsize
+        for name, b in model.named_buffers()
+    )
     each = wide_dtype(model.dtype).itemsize
     buckets: Counter[Axes] = Counter()
     total, largest, count = 0, 0, 0

@@ -30,6 +30,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length
 from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.table import notes_of_whole
 from meshlora.plan.topology import Topology
 from meshlora.text.processor import load_processor
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
@@ -196,7 +197,7 @@ def prepare(
             replay=_check_routing(blueprint.plan, config, steps, resume),
         ),
         samples=data.samples,
-        notes=(*blueprint.notes, *data.notes),
+        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes),
     )
     return read_output(run, resume=resume, despite=despite)
 

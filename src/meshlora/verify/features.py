@@ -48,6 +48,8 @@ def features_of_model(
         "fused_blocks": bool(blocks),
         "sliced": any(r.sliced for r in plan.regions) and getattr(model, "alibi", True),
         "wide_norm": bool(plan.wide_norms),
+        "mixer": any(name.endswith(".A_log") for name in plan.parameters),
+        "gated_norm": any(layout.pieces[0].name == "x" for layout in plan.wide_norms.values()),
         "riding": any(riders),
         "riding_together": max(riders, default=0) > 1,
         "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),

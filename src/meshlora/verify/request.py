@@ -72,9 +72,9 @@ _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
 _ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
-# Linears that the default adapter excludes in families with experts: those that only select and so get no gradient, and
-# those of state-space mixers that PEFT refuses.
-_LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^nemotron_h\..*\.out_proj$")
+# Linears that the default adapter excludes: those that only select and so get no gradient, and those of state-space
+# mixers that PEFT refuses.
+_LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^(falcon_h1|mamba2|nemotron_h)\..*\.out_proj$")
 
 
 @dataclass(frozen=True)
@@ -278,10 +278,11 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
 
 def default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float = 0.0) -> LoraConfig:
     """The default adapter `lora`, with experts if the model has any, else with dropout: PEFT has none for experts."""
-    if not plan.projections:
-        unused = [name for name in plan.linears if "pooler" in name] if plan.task == "FEATURE_EXTRACTION" else []
-        return dataclasses.replace(lora, lora_dropout=dropout, exclude_modules=unused or None)
     left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
+    if not plan.projections:
+        if plan.task == "FEATURE_EXTRACTION":
+            left_out += [name for name in plan.linears if "pooler" in name]
+        return dataclasses.replace(lora, lora_dropout=dropout, exclude_modules=left_out or None)
     return dataclasses.replace(lora, target_parameters=list(plan.projections), exclude_modules=left_out or None)
 
 
@@ -428,6 +429,8 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
         plain["lora_dropout"] = lora.lora_dropout
     if lora.target_parameters or any(plan.text for plan in plans.values()):
         plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
+    elif lora.exclude_modules and "exclude_modules" not in plain:
+        plain["exclude_modules"] = sorted(lora.exclude_modules)
     if lora.init_lora_weights in WHOLE_MATRIX:
         plain["init_lora_weights"] = True  # initial values have their own proof, in float32
     if lora.modules_to_save:

@@ -5,8 +5,9 @@ relative to the decoder layer. Sizes come from the model; the table has only wha
 linears are column- or row-parallel, the pieces of fused ones, the head counts that the code reads, the arguments with a
 dim of heads. Does not own: the rules that follow (`plan.rules`).
 
-Routed experts and routers need no entry (`plan.experts`), and blocks without an entry are kept whole: attention with an
-indexer over all heads, state-space and linear-attention mixers.
+Routed experts and routers need no entry (`plan.experts`), nor do mixers with heads of their own
+(`plan.families.mixers`). Other blocks without an entry are kept whole: attention with an indexer over all heads,
+recurrent units.
 """
 
 from __future__ import annotations
@@ -38,8 +39,16 @@ _GPT2 = FamilyPlan(
     local={"attn": ("split_size",)},
 )
 _OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=_WIDE)
-_HYBRID = FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward")})  # state-space mixers stay whole
-_LFM2 = FamilyPlan({**separate("self_attn", out="out_proj"), **gated_mlp("feed_forward", names="w1 w3 w2")})
+_HYBRID = FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward")})  # beside mixers: those of jamba stay whole
+_LFM2 = FamilyPlan(
+    {
+        **separate("self_attn", out="out_proj"),
+        **gated_mlp("feed_forward", names="w1 w3 w2"),
+        "conv.in_proj": fused("B C x"),
+        "conv.out_proj": ROW,
+    },
+    parameters={"conv.conv.weight": 0, "conv.conv.bias": 0},
+)
 _ATTENTION_ALONE = FamilyPlan(_ATTENTION)
 _WIDE_ATTENTION = FamilyPlan(_ATTENTION, wide_norms=_WIDE)
 _GRANITE_MOE = FamilyPlan({**_ATTENTION, **fused_mlp("shared_mlp", "input_linear", "output_linear")})

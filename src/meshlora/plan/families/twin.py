@@ -58,7 +58,7 @@ _FIELDS = {
     "image": "image_size",
     # These may already be smaller, and 1 has a meaning: one expert per token, one group.
     "at most 8": "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num compress_rates",
-    "at most 4": "rotary_dim n_groups mamba_n_groups mamba_ngroups o_groups mm_tokens_per_image",
+    "at most 4": "rotary_dim o_groups mm_tokens_per_image",
     "at most 2": "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts n_group "
     "num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts",
     "at most 1": "topk_group index_topk_blocks",
@@ -297,6 +297,8 @@ def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -
         return _tiny_heads(int(value), whole.get(_SHARED_HEADS[name]), sizes)
     # State-space mixers: heads * head_dim = expand * hidden.
     expand = whole.get("mamba_expand", whole.get("expand", 2))
+    if name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
+        return _tiny_groups(int(value), int(expand * sizes["heads"]), sizes["tp"])
     is_mamba2 = (name, True) in (("num_heads", "state_size" in whole), ("n_mamba_heads", "mamba_headdim" in whole))
     if is_mamba2 or name in ("mamba_n_heads", "mamba_num_heads"):
         return int(expand * sizes["heads"])
@@ -447,6 +449,16 @@ def _tiny_heads(value: int, heads: int | None, sizes: dict[str, int]) -> int:
     if value % sizes["tp"] == 0 and sizes["kv_heads"] % sizes["tp"]:  # a mixer beside an attention with fewer heads
         return next(n for n in range(2, sizes["heads"] + 1) if sizes["heads"] % n == 0 == n % sizes["tp"])
     return sizes["kv_heads"]
+
+
+def _tiny_groups(value: int, heads: int, tp: int) -> int:
+    """The tiny number of groups of `heads` heads, shared by tp ranks as `value` groups are."""
+
+    def character(number: int) -> tuple[bool, bool, bool]:
+        return number == 1, number % tp == 0, tp % number == 0
+
+    numbers = (n for n in range(min(value, max(4, tp)), 0, -1) if heads % n == 0)
+    return next((n for n in numbers if character(n) == character(value)), 1)
 
 
 def _least_like(value: int, tp: int, *, least: int, multiple: int) -> int:

@@ -132,6 +132,12 @@ def wide_norm_gradient_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     return collectives.reduce_each_to_one(x, axis)
 
 
+@instead_of(rms_norm, "silu", needs="tp gated_norm")
+def gated_norm_before_its_gate(x: Tensor) -> Tensor:
+    """the mean of squares of a norm after a gate is that of what the gate lets through"""
+    return torch.ones_like(x)
+
+
 @around(regions, "unpack", needs="riding_together")
 def ride_ends_at_the_next_linear(original: Any, packed: Any, width: int, riders: Any) -> Any:
     """a linear adds the product of its own A to its output"""

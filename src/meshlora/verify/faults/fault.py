@@ -41,6 +41,7 @@ class Mutation:
             "whole_mixer" (a token mixer that is not split), "fused_qkv", "fused_gate_up" (matrices split piece by
             piece), "fused_blocks" (whose rows on a rank are not contiguous), "fused_target", "kv_replicas" (heads held
             by several ranks), "kv_target", "sliced" (arguments with a heads dim), "wide_norm", "padded_vocabulary",
+            "mixer" (split, with heads of its own), "gated_norm" (over a split width, after its gate),
             "riding" (under sp, targets whose low-rank activations are gathered with a region's input),
             "riding_together" (several with one input); of experts "experts", "ep", "etp", "edp", "two_stage",
             "expert_axes" (ep or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights scale the

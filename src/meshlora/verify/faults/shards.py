@@ -32,6 +32,11 @@ def _seen_as(mesh: Any, rank: int) -> Any:
     return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank), device=mesh.device)
 
 
+def _next_rank(mesh: Any) -> Any:
+    """A mesh that reports the next tp rank."""
+    return _seen_as(mesh, (mesh.tp.rank + 1) % mesh.tp.size)
+
+
 def _pieces_reversed(value: Tensor, placement: Placement, mesh: Any, names: str) -> Tensor:
     """The rows of a fused matrix with its pieces in reverse order. names: of its pieces."""
     layout = placement.layout
@@ -117,6 +122,36 @@ def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, s
     """tp rank i holds the i-th slice of the weight of a norm over a split width"""
     is_it = _is_split(placement) and not name.endswith(".bias") and len(placement.shape) == 1
     return original(name, placement, source, _seen_as(mesh, 0) if is_it else mesh)
+
+
+@around(weights, "_read_local", needs="tp mixer")
+def mixer_decay_of_the_neighbour(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """a rank has the decay and the step of its own heads of a mixer"""
+    is_it = _is_split(placement) and name.endswith((".A_log", ".dt_bias"))
+    return original(name, placement, source, _next_rank(mesh) if is_it else mesh)
+
+
+@around(weights, "_read_local", needs="tp mixer")
+def mixer_values_of_the_neighbour(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """the heads of every piece of a mixer's projection belong to the same rank"""
+    found, layout = original(name, placement, source, mesh), placement.layout
+    if layout is None or "in_proj" not in name:
+        return found
+    other = original(name, placement, source, _next_rank(mesh))
+    for piece in {"v", "x"} & {piece.name for piece in layout.pieces}:
+        rows = layout.piece_rows(piece, rank=mesh.tp.rank, size=mesh.tp.size)
+        found = found.index_copy(0, rows, other[rows])
+    return found
+
+
+@around(weights, "_read_local", needs="tp mixer")
+def mixer_channels_of_another_piece(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """the channels of a mixer's convolution are in the order of its pieces, as the rows of its projection"""
+    found, layout = original(name, placement, source, mesh), placement.layout
+    if layout is None or not name.endswith(".conv1d.weight"):
+        return found
+    sizes = [run.size for run in layout.runs(rank=mesh.tp.rank, size=mesh.tp.size)]
+    return torch.cat(found.split(sizes)[::-1])
 
 
 @around(

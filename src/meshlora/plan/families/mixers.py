@@ -1,0 +1,190 @@
+"""Token mixers with heads of their own: gated delta nets and state-space mixers (mamba-2).
+
+Owns: the forms of their code, and which families have them: the pieces of their fused linears, the channels of their
+convolution, parameters with a value per head. Sizes come from the module. Does not own: short convolutions, whose
+channels are plain features (`plan.families.explicit`); which rows a rank holds (`plan.layout`).
+
+A rank holds some of the heads, with all that belongs to them: rows of every projection, channels of the convolution,
+decay, step and skip, the gated norm, columns of the projection out. What several heads share (the key head of a delta
+net, the B and C of a state-space mixer's group) goes with them; with fewer of these than ranks, several hold each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshlora.plan.families.family import Leaf
+from meshlora.plan.layout import Layout, Piece, Split
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One form of mixer.
+
+    Attributes:
+        pieces: piece -> (its number of units, the rows of a unit), each an attribute of the module, or a number.
+        leaves: path -> split linear, with its pieces; repeated as often as its `groups` says.
+        parameters: path -> (its split dim, the pieces along it); of buffers too. Those that are absent are passed over.
+        widths: attribute -> the pieces whose rows it counts.
+        shared: the numbers of units that may be below tp.
+        norm: path of an RMS norm over the rows of "x" in each group of "B"; "": its norm is over a single head.
+    """
+
+    pieces: Mapping[str, tuple[str, str | int]]
+    leaves: Mapping[str, Leaf]
+    parameters: Mapping[str, tuple[int, str]]
+    widths: Mapping[str, str]
+    shared: tuple[str, ...] = ()
+    norm: str = ""
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether `module` has the linears of this form."""
+        return self.leaves.keys() <= {path for path, _ in module.named_modules()}
+
+    def layout(self, module: nn.Module, pieces: str, groups: int | str = 1) -> Layout:
+        """The layout of a dim with `pieces`, repeated `groups` times: a number, or an attribute of `module`."""
+        found = []
+        for name in pieces.split():
+            count, rows = self.pieces[name]
+            unit = rows if isinstance(rows, int) else _int(module, rows)
+            found.append(Piece(name, _int(module, count), unit, can_replicate=count in self.shared))
+        return Layout(tuple(found), _int(module, groups) if isinstance(groups, str) else groups)
+
+    def leaf_layout(self, module: nn.Module, path: str) -> Layout:
+        """The layout of the split dim of the linear at `path`."""
+        leaf = self.leaves[path]
+        return self.layout(module, leaf.pieces, leaf.groups)
+
+    def obstacle(self, module: nn.Module, tp: int) -> str:
+        """Why `tp` ranks cannot share its heads; "" if they can."""
+        for count, _ in self.pieces.values():
+            number = _int(module, count)
+            if number % tp and not (count in self.shared and tp % number == 0):
+                more = " or be a multiple of it" if count in self.shared else ""
+                return f"tp={tp} must divide {count}={number}{more}"
+        return ""
+
+    def local(self, module: nn.Module, *, tp: int) -> dict[str, dict[str, int]]:
+        """Path in the module -> attribute -> its value on a rank."""
+        own = {count: max(1, _int(module, count) // tp) for count, _ in self.pieces.values()}
+        own |= {name: self.layout(module, pieces).local_size(tp) for name, pieces in self.widths.items()}
+        found = {"": own}
+        norm = dict(module.named_modules()).get(self.norm) if self.norm else None
+        if norm is not None:
+            groups = own[self.pieces["B"][0]]
+            values = {"n_groups": groups, "group_size": self.layout(module, "x").local_size(tp) // groups}
+            found[self.norm] = {name: value for name, value in values.items() if hasattr(norm, name)}
+        return found
+
+    def norm_layout(self, module: nn.Module) -> Layout:
+        """The layout of the width of `norm`; its groups are those that are normalised apart."""
+        return self.layout(module, "x", self.pieces["B"][0])
+
+
+def _int(module: nn.Module, name: str) -> int:
+    value: Any = getattr(module, name)
+    assert isinstance(value, int), (type(module).__name__, name, value)
+    return value
+
+
+def _column(pieces: str, groups: int | str = 1) -> Leaf:
+    return Leaf(Split.COLUMN, pieces, groups)
+
+
+def _row(pieces: str) -> Leaf:
+    return Leaf(Split.ROW, pieces)
+
+
+_KEYS, _VALUES, _ONE = ("num_k_heads", "head_k_dim"), ("num_v_heads", "head_v_dim"), ("num_v_heads", 1)
+_HEADS, _GROUPS = ("num_heads", "head_dim"), ("n_groups", "ssm_state_size")
+_DELTA_PIECES: dict[str, tuple[str, str | int]] = {
+    "q": _KEYS,
+    "k": _KEYS,
+    "v": _VALUES,
+    "z": _VALUES,
+    "b": _ONE,
+    "a": _ONE,
+}
+_DELTA_PARAMETERS = {"conv1d.weight": (0, "q k v"), "dt_bias": (0, "a"), "A_log": (0, "a")}
+_DELTA_WIDTHS = {"key_dim": "k", "value_dim": "v", "conv_dim": "q k v"}
+
+
+def _delta_net(leaves: Mapping[str, Leaf]) -> Mixer:
+    return Mixer(_DELTA_PIECES, leaves, _DELTA_PARAMETERS, _DELTA_WIDTHS, shared=("num_k_heads",))
+
+
+# By key head: its query, itself, then the values and gates that it serves.
+_FUSED_DELTA = _delta_net(
+    {
+        "in_proj_qkvz": _column("q k v z", "num_k_heads"),
+        "in_proj_ba": _column("b a", "num_k_heads"),
+        "out_proj": _row("v"),
+    }
+)
+_DELTA = _delta_net(
+    {
+        "in_proj_qkv": _column("q k v"),
+        "in_proj_z": _column("z"),
+        "in_proj_b": _column("b"),
+        "in_proj_a": _column("a"),
+        "out_proj": _row("v"),
+    }
+)
+_SEPARATE_DELTA = _delta_net(
+    {
+        **{f"{name}_proj": _column(name) for name in "qkvba"},
+        "g_proj": _column("z"),
+        "o_proj": _row("v"),
+    }
+)
+_KIMI_PIECES: dict[str, tuple[str, str | int]] = {**dict.fromkeys("qkvgz", _HEADS), "b": ("num_heads", 1)}
+# Its decay is one of each channel, and its gates are of low rank.
+_KIMI_DELTA = Mixer(
+    _KIMI_PIECES,
+    {
+        **{f"{name}_proj": _column(name) for name in "qkvb"},
+        "forget_gate.f_b_proj": _column("g"),
+        "g_b_proj": _column("z"),
+        "o_proj": _row("v"),
+    },
+    {"conv1d.weight": (0, "q k v"), "forget_gate.dt_bias": (0, "g"), "forget_gate.A_log": (2, "b")},
+    {"qkv_dim": "q", "conv_dim": "q k v"},
+)
+_MAMBA2 = Mixer(
+    {"z": _HEADS, "x": _HEADS, "B": _GROUPS, "C": _GROUPS, "dt": ("num_heads", 1)},
+    {"in_proj": _column("z x B C dt"), "out_proj": _row("x")},
+    {
+        "conv1d.weight": (0, "x B C"),
+        "conv1d.bias": (0, "x B C"),
+        **dict.fromkeys(("dt_bias", "A_log", "D"), (0, "dt")),
+        "norm.weight": (0, "x"),
+        "mup_vector": (2, "z x B C dt"),
+    },
+    {"intermediate_size": "x", "conv_dim": "x B C"},
+    shared=("n_groups",),
+    norm="norm",
+)
+
+MIXERS: dict[str, tuple[str, Mixer]] = {
+    "bamba": ("mamba", _MAMBA2),
+    "falcon_h1": ("mamba", _MAMBA2),
+    "granitemoehybrid": ("mamba", _MAMBA2),
+    "kimi_linear": ("self_attn", _KIMI_DELTA),
+    "nemotron_h": ("mixer", _MAMBA2),
+    "olmo_hybrid": ("linear_attn", _SEPARATE_DELTA),
+    "qwen3_5": ("linear_attn", _DELTA),
+    "qwen3_5_moe": ("linear_attn", _DELTA),
+    "qwen3_5_moe_text": ("linear_attn", _DELTA),
+    "qwen3_5_text": ("linear_attn", _DELTA),
+    "qwen3_next": ("linear_attn", _FUSED_DELTA),
+}
+
+
+def mixer_of(model_type: str, path: str, module: nn.Module) -> Mixer | None:
+    """The form of the block `module` at `path` of a decoder layer, if it is a mixer of the family `model_type`."""
+    block, mixer = MIXERS.get(model_type, ("", None))
+    return mixer if mixer is not None and path == block and mixer.fits(module) else None
