@@ -70,6 +70,11 @@ class Capture:
             if not own(name) or any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
                 continue
             self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        if any(p.requires_grad and not own(name) for name, p in self.model.named_parameters()):
+            # Gradients would pass the first layer on their way to the tower in micro-batches with images alone, and
+            # each topology has its own micro-batches.
+            model: Any = self.model
+            self._handles.append(model.get_input_embeddings().register_forward_hook(_begin_graph))
         for name, experts_module in experts.items():
             self._handles += watch_choices(self.model, name, experts_module, self._keep_choices(name))
         return self
@@ -132,6 +137,11 @@ class Capture:
         self._without_graph.discard(key)
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: micro.backward.__setitem__(key, copy(grad)))
+
+
+def _begin_graph(_: nn.Module, __: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
 
 
 def tokens_modules(model: Any) -> Callable[[str], bool]:
