@@ -131,6 +131,7 @@ _SHARED = {
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     "share_experts": True,
 }
+_TEXT = "model.language_model.layers"
 _GPT2_BLOCK = "transformer.h.0"
 _DELTA_NET, _MAMBA = "model.layers.0.linear_attn", "model.layers.0.mamba"
 _QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
@@ -349,6 +350,30 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
                 "which tokens see each other",
             )
         },
+    ),
+    "images, with an adapter on the tower": (
+        {"family": "qwen3_vl", "images": True, "topologies": ("tp=2,sp",), "lora": _ALL | {"vision": True}},
+        {
+            "image_tokens_trained": ("sequences", "tokens of step 1", ""),
+            "images_of_another_sequence": ("forward", f"{_TEXT}.0.input_layernorm", ""),
+            "pixels_in_another_order": ("forward", f"{_TEXT}.0.input_layernorm", ""),
+            "grid_of_images_without_positions": ("forward", "model.language_model.rotary_emb", ""),
+            "features_of_layers_at_other_tokens": ("forward", f"{_TEXT}.1.input_layernorm", ""),
+            "features_of_layers_without_gradient": (
+                "gradients",
+                "model.visual.deepstack_merger_list.0.linear_fc2.lora_B",
+                "",
+            ),
+            "vision_gradients_counted_on_each_rank": ("gradients", "model.visual.merger.linear_fc2.lora_B", ""),
+        },
+    ),
+    "images on ranks of dp, with an adapter on the tower": (
+        {"family": "qwen3_vl", "images": True, "topologies": ("dp=2",), "lora": _ALL | {"vision": True}},
+        {"vision_gradients_of_a_rank_lost": ("gradients", "model.visual.merger.linear_fc2.lora_B", "")},
+    ),
+    "images whose tokens see each other": (
+        {"family": "gemma3", "images": True, "topologies": ("tp=2",)},
+        {"images_seen_causally": ("forward", f"{_TEXT}.0.self_attn.o_proj", "")},
     ),
     "pairs of answers": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},

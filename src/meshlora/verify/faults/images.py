@@ -1,0 +1,103 @@
+"""Faults of images: their tokens, their order, positions, features, and the gradients of a vision part."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora.adapter.attach import Factor, runtime
+from meshlora.data import IGNORED, Batch
+from meshlora.data.images import TOKEN_TYPES
+from meshlora.model import regions
+from meshlora.train import batches, losses
+from meshlora.train.trainer import Trainer
+from meshlora.verify.faults.fault import after, around
+
+# `meshlora.data.collate` is also the function of that name.
+_COLLATE = importlib.import_module("meshlora.data.collate")
+Inputs = Mapping[str, Tensor]
+Cut = Callable[[Tensor], Tensor]
+
+
+@after(batches, "collate", needs="images")
+def image_tokens_trained(batch: Batch, sequences: Any, **_: Any) -> Batch:
+    """a token that stands for an image is not trained"""
+    if not sequences:
+        return batch
+    following = batch.input_ids.roll(-1, 1)
+    labels = torch.where(following == sequences[0].more.func.__self__.token, following, batch.labels)
+    return dataclasses.replace(batch, labels=labels, num_trained_tokens=int((labels != IGNORED).sum()))
+
+
+@around(batches, "collate", needs="images")
+def images_of_another_sequence(original: Any, sequences: Sequence[Any], **rest: Any) -> Batch:
+    """a sequence has the features of its own images"""
+
+    def changed(sequence: Any) -> Any:
+        images = sequence.more.func.__self__
+        others = dataclasses.replace(images, seed=images.seed + 1)
+        return dataclasses.replace(sequence, more=functools.partial(others.inputs, *sequence.more.args))
+
+    found: Batch = original([changed(sequence) for sequence in sequences], **rest)
+    return found
+
+
+@after(_COLLATE, "_more", needs="images")
+def pixels_in_another_order(more: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+    """pixels are in the order of the placeholders"""
+    return {name: value.flip(0) if name == "pixel_values" else value for name, value in more.items()}
+
+
+@after(losses, "further_inputs", needs="image_grid")
+def grid_of_images_without_positions(inputs: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+    """positions of an image's tokens are those of its grid"""
+    types = inputs.get("mm_token_type_ids")
+    if types is None:
+        return inputs
+    return {**inputs, "position_ids": torch.arange(types.shape[1]).expand_as(types)}
+
+
+@after(losses, "further_inputs", needs="image_blocks")
+def images_seen_causally(inputs: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+    """the tokens of an image see each other, where the model has it so"""
+    return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES}
+
+
+@around(regions, "cut_deepstack", needs="sp features")
+def features_of_layers_at_other_tokens(original: Any, model: Any, cut: Cut) -> None:
+    """features that a tower gives for the first layers are added to the tokens of their image"""
+    original(model, lambda whole: cut(whole).roll(1, 1))
+
+
+@around(regions, "cut_deepstack", needs="sp features vision")
+def features_of_layers_without_gradient(original: Any, model: Any, cut: Cut) -> None:
+    """a tower has a gradient of each of its features"""
+    original(model, lambda whole: cut(whole.detach()))
+
+
+def _of_vision(self: Trainer, factors: list[Factor]) -> list[Tensor]:
+    plan = runtime(self.model).plan
+    found = [factor.parameter.grad for factor in factors if not plan.is_text(factor.name.partition(".lora_")[0])]
+    return [grad for grad in found if grad is not None]
+
+
+@after(Trainer, "_trained", needs="tp vision")
+def vision_gradients_counted_on_each_rank(factors: list[Factor], self: Trainer, *_: Any) -> list[Factor]:
+    """the gradient of a vision part, which each tp rank has whole, counts once"""
+    for grad in _of_vision(self, factors):
+        grad.mul_(self.mesh.tp.size)
+    return factors
+
+
+@after(Trainer, "_trained", needs="dp vision")
+def vision_gradients_of_a_rank_lost(factors: list[Factor], self: Trainer, *_: Any) -> list[Factor]:
+    """the gradient of a vision part is that of the images of all dp ranks"""
+    for grad in _of_vision(self, factors) if not self.mesh.dp.rank else ():
+        grad.zero_()
+    return factors
