@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import constants
 
 from meshlora.adapter.formats.peft_format import config_to_store, lora_config
+from meshlora.common import hub
 from meshlora.common.errors import UserError
 from meshlora.common.hub import located, located_files, repository_of
 from meshlora.config.file import read_run
@@ -354,6 +355,13 @@ def test_shards_are_those_of_the_index(cache: Path, setup: Setup) -> None:
     assert located(NAME, "model.path", kind="config") == str(folder)
     (folder / "weights-2.safetensors").touch()
     assert located(NAME, "model.path") == str(folder)
+
+
+def test_an_old_huggingface_hub_takes_folders_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub, "version", lambda _: "1.5.0")
+    assert located(str(tmp_path), "model.path") == str(tmp_path)
+    with pytest.raises(UserError, match=r"need huggingface_hub 2\.4; 1\.5\.0 is installed; give a folder"):
+        located("acme/tiny", "model.path")
 
 
 def test_only_snapshots_are_repositories() -> None:

@@ -23,10 +23,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
+from packaging.version import Version
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from meshlora.common.console import Console
@@ -60,6 +62,8 @@ _LOCKS = Path("~/.cache/meshlora/hub")
 # A transfer that has not moved for so long is given up; the library's own limits are shorter, and it tries again.
 _STALLED_S = 300.0
 _LOCK_S, _LOOK_S = 86_400.0, 0.2
+# The first that remembers what a repository holds. transformers 5.17 goes with older ones alone.
+_OLDEST = Version("2.4")
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,9 @@ def _name_in(given: str) -> re.Match[str] | None:
 
 def _had(wanted: _Wanted, given: str, option: str) -> Path:
     """The folder with all of `wanted`: the cache's, or downloaded by this process or by another one meanwhile."""
+    if Version(installed := version("huggingface_hub")) < _OLDEST:
+        rule = f"there is no such folder, and names of the hub need huggingface_hub {_OLDEST}; {installed} is installed"
+        raise UserError(f"{option}={given}", rule, "give a folder, or pip install -U huggingface_hub")
     is_offline = _is_offline()
     if folder := wanted.cached(believing=is_offline):
         return folder
