@@ -57,8 +57,8 @@ def test_targets_of_the_file_take_the_place_of_targets_and_pieces(tmp_path: Path
 
 
 def test_an_adapter_to_go_on_from_keeps_its_own_options(tmp_path: Path) -> None:
-    run = read(tmp_path, adapter="some/adapter")
-    assert (run.lora, run.adapter, run.train.lr) == (None, "some/adapter", 2e-4)
+    run = read(tmp_path, adapter="./some/adapter")
+    assert (run.lora, run.adapter, run.train.lr) == (None, "./some/adapter", 2e-4)
 
 
 def test_unknown_preset_names_the_known_ones(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ MISTAKES: dict[str, Case] = {
         lambda s: s.weights(lambda t: t.update({f"{UP}.weight": torch.zeros(128, 64, dtype=torch.int8)})),
         f"{UP}.weight",
         "integers",
-        "not supported yet",
+        "has no quantization_config",
     ),
     # The tokenizer.
     "tokenizer_missing": case(

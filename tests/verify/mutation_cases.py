@@ -444,10 +444,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "experts in few bits": (
         {"family": "gpt_oss", "topologies": ("tp=2",), "quantization": "mxfp4"},
         {
-            "quantized_blocks_straddle": ("loaded_adapter", "model.layers.1.mlp.experts.0.down_proj.lora_A", ""),
+            "quantized_blocks_straddle": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
             "quantized_codes_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
             "quantized_halves_swapped": ("loaded_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", ""),
-            "quantized_expert_transposed": ("loaded_adapter", "model.layers.0.mlp.experts.3.gate_up_proj.lora_A", ""),
+            "quantized_expert_transposed": ("forward", "model.layers.0.mlp.experts", ""),
         },
     ),
     "a frozen base in few bits, on whole matrices": (

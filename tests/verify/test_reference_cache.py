@@ -17,6 +17,7 @@ import pytest
 
 from meshlora.oracle import case as case_module
 from meshlora.oracle.case import Case, case_hash, file_fingerprint
+from meshlora.oracle.images import RandomImages
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.proof import Processes, reference_of
 from meshlora.verify.request import Request, prepare_proof
@@ -33,6 +34,9 @@ CHANGED: dict[str, Any] = {
     "objective": PROVED["dpo"],
     "columns": {"weight": (1.0,)},
     "rows_per_example": 2,
+    "targets": ((1.0,),),
+    "predicts_next": False,
+    "images": RandomImages(((),), (), (), 1, 0),
     "dropout": ("resid_pdrop",),
     "packing": True,
     "recompute": True,

@@ -14,6 +14,7 @@ import torch
 
 from meshlora.common.console import Console
 from meshlora.common.errors import UnsupportedError
+from meshlora.common.tasks import CAUSAL
 from meshlora.config.file import read_runs
 from meshlora.oracle.compare import Worst
 from meshlora.oracle.inputs import write_twin
@@ -128,6 +129,7 @@ MAY_HAVE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
             {"objective": as_proved(kind)},
         )
         for kind in PROVED
+        if as_proved(kind).task == CAUSAL
     },
 }
 

@@ -146,7 +146,8 @@ def _begin_graph(_: nn.Module, __: Any, output: Tensor) -> None:
 
 def tokens_modules(model: Any) -> Callable[[str], bool]:
     """Whether a module, by its name, runs on tokens: in a composite no tower and no projector."""
-    if model.config.get_text_config() is model.config:
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config() is config:
         return lambda name: True
     names = {module: name for name, module in model.named_modules()}
     text = names[model.get_decoder()]
