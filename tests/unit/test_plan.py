@@ -90,3 +90,14 @@ def test_halves_of_a_matrix_of_heads_have_half_of_the_heads() -> None:
         assert [piece.num_units for piece in pieces] == [heads // 2] * 2
     with pytest.raises(UserError, match="tp=8: tp must divide"):
         plan_model(model, Topology(tp=8))
+
+
+def test_model_of_several_models_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model("llama")
+
+    def without() -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(model, "get_input_embeddings", without)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM is several models and has no input embedding"):
+        plan_model(model, TP)

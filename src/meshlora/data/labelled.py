@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError, did_you_mean, reason
-from meshlora.data.records import MalformedError, Problems, json_type, quoted
+from meshlora.data.records import MalformedError, Problems, checked_text, json_type, quoted
 from meshlora.data.sources import read_rows
 from meshlora.data.tokenization import TokenizedDataset
 
@@ -157,15 +157,11 @@ def _dataset(ids: list[np.ndarray], *, columns: Mapping[str, list[np.ndarray]], 
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise MalformedError(f"{name} is {json_type(value)}, not a string" if name in row else f"{name!r} is missing")
+    if name not in row:
+        raise MalformedError(f"{name!r} is missing")
+    value = checked_text(row[name], name)
     if not value.strip():
         raise MalformedError(f"empty {name}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise MalformedError(f"{name} holds a lone surrogate at character {error.start}") from None
     return value
 
 

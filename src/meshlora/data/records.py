@@ -201,7 +201,7 @@ def build_record(row: Mapping[str, Any], *, origin: str) -> Record:
     """
     if "messages" in row:
         return Record(messages=_checked_messages(row["messages"]), origin=origin)
-    values = {name: _checked_text(value, name) for name, value in row.items()}
+    values = {name: checked_text(value, name) for name, value in row.items()}
     for name, value in values.items():
         # A prompt may be empty: unconditional generation.
         if name != "prompt" and not value.strip():
@@ -211,7 +211,8 @@ def build_record(row: Mapping[str, Any], *, origin: str) -> Record:
     )
 
 
-def _checked_text(value: object, name: str) -> str:
+def checked_text(value: object, name: str) -> str:
+    """`value`, if it is a string that UTF-8 can spell. Raises: MalformedError."""
     if not isinstance(value, str):
         raise MalformedError(f"{name} is {json_type(value)}, not a string")
     try:
@@ -259,7 +260,7 @@ def _checked_messages(value: object) -> tuple[dict[str, Any], ...]:
 def _checked_content(value: object, where: str) -> str | list[dict[str, str]]:
     """Text, or parts of text and images."""
     if not isinstance(value, list):
-        return _checked_text(value, where)
+        return checked_text(value, where)
     parts = []
     for index, part in enumerate(value):
         place = f"{where}[{index}]"
@@ -271,7 +272,7 @@ def _checked_content(value: object, where: str) -> str | list[dict[str, str]]:
             raise MalformedError(f"{place} has type {quoted(str(kind))}, not text or image")
         if set(part) != {"type", kind}:
             raise MalformedError(f"{place} has {listed(part)}; a part of {kind} has type and {kind}")
-        parts.append({"type": kind, kind: _checked_text(part[kind], f"{place}.{kind}")})
+        parts.append({"type": kind, kind: checked_text(part[kind], f"{place}.{kind}")})
     return parts
 
 

@@ -60,7 +60,7 @@ def check_family(model: Any) -> None:
         )
     try:
         model.get_input_embeddings()
-    except NotImplementedError:
+    except NotImplementedError:  # how transformers says that a model of several models, such as an omni one, has none
         raise UnsupportedError(what, f"{type(model).__name__} is several models and has no input embedding") from None
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(what, "only decoder-only language models are supported")
