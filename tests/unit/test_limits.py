@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +21,43 @@ def _forever() -> None:
 
 def _hopeless_pattern() -> None:
     re.fullmatch("(.+)+(.+)+(.+)+(.+)+zzzz$", "model.layers.0.self_attn.q_proj")
+
+
+def _much_garbage() -> None:
+    while True:
+        for _ in range(1000):
+            circle: list[object] = []
+            circle.append(circle)
+
+
+class _Finalized:
+    def __del__(self) -> None:
+        time.sleep(0.3)  # Python ignores what is raised in here
+
+
+def _slow_finalizer() -> None:
+    _Finalized()
+    _forever()
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """A collector of garbage that takes most of the time, in a callback, which loses what is raised in it."""
+    gc.callbacks.append(lambda *_: time.sleep(0.001))
+    yield
+    gc.callbacks.pop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_block_is_ended_though_a_finalizer_loses_the_error() -> None:
+    test_block_is_ended(_slow_finalizer)
+
+
+@pytest.mark.usefixtures("collector")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_block_is_ended_and_never_in_the_collector_of_garbage() -> None:
+    test_block_is_ended(_much_garbage)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("work", [_forever, _hopeless_pattern])

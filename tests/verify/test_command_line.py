@@ -27,8 +27,8 @@ VERIFY = ["-m", "meshlora", "verify", *FAMILY]
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
 def test_signal_during_a_proof_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with Started(tmp_path, *VERIFY, "--mutation", "all") as started:
-        # A run has begun where the folder of the ranks has a folder in it.
-        wait_until(lambda: [run for folder in started.folders() for run in folder.iterdir() if run.is_dir()])
+        # A run has begun where the folder of the ranks has a folder in it. Others come and go meanwhile.
+        wait_until(lambda: [run for folder in started.folders() for _, runs, _ in os.walk(folder) for run in runs])
         assert len(started.living()) >= 3  # the reference and two ranks
         begun = time.monotonic()
         started.process.send_signal(number)

@@ -30,6 +30,8 @@ from meshlora.common.errors import UserError, reason
 
 Item = TypeVar("Item")
 
+_AGAIN_S = 0.1
+
 
 class OutOfTimeError(Exception):
     """The block inside `time_limit` took too long."""
@@ -40,7 +42,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     """End the block after `seconds` of wall time, Python code and regular expressions alike.
 
     By SIGALRM, hence only in the main thread: elsewhere there is no limit. An alarm that the caller had set is restored
-    after the block.
+    after the block. Cyclic garbage is collected after the block, too: what a callback of the collector raises is lost.
 
     Raises:
         OutOfTimeError: it took longer.
@@ -52,14 +54,19 @@ def time_limit(seconds: float) -> Iterator[None]:
     def end(_: int, __: FrameType | None) -> None:
         raise OutOfTimeError
 
+    collects = gc.isenabled()
+    gc.disable()
     handler = signal.signal(signal.SIGALRM, end)
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: a finalizer loses what is raised in it.
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, _AGAIN_S))
     begun = time.monotonic()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        if collects:
+            gc.enable()
         if left_s:  # the caller's alarm; one that is overdue fires at once
             signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.monotonic() - begun)), interval_s)
 
