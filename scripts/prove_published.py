@@ -178,7 +178,7 @@ def page(findings: Sequence[Finding]) -> str:
         f"same format on disk, trains on {DENSE[0]} ({ODD[0]} if 2 does not divide its heads) as one process does,",
         f"and with experts on {' and '.join(EXPERTS)}, too: float64, limit 1e-11. Else it is *refused*,",
         "with its message. The last columns: gigabytes of the frozen base on each rank at full size, in the dtype",
-        "of its plain weights (to be given as `model.dtype` where config.json has none: gpt-oss, MiniMax-M2), as",
+        "of its plain weights (of its files where config.json has none: gpt-oss, MiniMax-M2), as",
         "`meshlora plan` counts them; after the stroke with experts split over ep = tp.",
         "–: tp does not divide.",
         "",

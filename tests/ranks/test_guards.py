@@ -119,17 +119,34 @@ def test_mask_that_looks_at_the_batch_is_refused_beyond_its_fixed_part() -> None
         model(input_ids=tokens[:, :9])
 
 
-def test_tied_weights_that_differ_on_disk_are_refused(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(twin_config("llama", tie_word_embeddings=True))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_head_that_is_stored_with_other_values_is_not_tied_or_refused(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(twin_config(family, tie_word_embeddings=True), dtype=torch.float64)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"] = model.lm_head.weight.detach().clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    meshlora.load(tmp_path)  # stored twice and equal is fine
+    twice = meshlora.load(tmp_path)  # stored twice and equal is fine
+    assert twice.lm_head.weight is twice.get_input_embeddings().weight
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(meshlora.UserError, match="tie_word_embeddings: false"):
-        meshlora.load(tmp_path)
+    if family == "gpt2":  # its embedding has another name
+        with pytest.raises(meshlora.UserError, match="tie_word_embeddings: false"):
+            meshlora.load(tmp_path)
+        return
+    theirs, tokens = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), torch.arange(9)[None]
+    with meshlora.lift():
+        assert torch.allclose(meshlora.load(tmp_path)(tokens).logits, theirs(tokens).logits, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_is_that_of_the_files_where_the_configuration_has_none(dtype: torch.dtype, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(twin_config("llama"), dtype=dtype).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
+    assert meshlora.load(tmp_path).dtype == dtype
 
 
 def test_buffer_that_nobody_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from meshlora.loading.guards import check_dropouts, handle_dropout
 from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
 from meshlora.model.packed import check_packing
-from meshlora.model.stored import num_stored
+from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
@@ -256,9 +256,22 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family checks its own fields, with errors of all kinds
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
+    _complete(config, folder)
     if stored.get("quantization_config"):
         check_packing(stored["quantization_config"], model_type, f"{file}")
     return config
+
+
+def _complete(config: PretrainedConfig, folder: Path) -> None:
+    """What transformers takes from the files of a checkpoint: the dtype where config.json has none; whether a head that
+    it would tie is stored with values of its own.
+    """
+    if config.dtype is None:
+        config.dtype = stored_dtype(folder)
+    parts = config, config.get_text_config()
+    if any(part.tie_word_embeddings for part in parts) and has_own_head(folder):
+        for part in parts:
+            part.tie_word_embeddings = False
 
 
 def resolve_dtype(dtype: Any, config: PretrainedConfig) -> torch.dtype:

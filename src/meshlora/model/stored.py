@@ -10,15 +10,19 @@ stack the matrices of experts or transpose them. Others are refused by name, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshlora.common.errors import UnsupportedError, UserError
@@ -30,6 +34,8 @@ from meshlora.plan.rules import Packing
 # The largest checkpoints have some 100,000 tensors.
 _INDEX_BYTES = 32 * 2**20
 _LONGEST_NAME = 100
+_ROWS_AT_ONCE = 4096
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -217,6 +223,35 @@ def num_stored(folder: Path) -> int:
         return sum(1 for _ in _stored_tensors(folder))
     except UserError:
         return 0
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of most plain numbers in a checkpoint, which weights in few bits become; None if none can be read."""
+    kinds = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    with contextlib.suppress(UserError):
+        sizes = Counter[str]()
+        for tensor in _stored_tensors(folder):
+            sizes[tensor.dtype] += math.prod(tensor.shape) if tensor.dtype in kinds else 0
+        return next((kinds[name] for name, size in sizes.most_common(1) if size), None)
+    return None
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether a checkpoint holds an output head with other values than its embedding: transformers ties no such two."""
+    with contextlib.suppress(UserError):
+        tensors = [*_stored_tensors(folder)]
+        heads, embeddings = ([t for t in tensors if t.key.endswith(end)] for end in (_HEAD, _EMBEDDING))
+        return len(heads) == len(embeddings) == 1 and not _same_values(heads[0], embeddings[0])
+    return False
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    with open_safetensors(one.file) as file, open_safetensors(other.file) as other_file:
+        rows, other_rows = file.get_slice(one.key), other_file.get_slice(other.key)
+        return one.shape == other.shape and all(
+            torch.equal(rows[start : start + _ROWS_AT_ONCE], other_rows[start : start + _ROWS_AT_ONCE])
+            for start in range(0, one.shape[0], _ROWS_AT_ONCE)
+        )
 
 
 def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:

@@ -31,7 +31,7 @@ from meshlora.common.files import new_folder, open_safetensors, read_json, write
 from meshlora.common.float64 import wide_dtype
 from meshlora.common.tasks import CAUSAL, HEADS, task_of
 from meshlora.model.building import build_on_meta
-from meshlora.model.stored import StoredTensor
+from meshlora.model.stored import StoredTensor, has_own_head
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
 from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide, read_slice
 
@@ -123,7 +123,7 @@ def merge(
     if out.exists():
         raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
     planned = _planned(source_folder, Path(adapter_folder), config, dtype, trust_remote_code=trust_remote_code)
-    outputs, is_untied = planned.outputs, bool(planned.untied)
+    outputs, is_untied = planned.outputs, bool(planned.untied) or has_own_head(source_folder)
     is_packed = planned.source.packed() is not None
     dtype = dtype or (plain_dtype(config) if is_packed else None)
     try:
