@@ -15,6 +15,10 @@ from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.resolve import resolve_targets
 from meshlora.common.errors import UserError
+from meshlora.oracle.pieces import rows_of
+from meshlora.plan.families.explicit import explicit_plan
+from meshlora.plan.families.proved import PROVED
+from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
 
@@ -71,6 +75,40 @@ def test_wrong_pieces_are_one_clear_message(changes: dict[str, Any], words: str)
 
     with pytest.raises(UserError, match=words):
         resolve()
+
+
+@pytest.mark.proof
+def test_pieces_that_may_have_adapters_are_those_of_the_judge() -> None:
+    """What a plan offers can be proved, and has the rows that the judge derives from the model's code."""
+    found = {}
+    for config in map(twin_config, sorted(PROVED)):
+        family = explicit_plan(config)
+        if family is None or not any(leaf.pieces for leaf in family.leaves.values()):
+            continue
+        _, plan = build_meta(config, Topology(), dtype=torch.float32, disable_dropout=True)
+        for rule in (rule for rule in plan.linears.values() if rule.fused):
+            for piece in rule.fused.pieces:
+                rows = rows_of(config, rule.name, piece.name, rule.out_features)
+                assert torch.equal(rows.sort().values, rule.fused.piece_rows(piece.name)), (rule.name, piece.name)
+            found[config.model_type] = rule.name
+    assert {"codegen", "falcon", "gpt2", "gpt_bigcode", "moshi", "mpt", "phi3"} < found.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "matrix", "piece"),
+    [
+        ("bamba", "in_proj", "x"),
+        ("diffllama", "q_proj", "q1"),
+        ("lfm2", "in_proj", "B"),
+        ("qwen3_5_text", "in_proj_qkv", "q"),
+        ("qwen3_next", "in_proj_qkvz", "v"),
+    ],
+)
+def test_parts_that_are_not_proved_have_no_adapter_of_their_own(family: str, matrix: str, piece: str) -> None:
+    model, plan = build_meta(twin_config(family), Topology(), dtype=torch.float32, disable_dropout=True)
+    words = {"r": 4, "target_modules": [matrix], "pieces": {matrix: [piece]}}
+    with pytest.raises(UserError, match="adapters on parts of it are not proved"):
+        resolve_targets(model, plan, lora_config(words, "lora", unknown_is_error=True))
 
 
 def test_tp_that_does_not_fit_names_the_values_that_do() -> None:

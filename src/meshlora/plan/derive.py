@@ -22,12 +22,14 @@ from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attribute
 from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
-from meshlora.plan.families.mixers import MIXERS, Mixer, mixer_of
+from meshlora.plan.families.mixers import Mixer, mixer_of
 from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora.plan.topology import Topology, divisors, set_of
+
+_ADAPTED = {"q", "k", "v", "gate", "up"}
 
 
 def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
@@ -304,19 +306,15 @@ def _router_matrices(
 
 
 def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
-    """Rules of the fused linears whose pieces are known."""
-    text = model.config.get_text_config()
-    family = explicit_plan(text)
-    fused = {path: leaf for path, leaf in (family.leaves if family else {}).items() if leaf.pieces}
-    if not fused and text.model_type not in MIXERS:
+    """Rules of the fused linears whose pieces may have adapters: those of which that is proved."""
+    family = explicit_plan(model.config.get_text_config())
+    leaves = family.leaves if family else {}
+    fused = {path: leaf for path, leaf in leaves.items() if leaf.pieces and {*leaf.pieces.split()} <= _ADAPTED}
+    if not fused:
         return {}
     prefix, layers = decoder_layers(model)
     found: dict[str, LinearRule] = {}
     for index, layer in enumerate(layers):
-        for block, child in layer.named_children():
-            if mixer := mixer_of(text.model_type, block, child):
-                layouts = {f"{prefix}.{index}.{block}.{path}": mixer.leaf_layout(child, path) for path in mixer.leaves}
-                found |= {n: replace(linears[n], fused=f) for n, f in layouts.items() if len(f.pieces) > 1}
         for path, leaf in fused.items():
             rule = linears.get(f"{prefix}.{index}.{path}")
             if rule is not None:

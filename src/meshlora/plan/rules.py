@@ -48,7 +48,7 @@ class LinearRule:
         layout: of the split dim (out if column-parallel, in if row-parallel); None if the linear is whole.
         domain: of a whole linear, or of a row-parallel linear's output.
         is_transposed: stored as `[in, out]`, like transformers' Conv1D.
-        fused: the pieces of its output features if there are several, on any topology.
+        fused: on any topology, the pieces of its output features that may have adapters of their own.
     """
 
     name: str

@@ -69,7 +69,7 @@ def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
     """
     pieces = {p.name: p for p in fused.pieces} if fused is not None else {}
     if name not in pieces:
-        known = ", ".join(pieces) or "none: it is not a fused matrix, or its layout is not known"
+        known = ", ".join(pieces) or "none: it is not a fused matrix, or adapters on parts of it are not proved"
         raise UserError(f"pieces: {name!r} of {module}", f"its pieces are: {known}", "name them as they are there")
     return pieces[name]
 
