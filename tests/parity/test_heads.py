@@ -39,6 +39,8 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3_5_text", {"linear_key_head_dim": 16}, ("tp=4",)),
     ("olmo_hybrid", {"linear_num_key_heads": 2}, ("tp=4,sp",)),
     ("kimi_linear", {}, ("tp=4,sp",)),
+    ("bailing_hybrid", {}, ("tp=4",)),
+    ("mamba2", {"n_groups": 2}, ("tp=4,sp",)),
     ("bamba", {"mamba_n_groups": 2}, ("tp=2,sp", "tp=4")),
     ("bamba", {"mamba_conv_bias": False, "mamba_proj_bias": True}, ("tp=2,sp",)),
     ("granitemoehybrid", {}, ("tp=4,sp",)),

@@ -451,12 +451,14 @@ def test_kernels_of_a_mixer_do_not_pass_its_projection_by() -> None:
     from transformers.models.bamba import modeling_bamba
     from transformers.models.falcon_h1 import modeling_falcon_h1
     from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+    from transformers.models.mamba2 import modeling_mamba2
     from transformers.models.nemotron_h import modeling_nemotron_h
 
     for code, kind in (
         (modeling_bamba, modeling_bamba.BambaMixer),
         (modeling_falcon_h1, modeling_falcon_h1.FalconH1Mixer),
         (modeling_granitemoehybrid, modeling_granitemoehybrid.GraniteMoeHybridMambaLayer),
+        (modeling_mamba2, modeling_mamba2.Mamba2Mixer),
         (modeling_nemotron_h, modeling_nemotron_h.NemotronHMamba2Mixer),
     ):
         fused: Any = code

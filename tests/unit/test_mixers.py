@@ -18,7 +18,7 @@ from meshlora.plan.table import notes_of_whole
 from meshlora.plan.topology import Topology
 from meshlora.planner.memory import held
 
-SHORT_CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv"}
+SHORT_CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "lfm3": "conv"}
 BLOCKS = {family: block for family, (block, _) in MIXERS.items()} | SHORT_CONVOLUTIONS
 
 
@@ -60,7 +60,7 @@ def test_a_rank_holds_half_of_a_mixer(family: str) -> None:
                 shared += parameter.nbytes * rows // layout.size
         assert local == (whole - shared) / 2 + shared
         assert shared < 0.3 * whole
-    assert not notes_of_whole(plan) or family == "kimi_linear"  # its other attention
+    assert not notes_of_whole(plan)
 
 
 def test_local_sizes_are_those_of_the_rows_that_a_rank_holds() -> None:
@@ -87,6 +87,20 @@ def test_rows_of_a_fused_projection_are_those_of_a_ranks_own_heads() -> None:
     convolution = plan.parameters["model.layers.0.linear_attn.conv1d.weight"].layout
     assert convolution.rows(rank=1, size=4).tolist() == [*range(8, 16), *range(40, 48), *range(80, 96)]
     assert math.prod(model.get_submodule("model.layers.0.linear_attn.conv1d").weight.shape) == 128 * 4
+
+
+def test_groups_of_a_state_space_mixer_go_with_the_heads_that_they_serve() -> None:
+    """Sixteen heads of 8 and four groups of 16, on eight ranks: rank 3 has heads 6 and 7, which are served by group 1."""
+    _, plan = _planned("nemotron_h", "tp=8")
+    mixer = "model.layers.0.mixer"
+    x, group = range(48, 64), range(16, 32)
+    convolution = plan.parameters[f"{mixer}.conv1d.weight"].layout
+    assert convolution.rows(rank=3, size=8).tolist() == [*x, *(128 + n for n in group), *(192 + n for n in group)]
+    projection = plan.linears[f"{mixer}.in_proj"].layout
+    assert projection is not None
+    of_groups = [start + n for start in (256, 320) for n in group]
+    assert projection.rows(rank=3, size=8).tolist() == [*x, *(128 + n for n in x), *of_groups, 390, 391]
+    assert plan.parameters[f"{mixer}.dt_bias"].layout.rows(rank=3, size=8).tolist() == [6, 7]
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,12 @@ def plan_table(plan: ModelPlan) -> Table:
 
 
 def _of_pieces(rule: LinearRule, tp: int) -> str:
-    """The pieces of a fused linear, and its replicated heads."""
+    """The pieces of a fused linear that may have adapters, and what several ranks hold alike."""
     pieces = [piece.name for piece in rule.fused.pieces] if rule.fused is not None else []
-    copies = rule.layout.copies(tp) - {1} if rule.layout is not None else set()
-    shared = f"; heads on {', '.join(map(str, copies))} ranks each" if copies else ""
-    return (f" ({' '.join(pieces)})" if pieces else "") + shared
+    shared = [piece for piece in rule.layout.pieces if piece.copies(tp) > 1] if rule.layout and tp > 1 else []
+    names = " ".join(piece.name or "heads" for piece in shared)
+    more = f"; {names} on {shared[0].copies(tp)} ranks each" if shared else ""
+    return (f" ({' '.join(pieces)})" if pieces else "") + more
 
 
 def notes_of_whole(plan: ModelPlan) -> tuple[str, ...]:

@@ -72,12 +72,13 @@ class Mixer:
         """Path in the module -> attribute -> its value on a rank."""
         own = {count: max(1, _int(module, count) // tp) for count, _ in self.pieces.values()}
         own |= {name: self.layout(module, pieces).local_size(tp) for name, pieces in self.widths.items()}
-        found = {"": own}
-        norm = dict(module.named_modules()).get(self.norm) if self.norm else None
-        if norm is not None:
-            groups = own[self.pieces["B"][0]]
-            values = {"n_groups": groups, "group_size": self.layout(module, "x").local_size(tp) // groups}
-            found[self.norm] = {name: value for name, value in values.items() if hasattr(norm, name)}
+        found = {}
+        for path, part in module.named_modules():
+            values = {n: v for n, v in own.items() if getattr(part, n, None) == getattr(module, n)}
+            if path == self.norm and hasattr(part, "group_size"):
+                values["group_size"] = self.layout(module, "x").local_size(tp) // own[self.pieces["B"][0]]
+            if values:
+                found[path] = values
         return found
 
     def norm_layout(self, module: nn.Module) -> Layout:
@@ -142,18 +143,23 @@ _SEPARATE_DELTA = _delta_net(
     }
 )
 _KIMI_PIECES: dict[str, tuple[str, str | int]] = {**dict.fromkeys("qkvgz", _HEADS), "b": ("num_heads", 1)}
-# Its decay is one of each channel, and its gates are of low rank.
-_KIMI_DELTA = Mixer(
-    _KIMI_PIECES,
-    {
-        **{f"{name}_proj": _column(name) for name in "qkvb"},
-        "forget_gate.f_b_proj": _column("g"),
-        "g_b_proj": _column("z"),
-        "o_proj": _row("v"),
-    },
-    {"conv1d.weight": (0, "q k v"), "forget_gate.dt_bias": (0, "g"), "forget_gate.A_log": (2, "b")},
-    {"qkv_dim": "q", "conv_dim": "q k v"},
-)
+
+
+def _kimi_delta(*, decay: str, gate: str, dim: int) -> Mixer:
+    """A delta net whose decay is one of each channel. decay, gate: the linears to them. dim: of the heads in `A_log`."""
+    return Mixer(
+        _KIMI_PIECES,
+        {
+            **{f"{name}_proj": _column(name) for name in "qkvb"},
+            f"forget_gate.{decay}": _column("g"),
+            gate: _column("z"),
+            "o_proj": _row("v"),
+        },
+        {"conv1d.weight": (0, "q k v"), "forget_gate.dt_bias": (0, "g"), "forget_gate.A_log": (dim, "b")},
+        {"qkv_dim": "q", "conv_dim": "q k v"},
+    )
+
+
 _MAMBA2 = Mixer(
     {"z": _HEADS, "x": _HEADS, "B": _GROUPS, "C": _GROUPS, "dt": ("num_heads", 1)},
     {"in_proj": _column("z x B C dt"), "out_proj": _row("x")},
@@ -170,10 +176,12 @@ _MAMBA2 = Mixer(
 )
 
 MIXERS: dict[str, tuple[str, Mixer]] = {
+    "bailing_hybrid": ("self_attn", _kimi_delta(decay="f_proj", gate="g_proj", dim=0)),
     "bamba": ("mamba", _MAMBA2),
     "falcon_h1": ("mamba", _MAMBA2),
     "granitemoehybrid": ("mamba", _MAMBA2),
-    "kimi_linear": ("self_attn", _KIMI_DELTA),
+    "kimi_linear": ("self_attn", _kimi_delta(decay="f_b_proj", gate="g_b_proj", dim=2)),  # of low rank
+    "mamba2": ("mixer", _MAMBA2),
     "nemotron_h": ("mixer", _MAMBA2),
     "olmo_hybrid": ("linear_attn", _SEPARATE_DELTA),
     "qwen3_5": ("linear_attn", _DELTA),

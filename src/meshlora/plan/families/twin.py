@@ -41,11 +41,12 @@ _FIELDS = {
     "linear_num_value_heads linear_num_heads index_n_heads indexer_n_heads num_query_groups conf_num_attention_heads",
     "head_dim": "head_dim resampler_head_dim "
     "attention_head_size d_head dim_head kv_channels d_kv swa_head_dim qk_nope_head_dim "
-    "qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim query_pre_attn_scalar "
+    "qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim query_pre_attn_scalar "
     "mamba_d_head mamba_headdim mamba_head_dim",
     "two_head_dims": "qk_head_dim index_head_dim indexer_head_dim attention_head_dim",
     "rank": "q_lora_rank kv_lora_rank o_lora_rank adapter_rank laurel_rank gated_norm_rank hc_lowrank mamba_dt_rank "
     "time_step_rank d_rel router_hidden_size hidden_size_per_layer_input state_size mamba_d_state ssm_state_size",
+    "head_rank": "linear_head_dim",  # of a head, and of the gates of low rank beside it
     "layers": "num_hidden_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
     "num_layers_per_stack num_blocks depth conf_num_hidden_layers",
     "vocabulary": "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size shape_vocab_size "
@@ -476,7 +477,7 @@ def _sizes(heads: int, kv_heads: int, vocabulary: int, tp: int, block: int) -> d
     while heads * head_dim % (tp * block) and head_dim < 8 * tp * block:
         head_dim += 8
     hidden = heads * head_dim
-    narrow = {"expert_inner": hidden // 2, "rank": hidden // 4}
+    narrow = {"expert_inner": hidden // 2, "rank": hidden // 4, "head_rank": head_dim}
     return {
         "tp": tp,
         "hidden": hidden,
