@@ -90,7 +90,7 @@ def test_rows_of_a_fused_projection_are_those_of_a_ranks_own_heads() -> None:
 
 
 def test_groups_of_a_state_space_mixer_go_with_the_heads_that_they_serve() -> None:
-    """Sixteen heads of 8 and four groups of 16, on eight ranks: rank 3 has heads 6 and 7, which are served by group 1."""
+    """Sixteen heads of 8, four groups of 16, on eight ranks: rank 3 has heads 6 and 7, and group 1, which serves them."""
     _, plan = _planned("nemotron_h", "tp=8")
     mixer = "model.layers.0.mixer"
     x, group = range(48, 64), range(16, 32)

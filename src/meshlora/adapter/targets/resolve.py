@@ -217,9 +217,10 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
             f"target_modules matches {name}", f"LoRA on {kind} is not supported", "target linear layers"
         )
     try:
-        refuse_mamba_targets(config, model, name.rpartition(".")[2])
+        refuse_mamba_targets(config, model, leaf := name.rpartition(".")[2])
     except ValueError as error:  # their fused kernels would bypass the adapter
-        raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})") from None
+        way_out = f"name it in exclude_modules: [{leaf}]"
+        raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})", way_out) from None
     is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if is_tied and config.init_lora_weights in ("pissa", "olora"):
         raise UnsupportedError(

@@ -157,7 +157,9 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "kimi_linear": _LATENT_MOE,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
-    "lfm3": FamilyPlan({**_LFM2.leaves, "self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW}, parameters=_LFM2.parameters),
+    "lfm3": FamilyPlan(
+        {**_LFM2.leaves, "self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW}, parameters=_LFM2.parameters
+    ),
     "llama4_text": FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward"), **gated_mlp("feed_forward.shared_expert")}),
     "mamba": _WHOLE,
     "mamba2": _WHOLE,

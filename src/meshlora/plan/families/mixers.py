@@ -146,7 +146,7 @@ _KIMI_PIECES: dict[str, tuple[str, str | int]] = {**dict.fromkeys("qkvgz", _HEAD
 
 
 def _kimi_delta(*, decay: str, gate: str, dim: int) -> Mixer:
-    """A delta net whose decay is one of each channel. decay, gate: the linears to them. dim: of the heads in `A_log`."""
+    """A delta net with a decay of each channel. decay, gate: the linears to them. dim: of the heads in `A_log`."""
     return Mixer(
         _KIMI_PIECES,
         {
