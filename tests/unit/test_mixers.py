@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from meshlora.adapter.targets.resolve import resolve_targets
+from meshlora.common.errors import UserError
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.mixers import MIXERS, mixer_of
 from meshlora.plan.families.twin import shrink_config, twin_config
@@ -90,7 +93,7 @@ def test_rows_of_a_fused_projection_are_those_of_a_ranks_own_heads() -> None:
 
 
 def test_groups_of_a_state_space_mixer_go_with_the_heads_that_they_serve() -> None:
-    """Sixteen heads of 8, four groups of 16, on eight ranks: rank 3 has heads 6 and 7, and group 1, which serves them."""
+    """Sixteen heads of 8, four groups of 16, on eight ranks: rank 3 has heads 6 and 7, and group 1 of them."""
     _, plan = _planned("nemotron_h", "tp=8")
     mixer = "model.layers.0.mixer"
     x, group = range(48, 64), range(16, 32)
@@ -134,3 +137,11 @@ def test_a_twin_shares_groups_as_the_model_does(groups: int, tp: int, tiny: int)
     config = twin_config("nemotron_h", tp=8)
     config.n_groups, config.mamba_num_heads = groups, 64
     assert shrink_config(config, tp=tp).n_groups == tiny
+
+
+def test_a_projection_that_peft_refuses_is_left_out_of_all_linear_by_name() -> None:
+    model, plan = _planned("falcon_h1", "tp=2,sp")
+    with pytest.raises(UserError, match=r"mamba\.out_proj: PEFT refuses it .* exclude_modules: \[out_proj\]"):
+        resolve_targets(model, plan, LoraConfig(target_modules="all-linear"))
+    targets = resolve_targets(model, plan, LoraConfig(target_modules="all-linear", exclude_modules=["out_proj"]))
+    assert not any(name.endswith("out_proj") for name in targets)
