@@ -73,3 +73,33 @@ def test_matches_one_process(family: str, overrides: dict[str, Any], topologies:
     assert [str(outcome.topology) for outcome in outcomes] == list(topologies)
     for outcome in outcomes:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+# Some linears of each mixer, and of what stands beside it.
+MIXERS = {
+    "falcon_h1": ["in_proj", "q_proj", "down_proj"],
+    "lfm2": ["in_proj", "out_proj", "w1", "w2"],
+    "nemotron_h": ["in_proj", "q_proj", "o_proj", "up_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"],
+}
+_PATTERNS = {"use_dora": True, "use_rslora": True, "rank_pattern": {"in_proj.*": 6}, "alpha_pattern": {"in_proj.*": 5}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "DoRA, rsLoRA and patterns": {"topologies": ("tp=2,sp", "dp=2,tp=2"), "lora": _PATTERNS},
+    "nf4, recomputed": {
+        "topologies": ("tp=2,sp", "dp=2,dp_shard,tp=2"),
+        "quantization": "nf4",
+        "recompute": True,
+    },
+    "fp8": {"topologies": ("tp=2",), "quantization": "fp8"},
+    "several adapters": {"topologies": ("dp=2,tp=2,sp",), "adapters": 2},
+    "resumed": {"topologies": ("dp=2,dp_shard,tp=2,sp",), "resume": True},
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("family", MIXERS)
+def test_mixers_with_options_match_one_process(family: str, option: str, prove: Prove) -> None:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": MIXERS[family], **OPTIONS[option].get("lora", {})}
+    for outcome in prove(family=family, steps=2, **OPTIONS[option] | {"lora": lora}):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
