@@ -5,8 +5,10 @@
 The experts of one layer with LoRA on both projections, bfloat16, one thread; the default widths are those of gpt-oss.
 Each measurement is a fresh process. Its peak is the high-water mark of its resident memory above the level before the
 forward, where weights and tokens are there already; what the same run needs with plain weights, activations and
-gradients, is subtracted. What remains must be less than the plain numbers of one expert. Nothing is printed unless the
-packed experts compute the very numbers of their unpacked ones.
+gradients, is subtracted. What remains must be less than the plain numbers of one expert. malloc is told to give back
+what is freed (`M_MMAP_THRESHOLD`): left to itself it keeps freed pages below 32 MiB, of which a matrix of gpt-oss is
+just one, and the peak would have some of its own in it, 0.3 to 0.8 experts. Nothing is printed unless the packed
+experts compute the very numbers of their unpacked ones.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from table import Findings, Parity, ParityError, Row, default_json, parser, run,
 
 KINDS = (None, "mxfp4", "nf4", "fp8", "int8")
 RANK = 8
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def step(held: list[Tensor | Packed], x: Tensor, shape: Shape) -> list[Tensor]:
 def measure_here(shape: Shape, kind: str | None) -> Measured:
     """One forward and backward in this process, which has run nothing of the size before."""
     torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)  # what is freed leaves the resident memory at once
     few = Shape(1, 128, 128, 4)
     step(weights(few, kind), torch.randn(4, 128).bfloat16(), few)
     held = weights(shape, kind)

@@ -101,6 +101,51 @@ def _int4(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
     }
 
 
+def _nvfp4(suffix: str, of_matrix: str) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
+    def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+        outputs, inputs = value.shape
+        number = 3.0 + seed % 5
+        return {
+            f"{key}{suffix}": _drawn(outputs, inputs // 2, low=0, high=256, dtype=torch.uint8, seed=seed),
+            f"{key}_scale": (_scales(outputs, inputs // 16, seed=seed).float() * 100).to(torch.float8_e4m3fn),
+            f"{key}_{of_matrix}": torch.tensor([300 * number]) if suffix else torch.tensor(1 / (300 * number)),
+            f"{key.removesuffix('weight')}input{'_global' * bool(suffix)}_scale": torch.ones(1),
+        }
+
+    return pack
+
+
+def _int8(*, of_rows: bool = False, group: int = 0, zeros: bool = False) -> Callable[..., dict[str, Tensor]]:
+    """LLM.int8 (`of_rows`), or compressed-tensors: a scale for each output, or for each `group` of its inputs."""
+
+    def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+        outputs, inputs = value.shape
+        codes = _drawn(outputs, inputs, low=-127, high=128, dtype=torch.int8, seed=seed)
+        if of_rows:
+            owner, scales = key.removesuffix("weight"), _scales(outputs, seed=seed).float() * 20
+            return {key: codes, f"{owner}SCB": scales, f"{owner}weight_format": torch.zeros((), dtype=torch.uint8)}
+        scales = _scales(outputs, inputs // (group or inputs), seed=seed).bfloat16() / 16
+        found = _drawn(*scales.shape, low=-9, high=10, dtype=torch.int8, seed=seed)
+        return {key: codes, f"{key}_scale": scales} | ({f"{key}_zero_point": found} if zeros else {})
+
+    return pack
+
+
+def _with_zeros(bits: int) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
+    """compressed-tensors' integers in words, with zeros along the outputs."""
+
+    def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+        (outputs, inputs), number = value.shape, 32 // bits
+        return {
+            f"{key}_packed": _words(outputs, inputs // number, seed=seed),
+            f"{key}_scale": _scales(outputs, inputs // BLOCK, seed=seed).bfloat16() * 8 / 2**bits,
+            f"{key}_zero_point": _words(-(-outputs // number), inputs // BLOCK, seed=seed + 100),
+            f"{key}_shape": torch.tensor(value.shape),
+        }
+
+    return pack
+
+
 def _gptq(bits: int) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
     def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
         (outputs, inputs), owner, number = value.shape, key.removesuffix(".weight"), 32 // bits
@@ -138,6 +183,12 @@ def _bitsandbytes(*, nested: bool) -> Callable[[str, Tensor, int], dict[str, Ten
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 _CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "sparsity_config": {"format": "dense"}}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+def _ct(format: str, **weights: Any) -> dict[str, Any]:
+    return _CT | {"format": format, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
 PUBLISHED = {
     "fp8": Published("llama", _FP8, _fp8),
     "fp8 experts": Published("qwen3_moe", _FP8, _fp8, {"hidden_size": 64, "moe_intermediate_size": 64}),
@@ -151,6 +202,21 @@ PUBLISHED = {
         {"hidden_size": 64, "moe_intermediate_size": 64},
         ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
     ),
+    "compressed-tensors int4 with zeros": Published(
+        "llama", _ct("pack-quantized", num_bits=4, group_size=BLOCK), _with_zeros(4)
+    ),
+    "compressed-tensors int8 in words": Published(
+        "llama", _ct("pack-quantized", num_bits=8, group_size=BLOCK), _with_zeros(8)
+    ),
+    "compressed-tensors int8": Published("llama", _ct("int-quantized", num_bits=8), _int8()),
+    "compressed-tensors int8 with zeros": Published(
+        "llama", _ct("int-quantized", num_bits=8, group_size=BLOCK), _int8(group=BLOCK, zeros=True)
+    ),
+    "compressed-tensors nvfp4": Published(
+        "llama", _ct("nvfp4-pack-quantized", num_bits=4, group_size=16), _nvfp4("_packed", "global_scale")
+    ),
+    "modelopt nvfp4": Published("llama", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4("", "scale_2")),
+    "llm.int8": Published("llama", {"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8(of_rows=True)),
     "gptq": Published("qwen2", {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": True}, _gptq(4)),
     "gptq of 8 bits": Published(
         "llama", {"quant_method": "gptq", "bits": 8, "group_size": BLOCK, "checkpoint_format": "gptq_v2"}, _gptq(8)
@@ -166,4 +232,5 @@ PUBLISHED = {
     "fp4": Published("llama", _BNB | {"bnb_4bit_quant_type": "fp4"}, _bitsandbytes(nested=False)),
 }
 # What stays packed in memory.
-KEPT = tuple(case for case in PUBLISHED if not case.startswith(("gptq", "awq", "compressed-tensors int4")))
+_READ = ("gptq", "awq", "modelopt", "compressed-tensors int4", "compressed-tensors nvfp4", "compressed-tensors int8 ")
+KEPT = tuple(case for case in PUBLISHED if not case.startswith(_READ))

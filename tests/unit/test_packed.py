@@ -19,7 +19,7 @@ from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint, read_model_config
-from meshlora.model.packed import BlockFloat8, Blocks4, Bounds, GroupedInts, Mxfp4
+from meshlora.model.packed import Blocks4, Blocks8, Bounds, GroupedInts, Mxfp4, Nvfp4
 from meshlora.model.stored import Part
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
@@ -90,7 +90,7 @@ def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None
 
 
 def test_what_cannot_stay_packed_is_refused(folders: Any) -> None:
-    with pytest.raises(UnsupportedError, match="what gptq stores so does not stay packed; fp8, mxfp4"):
+    with pytest.raises(UnsupportedError, match="what gptq stores so does not stay packed; fp8, int8, mxfp4"):
         make_blueprint(folders("gptq"), Topology(), BaseOptions(dtype="float64", quantization="keep"))
 
 
@@ -106,7 +106,7 @@ def test_float8_without_scales_is_refused(tmp_path: Path) -> None:
 
 
 def _read(codes: Tensor, scales: Tensor, block: list[int] | None = None) -> Tensor:
-    form = BlockFloat8.of(tuple(codes.shape), tuple(scales.shape), block)
+    form = Blocks8.of(tuple(codes.shape), tuple(scales.shape), block)
     assert form is not None
     tensors = {"codes": codes, "scales": scales}
     return form.read([(0, size) for size in codes.shape], lambda part, bounds: _slice(tensors[part], bounds))
@@ -125,7 +125,7 @@ def _slice(tensor: Tensor, bounds: Bounds) -> Tensor:
             {"codes": [(1, 2), (3, 5), (1, 2), (0, 16)], "scales": [(1, 2), (3, 5), (1, 2)]},
         ),
         (
-            BlockFloat8((64, 64), (32, 16)),
+            Blocks8((64, 64), (32, 16)),
             [(33, 40), (15, 17)],
             {"codes": [(33, 40), (15, 17)], "scales": [(1, 2), (0, 2)]},
         ),
@@ -133,6 +133,16 @@ def _slice(tensor: Tensor, bounds: Bounds) -> Tensor:
             GroupedInts((64, 64), "gptq", 4, 32),
             [(9, 11), (33, 41)],
             {"codes": [(4, 6), (9, 11)], "zeros": [(1, 2), (1, 2)], "scales": [(1, 2), (9, 11)]},
+        ),
+        (
+            Nvfp4((64, 64), divides=True),
+            [(9, 11), (33, 50)],
+            {"codes": [(9, 11), (16, 25)], "scales": [(9, 11), (2, 4)], "global": [(0, 1)]},
+        ),
+        (
+            GroupedInts((64, 64), "compressed-tensors", 8, 32),
+            [(9, 13), (33, 41)],
+            {"codes": [(9, 13), (8, 11)], "zeros": [(2, 4), (1, 2)], "scales": [(9, 13), (1, 2)]},
         ),
         (
             GroupedInts((64, 64), "awq", 4, 16),
@@ -204,9 +214,11 @@ def _damage(folder: Path, change: str) -> None:
         config.write_text(json.dumps(tree))
         return
     how, _, end = change.rpartition(" ")
-    key = next(key for key in tensors if key.endswith(end.replace("zero_point", "packed")))
+    leaf = end.rpartition(".")[2]
+    there = end.replace(leaf, "weight_packed") if how == "also" else end
+    key = next(key for key in tensors if key.endswith(there))
     if how == "also":
-        tensors[key.replace("packed", "zero_point")] = tensors[key].clone()
+        tensors[key.replace("weight_packed", leaf)] = tensors[key].clone()
     elif how == "without":
         del tensors[key]
     else:
@@ -235,15 +247,31 @@ def _damage(folder: Path, change: str) -> None:
         ),
         ("compressed-tensors fp8", '{"format": null}', "with format None: it is not read yet"),
         ("fp8", '{"quant_method": "mxfp4"}', "mxfp4 of model_type 'llama': only that of gpt_oss is read"),
-        ("compressed-tensors int4 experts", "also down_proj.weight_zero_point", "with zeros, .* are not read yet"),
+        ("compressed-tensors int4 experts", "also down_proj.weight_zero_point", "its stored parts are not all there"),
+        ("compressed-tensors int4 experts", "also down_proj.weight_g_idx", "in the order of activations are not read"),
         ("nf4", "half of down_proj.weight", r"down_proj\.weight: its stored parts are not all there, or do not fit"),
         ("nf4", "half of down_proj.weight.nested_absmax", r"down_proj\.weight: its stored parts are not all there"),
         ("awq", '{"version": "gemv"}', "awq with version 'gemv': it is not read yet"),
-        ("nf4", '{"load_in_8bit": true}', "bitsandbytes with load_in_8bit True: it is not read yet"),
         (
             "compressed-tensors fp8",
-            '{"format": "nvfp4-pack-quantized"}',
-            "with format 'nvfp4-pack-quantized': it is not",
+            '{"format": "mxfp4-pack-quantized"}',
+            "with format 'mxfp4-pack-quantized': it is not",
+        ),
+        ("modelopt nvfp4", '{"quant_algo": "W4A8_AWQ"}', "modelopt with quant_algo 'W4A8_AWQ': it is not read yet"),
+        ("modelopt nvfp4", "half of down_proj.weight_scale", r"down_proj\.weight: its stored parts are not all there"),
+        ("compressed-tensors nvfp4", "without down_proj.weight_scale", r"down_proj\.weight: its stored parts"),
+        ("llm.int8", "without down_proj.SCB", r"down_proj\.weight: its stored parts are not all there"),
+        ("llm.int8", "half of down_proj.SCB", r"down_proj\.weight: its stored parts are not all there"),
+        ("compressed-tensors int8 with zeros", "half of down_proj.weight_zero_point", r"down_proj\.weight: its stored"),
+        (
+            "compressed-tensors int8",
+            '{"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}}}',
+            r"num_bits \[8, 4\]: one for all weights is read",
+        ),
+        (
+            "compressed-tensors int8",
+            '{"config_groups": {"a": {"weights": {"num_bits": 3}}}}',
+            "weights of 3 bits: those of 4 and 8 are read",
         ),
         ("fp8", "without down_proj.weight_scale_inv", r"down_proj\.weight: its stored parts are not all there"),
         ("fp8", "half of down_proj.weight_scale_inv", r"do not fit one another \(codes \[64, 96\], scales \[1, 3\]\)"),

@@ -31,7 +31,7 @@ _BLOCK = 64  # of bitsandbytes, consecutive input features
 _FP8_BLOCK, _FP8_MOST = 128, 448.0
 _MX_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_OF_8_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
 # Elements unpacked in float32 at once: they stay in a CPU's cache, and hardly count beside the matrix.
 _AT_ONCE = 2**18
 
@@ -193,8 +193,8 @@ def _spread(scales: Tensor, counts: tuple[int, ...], dim: int) -> Tensor:
 
 def _table(kind: str) -> Tensor:
     """The numbers that a byte stands for, by its value: one, float32, or two in one int64."""
-    if kind in _FLOAT8:  # a table is five times as fast as the conversion, on CPUs
-        return torch.arange(256, dtype=torch.uint8).view(_FLOAT8[kind]).float()
+    if kind in _OF_8_BITS:  # a table is five times as fast as the conversion, on CPUs
+        return torch.arange(256, dtype=torch.uint8).view(_OF_8_BITS[kind]).float()
     if kind == "int8":
         return torch.tensor(levels_of_int8())
     values = values_of(kind)

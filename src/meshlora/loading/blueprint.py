@@ -187,7 +187,7 @@ def _kept(source: Path | None, model: Any, packing: Mapping[str, Any] | None) ->
     if packed is not None and not kept:
         raise UnsupportedError(
             f"{given}: {packed}",
-            f"what {packing['quant_method']} stores so does not stay packed; fp8, mxfp4 and bitsandbytes' 4 bits do",
+            f"what {packing['quant_method']} stores so does not stay packed; fp8, int8, mxfp4 and bitsandbytes' do",
             "leave out model.quantization",
         )
     return kept

@@ -8,6 +8,7 @@ A cut may cross a block or a word: it is read whole, and a number is that of the
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +28,15 @@ Bounds = Sequence[tuple[int, int]]
 # `read("scales", bounds)`: a slice of one of the stored tensors.
 Reader = Callable[[str, Bounds], Tensor]
 
-METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes")
-_FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_MX_BLOCK = 32
+METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes")
+# Kinds of stored numbers of 8 bits; integers only where a method says so.
+_OF_8_BITS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2", "I8": "integers"}
+_MX_BLOCK, _NV_BLOCK = 32, 16
 _NUM_BYTES = {"F8_E8M0": 1, "U8": 1, "BF16": 2, "F16": 2}
 _BNB_STATE = ".quant_state.bitsandbytes__"
+# Scales of activations and of caches, which training has no use for, and what says no more.
+_SPENT = ("activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "k_scale", "v_scale")
+_WAY_OUT = "use the checkpoint that it was made from"
 
 
 class Format(Protocol):
@@ -68,7 +73,7 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
         UnsupportedError: another method, or a variant of one. UserError: it is malformed.
     """
     given = quantization if isinstance(quantization, Mapping) else {}
-    method, way_out = given.get("quant_method"), "use the checkpoint that it was made from"
+    method, way_out = given.get("quant_method"), _WAY_OUT
     if method not in METHODS:
         rule = f"of quantised checkpoints those in {', '.join(METHODS)} are read"
         raise UnsupportedError(f"{what}: quantization_config with quant_method {method!r}", rule, way_out)
@@ -78,9 +83,17 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
     read: dict[str, dict[str, tuple[Any, ...]]] = {
         "fp8": {"expert_dtype": ("fp8",)},
         "compressed-tensors": {
-            "format": (None, "float-quantized", "pack-quantized"),
+            "format": (
+                None,
+                "float-quantized",
+                "int-quantized",
+                "naive-quantized",
+                "pack-quantized",
+                "nvfp4-pack-quantized",
+            ),
             "transform_config": (None, {}),
         },
+        "modelopt": {"quant_algo": (None, "NVFP4", "FP8")},
         "gptq": {
             "bits": (None, 4, 8),
             "checkpoint_format": ("gptq", "gptq_v2"),
@@ -88,14 +101,14 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
             "pack_dtype": ("int32",),
         },
         "awq": {"bits": (None, 4), "version": ("gemm", "GEMM")},
-        "bitsandbytes": {"load_in_8bit": (False,), "bnb_4bit_quant_storage": ("uint8",)},
+        "bitsandbytes": {"bnb_4bit_quant_storage": ("uint8",)},
     }
     sparsity = given.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise UnsupportedError(f"{what}: sparse weights ({sparsity.get('format')!r})", "they are not read yet", way_out)
     for name, values in read.get(method, {}).items():
         value = given.get(name, values[0])
-        if (value is None and name in ("bits", "format")) or value not in values:
+        if (value is None and name in ("bits", "format", "quant_algo")) or value not in values:
             raise UnsupportedError(f"{what}: {method} with {name} {given.get(name)!r}", "it is not read yet", way_out)
     block = given.get("weight_block_size")
     if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))):
@@ -106,42 +119,35 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+# Name of a weight, its format, part -> key of the stored tensor, keys that say nothing more.
+Place = tuple[str, Format | None, dict[str, str], list[str]]
+
+
 def find_packed(
     tensors: Mapping[str, Tensors], quantization: Mapping[str, Any], value: Callable[[str], Tensor]
-) -> Iterator[tuple[str, Format | None, dict[str, str], list[str]]]:
-    """(name of a weight, its format, part -> key of the stored tensor, keys that say nothing more) of each weight.
+) -> Iterator[Place]:
+    """The place of each weight in few bits.
 
     value: reads a whole tensor by key. The format is None where the parts are not all there, or do not fit.
 
     Raises:
         UnsupportedError: a variant of a format that is not read.
     """
-    method = quantization.get("quant_method")
+    method, weights = quantization.get("quant_method"), _weights_of_groups(quantization)
     for key, codes in tensors.items():
         owner, _, leaf = key.rpartition(".")
-        if codes.dtype in _FLOAT8:
-            scales = next((k for k in (f"{key}_scale_inv", f"{key}_scale") if k in tensors), None)
-            blocks = quantization.get("weight_block_size") or _block_of_groups(quantization)
-            kind = "fp8" if codes.dtype == "F8_E4M3" else "fp8_e5m2"
-            width = _NUM_BYTES.get(tensors[scales].dtype, 4) if scales else 4
-            form = BlockFloat8.of(codes.shape, tensors[scales].shape, blocks, kind, width) if scales else None
-            spent = [f"{owner}.{name}" for name in ("activation_scale", "input_scale", "input_scale_ub")]
-            yield key, form, {"codes": key} | ({"scales": scales} if scales else {}), spent
+        nvfp4 = _nvfp4(owner, leaf, tensors, str(method))
+        if nvfp4 is not None:
+            yield nvfp4
+        elif codes.dtype in _OF_8_BITS and (codes.dtype != "I8" or method in ("compressed-tensors", "bitsandbytes")):
+            if not leaf.endswith(("_scale", "_zero_point")):  # a part, which may be of 8 bits, too
+                yield _of_8_bits(key, tensors, quantization, weights, value)
         elif method == "mxfp4" and key.endswith("_blocks"):
             name = key.removesuffix("_blocks")
             parts = {"codes": key, "scales": f"{name}_scales"}
             yield name, Mxfp4.of(codes.shape, _shape(tensors, parts["scales"])), parts, []
         elif leaf in ("qweight", "weight_packed"):
-            names = {"codes": leaf, "scales": "weight_scale" if leaf == "weight_packed" else "scales"}
-            names |= {"zeros": "qzeros"} if leaf == "qweight" else {}
-            names |= {"groups": "g_idx"} if f"{owner}.g_idx" in tensors else {}
-            parts = {part: f"{owner}.{name}" for part, name in names.items()}
-            shapes = {part: _shape(tensors, k) for part, k in parts.items()}
-            for other in (f"{owner}.weight_zero_point", f"{owner}.weight_g_idx"):
-                if other in tensors:
-                    rule = "integers of compressed-tensors with zeros, or in the order of activations, are not read yet"
-                    raise UnsupportedError(other, rule, "use the checkpoint that it was made from")
-            yield f"{owner}.weight", GroupedInts.of(shapes, quantization), parts, [f"{owner}.weight_shape"]
+            yield _integers(owner, leaf, tensors, quantization, weights)
         elif _BNB_STATE in key:
             name, _, kind = key.partition(_BNB_STATE)
             parts = {part: f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
@@ -152,25 +158,116 @@ def find_packed(
             yield name, form_of_blocks and form_of_blocks.fitting(tensors, parts), parts, [key]
 
 
+def _nvfp4(owner: str, leaf: str, tensors: Mapping[str, Tensors], method: str) -> Place | None:
+    """The place of codes of NVFP4, of which a float32 scale of the whole matrix tells."""
+    names = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
+    if leaf not in names or f"{owner}.{names[leaf]}" not in tensors:
+        return None
+    parts = {
+        "codes": f"{owner}.{leaf}",
+        "scales": f"{owner}.weight_scale",
+        "global": f"{owner}.{names[leaf]}",
+    }
+    shapes = [_shape(tensors, key) for key in parts.values()]
+    form = Nvfp4.of(shapes[0], shapes[1], shapes[2], divides=method == "compressed-tensors")
+    if [tensors[key].dtype for key in parts.values() if key in tensors] != ["U8", "F8_E4M3", "F32"]:
+        form = None
+    return f"{owner}.weight", form, parts, [f"{owner}.{name}" for name in _SPENT]
+
+
+def _of_8_bits(
+    key: str,
+    tensors: Mapping[str, Tensors],
+    quantization: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    value: Callable[[str], Tensor],
+) -> Place:
+    """The place of a matrix of float8 or of integers of 8 bits."""
+    owner, codes = key.rpartition(".")[0], tensors[key]
+    is_of_rows = codes.dtype == "I8" and quantization.get("quant_method") == "bitsandbytes"
+    names = [("scales", f"{owner}.SCB")] if is_of_rows else [("scales", f"{key}_scale"), ("scales", f"{key}_scale_inv")]
+    names += [("zeros", f"{key}_zero_point")] if codes.dtype == "I8" else []
+    parts = {"codes": key} | {part: name for part, name in names if name in tensors}
+    spent = [f"{owner}.{name}" for name in (*_SPENT, "weight_format")]
+    if is_of_rows and spent[-1] in tensors and int(value(spent[-1])):
+        raise UnsupportedError(spent[-1], "only int8 in rows is read", _WAY_OUT)
+    scales = _shape(tensors, parts.get("scales", ""))
+    if "scales" not in parts or _shape(tensors, parts.get("zeros", parts["scales"])) != scales:
+        return key, None, parts, spent
+    block = quantization.get("weight_block_size") or weights.get("block_structure") or [1, weights.get("group_size")]
+    width = _NUM_BYTES.get(tensors[parts["scales"]].dtype, 4)
+    form = Blocks8.of(
+        codes.shape,
+        (*scales, 1) if is_of_rows else scales,
+        block if isinstance(block, list) and all(map(_is_size, block)) else None,
+        _OF_8_BITS[codes.dtype],
+        width,
+    )
+    if form is not None and codes.dtype == "I8":
+        form = dataclasses.replace(form, divisor=127.0 if is_of_rows else 1.0, has_zeros="zeros" in parts)
+    return key, form, parts, spent
+
+
+def _integers(
+    owner: str, leaf: str, tensors: Mapping[str, Tensors], quantization: Mapping[str, Any], weights: Mapping[str, Any]
+) -> Place:
+    """The place of a matrix of integers in words."""
+    is_packed = leaf == "weight_packed"
+    names = {"codes": leaf, "scales": "weight_scale" if is_packed else "scales"}
+    zeros, groups = "weight_zero_point" if is_packed else "qzeros", "weight_g_idx" if is_packed else "g_idx"
+    names |= {"zeros": zeros} if not is_packed or f"{owner}.{zeros}" in tensors else {}
+    names |= {"groups": "g_idx"} if f"{owner}.g_idx" in tensors else {}
+    if is_packed and f"{owner}.{groups}" in tensors:
+        rule = "integers of compressed-tensors in the order of activations are not read yet"
+        raise UnsupportedError(f"{owner}.{groups}", rule, _WAY_OUT)
+    parts = {part: f"{owner}.{name}" for part, name in names.items()}
+    shapes = {part: _shape(tensors, key) for part, key in parts.items()}
+    bits = weights.get("num_bits", 4) if is_packed else quantization.get("bits", 4)
+    return f"{owner}.weight", GroupedInts.of(shapes, quantization, bits), parts, [f"{owner}.weight_shape"]
+
+
 def _shape(tensors: Mapping[str, Tensors], key: str) -> tuple[int, ...]:
     return tensors[key].shape if key in tensors else ()
 
 
-def _block_of_groups(quantization: Mapping[str, Any]) -> list[int] | None:
-    """The block of compressed-tensors' block strategy."""
+def _weights_of_groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What compressed-tensors says of weights: `num_bits`, `group_size`, `block_structure`.
+
+    Raises:
+        UnsupportedError: not the same of all.
+    """
     groups = quantization.get("config_groups")
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
-    return next((w["block_structure"] for w in weights if isinstance(w.get("block_structure"), list)), None)
+    if quantization.get("quant_method") != "compressed-tensors" or not isinstance(groups, Mapping):
+        return {}
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+    weights = [one for one in weights if isinstance(one, Mapping)]
+    found: dict[str, Any] = {}
+    for field in ("num_bits", "group_size", "block_structure"):
+        said = [w[field] for w in weights if w.get(field) is not None]
+        if any(one != said[0] for one in said):
+            raise UnsupportedError(f"config_groups with {field} {said}", "one for all weights is read", _WAY_OUT)
+        if said:
+            found[field] = said[0]
+    if found.get("num_bits", 8) not in (4, 8):
+        raise UnsupportedError(f"weights of {found['num_bits']} bits", "those of 4 and 8 are read", _WAY_OUT)
+    return found
 
 
 @dataclass(frozen=True)
-class BlockFloat8:
-    """float8 values, each times the float32 scale of its block (DeepSeek-V3, section 3.3). Scales may be exponents."""
+class Blocks8:
+    """Numbers of 8 bits, each times the float32 scale of its block (DeepSeek-V3, section 3.3). Scales may be exponents.
+
+    Attributes:
+        divisor: of scales: 127 where they are the largest numbers (LLM.int8, Dettmers et al., 2022). has_zeros: whether
+            each block has a number that stands for 0.
+    """
 
     shape: tuple[int, ...]
     block: tuple[int, ...]
     kind: str = "fp8"
     scale_bytes: int = 4
+    divisor: float = 1.0
+    has_zeros: bool = False
 
     @staticmethod
     def of(
@@ -179,36 +276,35 @@ class BlockFloat8:
         block: Sequence[int] | None,
         kind: str = "fp8",
         scale_bytes: int = 4,
-    ) -> BlockFloat8 | None:
+    ) -> Blocks8 | None:
         """One scale for all, one for each row, or one for each `block` of the last two dims."""
         if math.prod(scales) == 1:
-            return BlockFloat8(codes, codes, kind, scale_bytes)
+            return Blocks8(codes, codes, kind, scale_bytes)
         if scales == (*codes[:-1], 1):
-            return BlockFloat8(codes, (*(1 for _ in codes[:-1]), codes[-1]), kind, scale_bytes)
+            return Blocks8(codes, (*(1 for _ in codes[:-1]), codes[-1]), kind, scale_bytes)
         whole = (*(1 for _ in codes[:-2]), *(block or ()))
         fits = len(whole) == len(codes) and scales == tuple(-(-n // size) for n, size in zip(codes, whole, strict=True))
-        return BlockFloat8(codes, whole, kind, scale_bytes) if fits else None
+        return Blocks8(codes, whole, kind, scale_bytes) if fits else None
 
     @property
     def packing(self) -> Packing | None:
         """How codes and scales stay packed in memory."""
-        if len(self.shape) not in (2, 3):
+        if len(self.shape) not in (2, 3) or self.has_zeros:
             return None
         return Packing(self.kind, (self.block[-2], self.block[-1]), self.scale_bytes)
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
         value = read("codes", bounds).float()
-        touched, scales = self._scales(bounds, read)
-        scales = numbers_of_scales(scales)
-        for dim, along in enumerate(touched):
-            scales = scales.repeat_interleave(torch.tensor(along.counts, dtype=torch.long), dim)
-        return value.mul_(scales)
+        if self.has_zeros:
+            value.sub_(_spread(*self._of_blocks("zeros", bounds, read)).float())
+        touched, scales = self._of_blocks("scales", bounds, read)
+        return value.mul_(_spread(touched, numbers_of_scales(scales)))
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
         """The slice `bounds` of the weight, packed."""
         codes = read("codes", bounds).contiguous().view(torch.uint8)
-        touched, scales = self._scales(bounds, read)
+        touched, scales = self._of_blocks("scales", bounds, read)
         if scales.dtype == torch.float8_e8m0fnu:
             scales = scales.view(torch.uint8)
         *experts, rows, columns = touched
@@ -216,11 +312,20 @@ class BlockFloat8:
             scales = scales.repeat_interleave(torch.tensor(along.counts, dtype=torch.long), 0)
         return Packed(codes, scales.contiguous(), Form(self.kind, torch.float32, rows.counts, columns.counts))
 
-    def _scales(self, bounds: Bounds, read: Reader) -> tuple[list[Touched], Tensor]:
-        """The blocks along each dim that the slice has a part of, and their scales as they are stored."""
+    def _of_blocks(self, part: str, bounds: Bounds, read: Reader) -> tuple[list[Touched], Tensor]:
+        """The blocks along each dim that the slice has a part of, and their scales or zeros."""
         touched = [Touched.by(*bound, size) for bound, size in zip(bounds, self.block, strict=True)]
-        scales = read("scales", [(along.first, along.last) for along in touched])
-        return touched, scales.reshape([along.last - along.first for along in touched])
+        found = read(part, [(along.first, along.last) for along in touched])
+        if part == "scales" and self.divisor != 1:
+            found = found.float() / self.divisor
+        return touched, found.reshape([along.last - along.first for along in touched])
+
+
+def _spread(touched: Sequence[Touched], of_blocks: Tensor) -> Tensor:
+    """What each block has, for each of its elements."""
+    for dim, along in enumerate(touched):
+        of_blocks = of_blocks.repeat_interleave(torch.tensor(along.counts, dtype=torch.long), dim)
+    return of_blocks
 
 
 @dataclass(frozen=True)
@@ -275,6 +380,42 @@ class Mxfp4:
         return whole
 
 
+@dataclass(frozen=True)
+class Nvfp4:
+    """4-bit values (E2M1) with a float8 scale for each 16 input features, and a float32 one for the whole matrix.
+
+    Attributes:
+        divides: whether scales are divided by that of the matrix (compressed-tensors), or multiplied (modelopt).
+    """
+
+    shape: tuple[int, ...]
+    divides: bool
+    packing: None = None
+
+    @staticmethod
+    def of(
+        codes: tuple[int, ...], scales: tuple[int, ...], of_matrix: tuple[int, ...], *, divides: bool
+    ) -> Nvfp4 | None:
+        """The format of tensors of these shapes; None if they do not fit."""
+        shape = (codes[0], 2 * codes[1]) if len(codes) == 2 else ()
+        fits = len(shape) == 2 and scales == (shape[0], shape[1] / _NV_BLOCK) and of_matrix in ((), (1,))
+        return Nvfp4(shape, divides) if fits else None
+
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
+        """The slice `bounds` of the weight, in float32."""
+        rows, (start, stop) = bounds
+        along = Touched.by(start, stop, _NV_BLOCK)
+        pairs = read("codes", [rows, (start // 2, -(-stop // 2))]).int()
+        values = values_of("mxfp4")[torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)]  # low nibble first
+        scales, of_matrix = read("scales", [rows, (along.first, along.last)]).float(), read("global", [(0, 1)])
+        scales = scales / of_matrix if self.divides else scales * of_matrix
+        return values[:, start % 2 :][:, : stop - start] * _spread([Touched.by(*rows, 1), along], scales)
+
+    def keep(self, bounds: Bounds, read: Reader) -> Packed:
+        """Not yet."""
+        raise AssertionError(self)
+
+
 # AWQ: the place in a word of each of eight neighbouring columns.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -285,7 +426,8 @@ class GroupedInts:
 
     Attributes:
         method: gptq: words along the inputs, `[inputs / n, outputs]`; awq: along the outputs, in an order of its own,
-            `[inputs, outputs / n]`; else compressed-tensors: `[outputs, inputs / n]`, with a zero of half the range.
+            `[inputs, outputs / n]`; else compressed-tensors: `[outputs, inputs / n]`, with a zero of half the range, or
+            zeros along the outputs, `[outputs / n, groups]`.
         group: input features that share a scale. zero_offset: added to stored zeros.
     """
 
@@ -295,18 +437,20 @@ class GroupedInts:
     group: int
     zero_offset: int = 0
     has_groups: bool = False
+    has_zeros: bool = True
     packing: None = None
 
     @staticmethod
-    def of(shapes: Mapping[str, tuple[int, ...]], quantization: Mapping[str, Any]) -> GroupedInts | None:
+    def of(shapes: Mapping[str, tuple[int, ...]], quantization: Mapping[str, Any], bits: int) -> GroupedInts | None:
         """The format of tensors of these shapes, by part; None if they do not fit."""
         method, codes = quantization.get("quant_method"), shapes["codes"]
-        bits = quantization.get("bits", 4)
         number = 32 // bits
         if len(codes) != 2 or len(shapes["scales"]) != 2:
             return None
         if method == "compressed-tensors":
             outputs, inputs, (rows, groups) = codes[0], codes[1] * number, shapes["scales"]
+            if shapes.get("zeros", (-(-rows // number), groups)) != (-(-rows // number), groups):
+                return None
         else:
             groups, rows = shapes["scales"]
             inputs, outputs = (codes[0] * number, codes[1]) if method == "gptq" else (codes[0], codes[1] * number)
@@ -315,7 +459,8 @@ class GroupedInts:
         if rows != outputs or not groups or inputs % groups:
             return None
         offset = int(method == "gptq" and quantization.get("checkpoint_format", "gptq") == "gptq")
-        return GroupedInts((outputs, inputs), str(method), bits, inputs // groups, offset, "groups" in shapes)
+        form = GroupedInts((outputs, inputs), str(method), bits, inputs // groups, offset)
+        return dataclasses.replace(form, has_groups="groups" in shapes, has_zeros="zeros" in shapes)
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
@@ -338,7 +483,10 @@ class GroupedInts:
         """(codes `[outputs, inputs]`, zeros and scales `[outputs, groups]`)."""
         if self.method == "compressed-tensors":
             scales = read("scales", [outputs, groups]).float()
-            return self._numbers("codes", [outputs, inputs], 1, read), torch.full_like(scales, 8).int(), scales
+            zeros = torch.full_like(scales, 2 ** (self.bits - 1)).int()
+            if self.has_zeros:
+                zeros = self._numbers("zeros", [outputs, groups], 0, read)
+            return self._numbers("codes", [outputs, inputs], 1, read), zeros, scales
         scales = read("scales", [groups, outputs]).float().T
         zeros = self._numbers("zeros", [groups, outputs], 1, read).T
         zeros = (zeros + self.zero_offset) & (2**self.bits - 1)

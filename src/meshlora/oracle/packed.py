@@ -1,7 +1,8 @@
 """The reference's reading of checkpoints in few bits: whole, as plain numbers, by the libraries of the formats.
 
-Owns: for formats whose libraries do not read them here (fbgemm, compressed-tensors, GPTQ, AWQ), the published formula,
-written a second time and over bytes instead of words. Does not own: the product's reading of slices (`model.packed`).
+Owns: for formats whose libraries do not read them here (fbgemm, compressed-tensors, modelopt, LLM.int8, GPTQ, AWQ), the
+published formula, written a second time and over bytes instead of words. Does not own: the product's reading of slices
+(`model.packed`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshlora.common.errors import UserError
 from meshlora.common.model_class import model_class, own_class
 
 # Ends of the names of floating-point tensors that are parts of a weight.
-_PARTS = ("scale", "scales", "scale_ub", "absmax", "quant_map")
+_PARTS = ("scale", "scales", "scale_ub", "scale_2", "absmax", "quant_map", "SCB")
 
 
 def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> Any:
@@ -52,11 +53,17 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
         if leaf == "qweight":
             made = _gptq if quantization["quant_method"] == "gptq" else _awq
             plain[f"{owner}.weight"] = made(of, quantization)
+        elif leaf in ("weight_packed", "weight") and codes.dtype == torch.uint8 and "weight_scale" in of:
+            plain[f"{owner}.weight"] = _nvfp4(codes, of)
         elif leaf == "weight_packed":
-            groups = of["weight_scale"].repeat_interleave(codes.shape[1] * 8 // of["weight_scale"].shape[1], 1)
-            plain[f"{owner}.weight"] = (_nibbles(codes).float() - 8) * groups.float()
-        elif codes.dtype == torch.float8_e4m3fn:
-            plain[key] = codes.float() * of[f"{leaf}_scale"].float()
+            plain[f"{owner}.weight"] = _integers(codes, of, quantization)
+        elif leaf == "weight" and codes.dtype == torch.int8 and "SCB" in of:
+            plain[key] = codes.float() * (of["SCB"] / 127)[:, None]
+        elif leaf == "weight" and codes.dtype in (torch.float8_e4m3fn, torch.int8):
+            scales, zeros = of["weight_scale"].float(), of.get("weight_zero_point", torch.zeros(1, 1))
+            if scales.ndim == 2:  # groups of input features
+                scales, zeros = (part.repeat_interleave(codes.shape[1] // part.shape[1], 1) for part in (scales, zeros))
+            plain[key] = (codes.float() - zeros.float()) * scales
         elif f"{leaf}.absmax" in of and leaf == "weight":
             state = {n.removeprefix("weight."): v for n, v in of.items() if n.startswith("weight.")}
             plain[key] = _bitsandbytes(codes, state)
@@ -69,6 +76,33 @@ def _nibbles(words: Tensor) -> Tensor:
     """The eight 4-bit numbers of each word along the last dim, lowest first."""
     values = words.contiguous().view(torch.uint8)
     return torch.stack([values % 16, values // 16], -1).flatten(-2)
+
+
+def _nvfp4(codes: Tensor, of: Mapping[str, Tensor]) -> Tensor:
+    """Sign, two bits of exponent with a bias of 1, one of mantissa; groups of 16, and one scale for all."""
+    bits = torch.stack([codes % 16, codes // 16], -1).flatten(-2).long()
+    sign, exponent, mantissa = 1 - 2 * (bits // 8), bits // 2 % 4, bits % 2
+    numbers = torch.where(exponent > 0, (2 + mantissa) * 2.0**exponent, mantissa * 2.0) / 4
+    groups = of["weight_scale"].float().repeat_interleave(16, 1)
+    if "weight_global_scale" in of:
+        return sign * numbers * (groups / of["weight_global_scale"])
+    return sign * numbers * (groups * of["weight_scale_2"])
+
+
+def _integers(codes: Tensor, of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:
+    """compressed-tensors: zeros are in words along the outputs, or half of the range."""
+    scales, (group, *_) = of["weight_scale"].float(), quantization.get("config_groups", {0: {}}).values()
+    is_wide = group.get("weights", {}).get("num_bits") == 8
+
+    def numbers(words: Tensor) -> Tensor:
+        return words.contiguous().view(torch.uint8) if is_wide else _nibbles(words)
+
+    zeros = torch.full((1, 1), 128 if is_wide else 8)
+    if "weight_zero_point" in of:
+        zeros = numbers(of["weight_zero_point"].T).T[: len(scales)]
+    values, columns = numbers(codes).float(), scales.shape[1]
+    values = values.unflatten(1, (columns, -1)) - zeros.float().unsqueeze(-1)
+    return (values * scales.unsqueeze(-1)).flatten(1)
 
 
 def _gptq(of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:

@@ -23,7 +23,7 @@ from meshlora.plan.rules import ExpertRule, LinearRule, ModelPlan, Packing, kind
 # DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
 KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "fp8": 8}
 # Kinds that checkpoints are stored in, besides.
-BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8}
+BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8}
 KEEP = "keep"
 _BLOCKS = {
     "nf4": Packing("nf4", (1, 64), 4),
@@ -90,7 +90,7 @@ def kind_for_twin(plan: ModelPlan) -> str | None:
     if plan.quantization != KEEP:
         return plan.quantization
     (kind, _), *_ = Counter(packing.kind for packing in plan.quantized.values()).most_common()
-    return {"fp4": "nf4", "fp8_e5m2": "fp8"}.get(kind, kind)
+    return {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"}.get(kind, kind)
 
 
 def bounds_of(plan: ModelPlan, rule: LinearRule, *, rank: int = 0) -> tuple[list[tuple[int, int]], ...]:
