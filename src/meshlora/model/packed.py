@@ -239,8 +239,8 @@ def _weights_of_groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = quantization.get("config_groups")
     if quantization.get("quant_method") != "compressed-tensors" or not isinstance(groups, Mapping):
         return {}
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-    weights = [one for one in weights if isinstance(one, Mapping)]
+    said_of = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+    weights = [one for one in said_of if isinstance(one, Mapping)]
     found: dict[str, Any] = {}
     for field in ("num_bits", "group_size", "block_structure"):
         said = [w[field] for w in weights if w.get(field) is not None]
