@@ -83,7 +83,7 @@ def test_tokens_that_differ_in_one_bit_or_have_sequence_and_position_swapped_are
 
 def test_rows_whose_first_words_collide_still_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     words = dropout._row_words
-    monkeypatch.setattr(dropout, "_row_words", lambda *args: (torch.zeros_like(words(*args)[0]), words(*args)[1]))
+    monkeypatch.setattr(dropout, "_row_words", lambda *args: words(*args) * torch.tensor([[0], [1]], dtype=torch.int32))
     _assert_unrelated(_kept(tokens=TOKENS[:64], features=torch.arange(4096), p=0.5).double() * 2 - 1)
 
 

@@ -27,13 +27,14 @@ class _Lift(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)
+            if len(args) > 1:
+                args = tuple([torch.float64 if a is torch.float32 else a for a in args])
+            if kwargs:
+                kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
     tokens: int64 `[T]`, any values; features: int64 `[H]`, in [0, 2**32). p: in [0, 1).
     """
     assert 0.0 <= p < 1.0, p
-    first, second = (word.unsqueeze(1) for word in _row_words(key, tokens))
+    first, second = _row_words(key, tokens).unsqueeze(-1)
     columns = _signed(features * _GOLDEN)
     least = round(p * 2**32) - 2**31
     kept = torch.empty(len(tokens), len(features), dtype=torch.bool, device=tokens.device)
@@ -60,27 +60,29 @@ def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
     return kept
 
 
-def _row_words(key: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 words for each token, `[T]`."""
+def _row_words(key: int, tokens: Tensor) -> Tensor:
+    """Two int32 words for each token, `[2, T]`."""
     low, high = tokens & _WORD, (tokens >> 32) & _WORD
     one, other = key & _WORD, key >> 32
-    first = _mixed(_mixed(_mixed(low ^ one) + high) ^ other)
-    second = _mixed(_mixed(_mixed(low + other) ^ high) + one + _GOLDEN)
-    return _signed(first), _signed(second)
+    words = _mixed(torch.stack([low ^ one, low + other]))
+    words = _mixed(torch.stack([words[0] + high, words[1] ^ high]))
+    return _signed(_mixed(torch.stack([words[0] ^ other, words[1] + (one + _GOLDEN)])))
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """A bijection of 32-bit words, kept in int64."""
-    word = word & _WORD
-    word = ((word ^ (word >> 16)) * _FIRST) & _WORD
-    word = ((word ^ (word >> 15)) * _SECOND) & _WORD
-    return word ^ (word >> 16)
+    """A bijection of 32-bit words, kept in int64; in place."""
+    word &= _WORD
+    word ^= word >> 16
+    word.mul_(_FIRST).bitwise_and_(_WORD)
+    word ^= word >> 15
+    word.mul_(_SECOND).bitwise_and_(_WORD)
+    word ^= word >> 16
+    return word
 
 
 def _signed(word: Tensor) -> Tensor:
-    """The low 32 bits as int32."""
-    word = word & _WORD
-    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
+    """The low 32 bits as int32: the first half of each word, as all devices of torch store it."""
+    return word.view(torch.int32)[..., ::2]
 
 
 def _xor_shift(x: Tensor, bits: int) -> Tensor:

@@ -9,6 +9,7 @@ model count: recomputation of activations is not captured again.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -233,15 +234,20 @@ class CollectiveCounter(TorchDispatchMode):
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().partition("::")
-        if "c10d" in space and self.phase is not None:
-            plain = name.replace("_", "")
-            kind = next((k for k in self.KINDS if k in plain), plain)
+        kind = self._kind(func)
+        if kind and self.phase is not None:
             self.counts[self.phase, kind] += 1
             # Gather and reduce-scatter have both tensors as arguments; the smaller is one rank's part.
             sizes = [t.numel() * t.element_size() for t in tensors(args)]
             self.sent[self.phase, kind] += min(sizes, default=0) if kind == "allgather" else max(sizes, default=0)
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    @functools.cache  # asked for every operator
+    def _kind(func: Any) -> str:
+        space, _, name = func.name().partition("::")
+        plain = name.replace("_", "") if "c10d" in space else ""
+        return next((kind for kind in CollectiveCounter.KINDS if kind in plain), plain)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
