@@ -15,7 +15,7 @@ from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import plan_adapter
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.model_class import model_class
-from meshlora.loading.blueprint import Blueprint
+from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.derive import decoder_layers, plan_model
@@ -145,3 +145,10 @@ def test_experts_that_are_stored_transposed_are_read_as_transformers_reads_them(
         assert torch.equal(source.read(name), whole[name])
         part = source.read(name, Part(0, 2, 5), Part(1, 3, 8), Part(2, 0, 2), Part(2, 7, 9))
         assert torch.equal(part, whole[name][2:5, 3:8][..., [0, 1, 7, 8]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configuration_of_a_folder_is_read(family: str, tmp_path: Path) -> None:
+    """Whatever its parts say, or do not, of tied weights."""
+    twin_config(family).save_pretrained(tmp_path)
+    assert read_model_config(tmp_path).model_type == family

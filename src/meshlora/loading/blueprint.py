@@ -268,9 +268,9 @@ def _complete(config: PretrainedConfig, folder: Path) -> None:
     """
     if config.dtype is None:
         config.dtype = stored_dtype(folder)
-    parts = config, config.get_text_config()
-    if any(part.tie_word_embeddings for part in parts) and has_own_head(folder):
-        for part in parts:
+    tied = [part for part in (config, config.get_text_config()) if getattr(part, "tie_word_embeddings", False)]
+    if tied and has_own_head(folder):
+        for part in tied:
             part.tie_word_embeddings = False
 
 
