@@ -251,6 +251,7 @@ def test_dropout_goes_on_with_the_masks_of_its_step(
     assert _difference(off, whole_with_dropout) > 1e-3
 
 
+@pytest.mark.proof  # the kill table has them in a proof
 @pytest.mark.parametrize(
     "fault",
     [

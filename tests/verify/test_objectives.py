@@ -29,16 +29,14 @@ from tests.conftest import Prove
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp")
-# Each objective once; on each axis together with the tests below, test_packing.py and test_several_adapters.py.
-_ONCE = {"policy": "tp=2,sp", "dpo": "dp=2", "orpo": "dp=2", "kto": "tp=2"}
-_ONCE |= {"classify": "tp=2,sp", "classify_tokens": "tp=2", "embed": "dp=2,tp=2,sp"}
-_NIGHTLY = {"classify_multi", "regression", "embed_mean", "embed_cls"}
+# The kill table proves the others, on one axis each; so do the tests below, test_packing.py, test_several_adapters.py.
+_ONCE = {"sft": "dp=2,tp=2,sp", "policy": "tp=2,sp", "embed": "dp=2,tp=2,sp"}
 
 
 @pytest.mark.parametrize(
     ("objective", "topologies"),
     [
-        *(pytest.param(kind, (_ONCE.get(kind, TOPOLOGIES[-1]),), id=kind) for kind in PROVED if kind not in _NIGHTLY),
+        *(pytest.param(kind, (topology,), id=kind) for kind, topology in _ONCE.items()),
         *(pytest.param(kind, TOPOLOGIES, id=f"{kind} on each", marks=pytest.mark.proof) for kind in PROVED),
     ],
 )

@@ -13,12 +13,12 @@ from tests.scripts import load_script
 SCRIPT = load_script("prove_published")
 
 
-def test_a_checkpoint_of_each_kind_is_planned_or_refused_with_its_reason() -> None:
+def test_a_checkpoint_of_each_format_is_planned_or_refused_with_its_reason() -> None:
     published = {name: read_published(name) for name in names()}
     assert len(published) >= 60
     assert all(name == one.repository.replace("/", "--") for name, one in published.items())
-    kinds = {(one.config["model_type"], one.format): name for name, one in published.items()}
-    found = {name: SCRIPT.plan(name, (2,)) for name in kinds.values()}
+    of_each_format = {one.format: name for name, one in published.items()}
+    found = {name: SCRIPT.plan(name, (2,)) for name in of_each_format.values()}
     assert all(one.bytes_of or one.reason for one in found.values()), found
     of_rank = SCRIPT.plan("deepseek-ai--DeepSeek-V3", (2,)).bytes_of
     assert of_rank[2, 1] > 1.9 * of_rank[2, 2]  # most of it are experts
