@@ -35,7 +35,8 @@ def _sequence(file: Path) -> int:
 def _run_with_nan(file: Path, world: int, sequences: list[int], module: str, where: str) -> None:
     """Every rank of the pool trains; `module` makes NaN of these sequences, in its output or in the gradient of it."""
     data = prepare_run(read_run(file, ["train.overwrite=true"]), world=world).train_data
-    wanted = [torch.from_numpy(sequence.input_ids.copy()) for n in sequences for sequence in data.example(n)]
+    each = data.rows_per_example
+    wanted = [torch.from_numpy(data[n * each + row].input_ids.copy()) for n in sequences for row in range(each)]
     init, losses = trainer.Trainer.__post_init__, trainer.Trainer._losses
     here = [False]
 

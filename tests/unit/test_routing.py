@@ -205,20 +205,6 @@ def test_missing_steps_are_counted_without_a_look_at_each(tmp_path: Path) -> Non
     check_routing(tmp_path, replays=True, steps=2, plan=plan, may_overwrite=False)
 
 
-def test_parts_of_ranks_are_put_together_and_must_agree() -> None:
-    x, tokens = _tokens(), torch.arange(T)
-    whole, _ = _recorded(Model("values"), x, tokens)
-    parts = [_recorded(Model("values"), x[rows], tokens[rows])[0] for rows in (slice(0, 6), slice(4, 10))]
-    parts[0].merge(parts[1])
-    assert torch.equal(parts[0].choices[0, "mlp"], whole.choices[0, "mlp"])
-    parts[1].choices[0, "mlp"][5] = (parts[1].choices[0, "mlp"][5] + 1) % E
-    with pytest.raises(UserError, match="differ on a token"):
-        parts[0].merge(parts[1])
-    parts[0].digest = "ab"
-    with pytest.raises(UserError, match="different models or data"):
-        parts[0].merge(parts[1])
-
-
 def _check(folder: Path, *, may_overwrite: bool = False) -> None:
     plan: Any = SimpleNamespace(experts={"mlp.experts": None}, model_type="made_up")
     check_routing(folder, replays=False, steps=3, plan=plan, may_overwrite=may_overwrite)

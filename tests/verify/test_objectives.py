@@ -226,7 +226,7 @@ def test_pairs_of_text_and_of_messages_are_neighbours(tmp_path: Path, tokenizer)
     file = _write(tmp_path, {"prompt": "a", "chosen": " b", "rejected": " c d"}, {"chosen": " x", "rejected": " y"})
     data = read_preferences(file, tokenizer, max_length=16)
     assert (data.num_examples, len(data)) == (2, 4)
-    better, worse = data.example(0)
+    better, worse = data[0], data[1]
     assert better.input_ids[0] == worse.input_ids[0]
     assert len(better.input_ids) < len(worse.input_ids)
 

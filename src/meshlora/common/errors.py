@@ -16,6 +16,7 @@ _LONGEST_MESSAGE = 1_960
 _LONGEST_REPORT = 20_000
 _HEAD_OF_REPORT = 2_000
 _LONGEST_QUOTE = 400
+_MOST_NUMBERS = 16
 _LONGEST_NAME = 200  # of names compared for similarity: anything longer is not a typo
 # Our own messages continue on indented lines. Any other newline is from a value, which could begin with `error: `.
 _NEWLINE_OF_VALUE = re.compile(r"\n(?!  )")
@@ -92,10 +93,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return "known: " + one_line(", ".join(each[:_LONGEST_QUOTE] for each in known[:_LONGEST_QUOTE]), _LONGEST_QUOTE)
 
 
-def numbered(what: str, numbers: Sequence[int], *, most: int = 16) -> str:
-    """`ranks 0, 1 and 6 more`: the first `most` of `numbers`."""
-    shown = ", ".join(map(str, numbers[:most]))
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+def numbered(what: str, numbers: Sequence[int]) -> str:
+    """`ranks 0, 1 and 6 more`: the first of `numbers`."""
+    shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
+    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
     return f"{what}{'s' if len(numbers) != 1 else ''} {shown}{more}"
 
 

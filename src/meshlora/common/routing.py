@@ -70,21 +70,6 @@ class RoutingRecord:
             )
         return found
 
-    def merge(self, other: RoutingRecord) -> None:
-        """Add the choices in `other`, the record of another rank of the same run.
-
-        Raises:
-            UserError: it is of another model or other data, or the two disagree on a token.
-        """
-        if (other.num_tokens, other.num_experts, other.digest) != (self.num_tokens, self.num_experts, self.digest):
-            raise UserError("two records of routing", "they are of different models or data")
-        for (step, block), table in other.choices.items():
-            own = self.choices.setdefault((step, block), table)
-            both = ((own >= 0) & (table >= 0)).all(1)
-            if not torch.equal(own[both], table[both]):
-                raise UserError(f"step {step + 1}, {block}", "the records differ on a token that both have")
-            self.choices[step, block] = torch.maximum(own, table)
-
     def save(self, file: Path) -> None:
         """Write one safetensors file, not atomically: the caller owns the folder."""
         tensors = {f"{step}/{block}": table.contiguous() for (step, block), table in self.choices.items()}

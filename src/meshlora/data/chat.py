@@ -68,8 +68,8 @@ def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    trains_all: bool = False,
-    processor: Any = None,
+    trains_all: bool,
+    processor: Any,
 ) -> list[Row]:
     """The tokens of each conversation, with the special tokens of the template.
 

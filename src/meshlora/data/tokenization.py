@@ -122,11 +122,6 @@ class TokenizedDataset:
         parts |= {} if self.targets is None else {"targets": self.targets[:rows]}
         return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
 
-    def example(self, index: int) -> list[Sequence]:
-        """The sequences of example `index`."""
-        first = index * self.rows_per_example
-        return [self[first + row] for row in range(self.rows_per_example)]
-
     @property
     def num_trained_tokens(self) -> int:
         """The number of predictable targets: the first token of a sequence has no predecessor and does not count."""

@@ -93,13 +93,13 @@ def kind_for_twin(plan: ModelPlan) -> str | None:
     return {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"}.get(kind, kind)
 
 
-def bounds_of(plan: ModelPlan, rule: LinearRule, *, rank: int = 0) -> tuple[list[tuple[int, int]], ...]:
-    """(ranges of outputs, of inputs) of the matrix of `rule` on a rank of its axis."""
+def bounds_of(plan: ModelPlan, rule: LinearRule) -> tuple[list[tuple[int, int]], ...]:
+    """(ranges of outputs, of inputs) of the matrix of `rule` on rank 0 of its axis."""
     size = plan.topology.etp if isinstance(rule, ExpertRule) else plan.topology.tp
     whole = [(0, rule.out_features)], [(0, rule.in_features)]
     if rule.split is Split.WHOLE or rule.layout is None:
         return whole
-    own = contiguous((run.start, run.stop) for run in rule.layout.runs(rank=rank, size=size))
+    own = contiguous((run.start, run.stop) for run in rule.layout.runs(rank=0, size=size))
     return (own, whole[1]) if rule.split is Split.COLUMN else (whole[0], own)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshlora.comm.groups import simulated_job
@@ -88,15 +88,8 @@ class Choice:
     left_out: tuple[tuple[str, str], ...]
 
 
-def choose(
-    problem: Problem,
-    topologies: Sequence[Topology] = (),
-    *,
-    advance: Callable[[str], None] = lambda _: None,
-) -> Choice:
+def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     """Predict and rank `topologies`, by default all.
-
-    advance: called with each topology before it is predicted.
 
     Raises:
         UserError: no topology can be predicted.
@@ -106,7 +99,6 @@ def choose(
     traces: Traces = {}
     with simulated_job(2):
         for topology in topologies or all_topologies(problem):
-            advance(str(topology))
             try:
                 found.append(predict(problem, topology, traces))
             except UserError as error:
