@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -24,124 +26,62 @@ pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
 
 
 GPUS = ("--gpus", "8", "--gpu", "h100", "--seq", "64")
+generate = functools.partial(command, "generate", "--model", "{folder}/model", "--prompt", "a")
+plan = functools.partial(command, "plan", "--model", "{folder}/model")
 
 MISTAKES: dict[str, Case] = {
     # Other commands.
-    "generate_below_absolute_zero": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--temperature", "-1"), "--temperature -1"
-    ),
-    "generate_temperature_not_a_number": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--temperature", "nan"), "--temperature nan"
-    ),
-    "generate_no_tokens": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--max-new-tokens", "0"),
-        "--max-new-tokens 0",
-        "at least 1",
-    ),
+    "generate_below_absolute_zero": case(generate("--temperature", "-1"), "--temperature -1"),
+    "generate_temperature_not_a_number": case(generate("--temperature", "nan"), "--temperature nan"),
+    "generate_no_tokens": case(generate("--max-new-tokens", "0"), "--max-new-tokens 0", "at least 1"),
     "generate_model_missing": case(
         command("generate", "--model", "nowhere", "--prompt", "a"), "nowhere", "no such folder"
     ),
-    "generate_adapter_missing": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--adapter", "nowhere"),
-        "nowhere",
-        "no such folder",
-    ),
-    "generate_unknown_dtype": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--dtype", "fp23"), "'fp23'", "float32"
-    ),
+    "generate_adapter_missing": case(generate("--adapter", "nowhere"), "nowhere", "no such folder"),
+    "generate_unknown_dtype": case(generate("--dtype", "fp23"), "'fp23'", "float32"),
     "generate_tokenizer_missing": case(
-        several(
-            command("generate", "--model", "{folder}/model", "--prompt", "a"),
-            remove("model/tokenizer.json", "model/tokenizer_config.json"),
-        ),
+        several(generate(), remove("model/tokenizer.json", "model/tokenizer_config.json")),
         "tokenizer in",
         "cannot be loaded",
     ),
     "generate_empty_prompt": case(command("generate", "--model", "{folder}/model", "--prompt", ""), "''", "no tokens"),
     "generate_beyond_the_positions": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--max-new-tokens", "1000"),
-        "--max-new-tokens 1000",
-        "128 positions",
-        "shorten",
+        generate("--max-new-tokens", "1000"), "--max-new-tokens 1000", "128 positions", "shorten"
     ),
-    "generate_seed_beyond_64_bits": case(
-        command("generate", "--model", "{folder}/model", "--prompt", "a", "--seed", str(2**63)), "--seed", "2**63"
-    ),
+    "generate_seed_beyond_64_bits": case(generate("--seed", str(2**63)), "--seed", "2**63"),
     "generate_adapter_of_another_model": case(
-        several(
-            lambda s: s.adapter_weights(narrower_adapter),
-            command("generate", "--model", "{folder}/model", "--prompt", "a", "--adapter", "{folder}/adapter"),
-        ),
+        several(lambda s: s.adapter_weights(narrower_adapter), generate("--adapter", "{folder}/adapter")),
         "[4, 48]",
         "another model",
     ),
     "generate_weight_of_wrong_shape": case(
-        several(
-            lambda s: s.weights(lambda t: t.update({f"{UP}.weight": torch.zeros(96, 64)})),
-            command("generate", "--model", "{folder}/model", "--prompt", "a"),
-        ),
+        several(lambda s: s.weights(lambda t: t.update({f"{UP}.weight": torch.zeros(96, 64)})), generate()),
         f"{UP}.weight",
         "[96, 64]",
     ),
     "plan_model_missing": case(
         command("plan", "--model", "nowhere", "--topology", "tp=2"), "nowhere", "no such folder"
     ),
-    "plan_unknown_axis": case(
-        command("plan", "--model", "{folder}/model", "--topology", "pp=2"), "'pp' is not an axis", "did you mean 'tp'?"
-    ),
-    "plan_tp_that_does_not_divide": case(
-        command("plan", "--model", "{folder}/model", "--topology", "tp=3"),
-        "tp=3",
-        "num_attention_heads=8",
-        "{1, 2, 4, 8}",
-    ),
-    "plan_without_a_topology": case(command("plan", "--model", "{folder}/model"), "--topology", "required", "--gpus"),
-    "plan_option_without_gpus": case(
-        command("plan", "--model", "{folder}/model", "--topology", "tp=2", "--simulate"), "--simulate", "--gpus"
-    ),
-    "plan_gpus_without_a_length": case(
-        command("plan", "--model", "{folder}/model", "--gpus", "8", "--gpu", "h100"), "--seq", "required"
-    ),
-    "plan_unknown_gpu": case(
-        command("plan", "--model", "{folder}/model", "--gpus", "8", "--gpu", "h20", "--seq", "64"),
-        "--gpu h20",
-        "did you mean 'h200'?",
-    ),
-    "plan_topology_of_another_size": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=2,tp=2"), "4 processes", "8 were started"
-    ),
+    "plan_unknown_axis": case(plan("--topology", "pp=2"), "'pp' is not an axis", "did you mean 'tp'?"),
+    "plan_tp_that_does_not_divide": case(plan("--topology", "tp=3"), "tp=3", "num_attention_heads=8", "{1, 2, 4, 8}"),
+    "plan_without_a_topology": case(plan(), "--topology", "required", "--gpus"),
+    "plan_option_without_gpus": case(plan("--topology", "tp=2", "--simulate"), "--simulate", "--gpus"),
+    "plan_gpus_without_a_length": case(plan("--gpus", "8", "--gpu", "h100"), "--seq", "required"),
+    "plan_unknown_gpu": case(plan("--gpus", "8", "--gpu", "h20", "--seq", "64"), "--gpu h20", "did you mean 'h200'?"),
+    "plan_topology_of_another_size": case(plan(*GPUS, "--topology", "dp=2,tp=2"), "4 processes", "8 were started"),
     "plan_sharded_over_one_dp_rank": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "tp=8,dp_shard"),
-        "dp_shard with dp=1",
-        "leave out dp_shard",
+        plan(*GPUS, "--topology", "tp=8,dp_shard"), "dp_shard with dp=1", "leave out dp_shard"
     ),
-    "plan_unknown_quantization": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--quantization", "nf5"),
-        "'nf5'",
-        "nf4, int8",
-        "did you mean",
-    ),
+    "plan_unknown_quantization": case(plan(*GPUS, "--quantization", "nf5"), "'nf5'", "nf4, int8", "did you mean"),
     "plan_fewer_sequences_than_dp_ranks": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--topology", "dp=8", "--global-batch", "4"),
-        "--global-batch 4",
-        "dp=8",
+        plan(*GPUS, "--topology", "dp=8", "--global-batch", "4"), "--global-batch 4", "dp=8"
     ),
     "plan_sequence_too_long": case(
-        command("plan", "--model", "{folder}/model", "--gpus", "8", "--gpu", "h100", "--seq", "1000"),
-        "--seq 1000",
-        "128 positions",
+        plan("--gpus", "8", "--gpu", "h100", "--seq", "1000"), "--seq 1000", "128 positions"
     ),
-    "plan_recompute_that_is_none": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--recompute", "some"), "--recompute some", "none, full"
-    ),
-    "plan_no_gpus": case(
-        command("plan", "--model", "{folder}/model", "--gpus", "0", "--gpu", "h100", "--seq", "64"), "--gpus 0"
-    ),
-    "plan_hardware_missing": case(
-        command("plan", "--model", "{folder}/model", *GPUS, "--hardware", "nowhere.json"),
-        "nowhere.json",
-        "no such file",
-    ),
+    "plan_recompute_that_is_none": case(plan(*GPUS, "--recompute", "some"), "--recompute some", "none, full"),
+    "plan_no_gpus": case(plan("--gpus", "0", "--gpu", "h100", "--seq", "64"), "--gpus 0"),
+    "plan_hardware_missing": case(plan(*GPUS, "--hardware", "nowhere.json"), "nowhere.json", "no such file"),
 }
 
 
