@@ -15,7 +15,7 @@ from meshlora.cli.main import main
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Policy
 from meshlora.config.run import TrainConfig
-from meshlora.data import collate
+from meshlora.data import READERS, collate
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.rollouts import read_rollouts
 from meshlora.oracle.batches import micro_batches
@@ -195,30 +195,60 @@ def test_advantages_stand_at_their_tokens(tmp_path: Path, tokenizer) -> None:  #
     assert batch.columns["advantage"].tolist() == [[0, 1.5, -2, 0], [3, 3, 0, 0]], "shifted as the labels are"
 
 
+# By the reader of an objective: a row that it takes, and others with what is said of them.
+_RECORDS: dict[str, tuple[dict[str, object], list[tuple[dict[str, object], str]]]] = {
+    "rollouts": (
+        {"prompt": "a", "completion": " b", "advantage": 1},
+        [
+            ({"input_ids": [5, 6], "is_trained": [0, 1]}, "has neither advantage nor advantages"),
+            ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "advantages": [1]}, "one of the two"),
+            (
+                {"input_ids": [5, 6, 7], "is_trained": [0, 1, 1], "advantages": [1]},
+                "has 1 numbers for 2 trained tokens",
+            ),
+            ({"input_ids": [5, 9999], "is_trained": [0, 1], "advantage": 1}, "outside the vocabulary of 512"),
+            ({"input_ids": [5, 6], "is_trained": [0, 2], "advantage": 1}, "a 0 or 1"),
+            ({"input_ids": [5, 6], "is_trained": [1, 0], "advantage": 1}, "no trained token"),
+            ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": float("nan")}, "not a finite number"),
+            ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": "1"}, "not a finite number"),
+            ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "text": "x"}, "one of the two"),
+            ({"prompt": "a", "completion": "b", "advantage": 1, "old_logprobs": [1]}, "did you mean 'old_log_probs'"),
+        ],
+    ),
+    "feedback": (
+        {"prompt": "a", "completion": " b", "label": True},
+        [
+            ({"prompt": "a", "completion": "b"}, "'label' is missing"),
+            ({"prompt": "a", "completion": "b", "label": 1}, "label is a number"),
+            ({"prompt": "a", "completion": "b", "label": True, "weight": 1}, "unknown field 'weight'"),
+            ({"completion": [{"role": "assistant", "content": "b"}], "label": True}, "messages in some records"),
+        ],
+    ),
+    "pairs": (
+        {"prompt": "a", "chosen": " b", "rejected": " c"},
+        [
+            ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
+            ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+            ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "prompt is a string"),
+            ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, "unknown field 'score'"),
+        ],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"input_ids": [5, 6], "is_trained": [0, 1]}, "has neither advantage nor advantages"),
-        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "advantages": [1]}, "one of the two"),
-        ({"input_ids": [5, 6, 7], "is_trained": [0, 1, 1], "advantages": [1]}, "has 1 numbers for 2 trained tokens"),
-        ({"input_ids": [5, 9999], "is_trained": [0, 1], "advantage": 1}, "outside the vocabulary of 512"),
-        ({"input_ids": [5, 6], "is_trained": [0, 2], "advantage": 1}, "a 0 or 1"),
-        ({"input_ids": [5, 6], "is_trained": [1, 0], "advantage": 1}, "no trained token"),
-        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": float("nan")}, "not a finite number"),
-        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": "1"}, "not a finite number"),
-        ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "text": "x"}, "one of the two"),
-        ({"prompt": "a", "completion": "b", "advantage": 1, "old_logprobs": [1]}, "did you mean 'old_log_probs'"),
-    ],
+    ("reader", "row", "words"), [(reader, *each) for reader, (_, rows) in _RECORDS.items() for each in rows]
 )
-def test_rollout_that_cannot_be_used_is_named_by_line(
+def test_record_that_cannot_be_used_is_named_by_line(
+    reader: str,
     row: dict[str, object],
     words: str,
     tmp_path: Path,
     tokenizer,  # type: ignore[no-untyped-def]
 ) -> None:
-    file = _write(tmp_path, {"prompt": "a", "completion": " b", "advantage": 1}, row)
+    file = _write(tmp_path, _RECORDS[reader][0], row)
     with pytest.raises(UserError, match=words) as error:
-        read_rollouts(file, tokenizer, max_length=16, vocab_size=512)
+        READERS[reader](file, tokenizer, max_length=16, vocab_size=512)
     assert "rows.jsonl:2" in str(error.value)
 
 
@@ -242,49 +272,7 @@ def test_answer_stands_beside_the_one_to_another_prompt(tmp_path: Path, tokenize
     assert (data.num_examples, data.first(3).num_examples) == (4, 3)
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": "a", "completion": "b"}, "'label' is missing"),
-        ({"prompt": "a", "completion": "b", "label": 1}, "label is a number"),
-        ({"prompt": "a", "completion": "b", "label": True, "weight": 1}, "unknown field 'weight'"),
-        ({"completion": [{"role": "assistant", "content": "b"}], "label": True}, "messages in some records"),
-    ],
-)
-def test_feedback_that_cannot_be_used_is_named_by_line(
-    row: dict[str, object],
-    words: str,
-    tmp_path: Path,
-    tokenizer,  # type: ignore[no-untyped-def]
-) -> None:
-    file = _write(tmp_path, {"prompt": "a", "completion": " b", "label": True}, row)
-    with pytest.raises(UserError, match=words) as error:
-        read_feedback(file, tokenizer, max_length=16)
-    assert "rows.jsonl:2" in str(error.value)
-
-
 def test_feedback_on_one_prompt_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
     file = _write(tmp_path, *({"prompt": "a", "completion": c, "label": True} for c in (" b", " c")))
     with pytest.raises(UserError, match="answers to other prompts"):
         read_feedback(file, tokenizer, max_length=16)
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
-        ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "prompt is a string"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, "unknown field 'score'"),
-    ],
-)
-def test_pair_that_cannot_be_used_is_named_by_line(
-    row: dict[str, object],
-    words: str,
-    tmp_path: Path,
-    tokenizer,  # type: ignore[no-untyped-def]
-) -> None:
-    file = _write(tmp_path, {"prompt": "a", "chosen": " b", "rejected": " c"}, row)
-    with pytest.raises(UserError, match=words) as error:
-        read_preferences(file, tokenizer, max_length=16)
-    assert "rows.jsonl:2" in str(error.value)
