@@ -122,6 +122,20 @@ OF_SEVERAL: dict[str, Fault] = {
         "scales = 1 / (totals.sum().expand_as(totals).double() *",
         _SINGLE,
     ),
+    "masks_by_the_place_in_the_micro_batch": Fault(
+        "the masks of a token are of its place in its adapter's own batch",
+        "train/batches.py",
+        "places=[places[0] for _, places in rows],",
+        "places=None,",
+        _SINGLE,
+    ),
+    "gradients_of_one_rank": Fault(
+        "an adapter's gradient is a sum over the ranks",
+        _GRADIENTS,
+        "flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in every]), mesh.over(axes))",
+        "flat = torch.cat([g.reshape(-1) for g in every])",
+        f"{_SINGLE.removesuffix('[]')}[dp=2]",
+    ),
 }
 
 _EVALUATE = "train/evaluate.py"

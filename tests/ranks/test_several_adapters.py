@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -18,10 +17,9 @@ from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.common.errors import MeshloraError
 from meshlora.config.file import read_runs
 from meshlora.oracle.compare import compare_adapters
-from meshlora.train import batches, gradsync, run, trainer
+from meshlora.train import run, trainer
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run, prepare_runs
-from meshlora.train.trained import TrainedAdapter
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import small_base
 
@@ -158,72 +156,6 @@ def test_each_of_many_on_a_quantised_base_is_that_of_its_single_run(
 
 def _gaps(ours: Path, alone: Path) -> dict[str, float]:
     return {name: compare_adapters(ours / name / "adapter", alone / name / "adapter").relative for name in ADAPTERS}
-
-
-def _counts_of_all(patch: pytest.MonkeyPatch) -> None:
-    bucket = gradsync._sum_bucket
-
-    def of_all(*given: Any, scales: torch.Tensor) -> None:
-        bucket(*given, scales=(1 / (1 / scales).sum()).expand_as(scales))
-
-    patch.setattr(gradsync, "_sum_bucket", of_all)
-
-
-def _joint_norm(patch: pytest.MonkeyPatch) -> None:
-    clip = trainer.clip_gradients_on_device
-
-    def joint(mesh: Any, adapters: Any, limits: list[float]) -> torch.Tensor:
-        norms = clip(mesh, adapters, [None] * len(limits)).tolist()
-        total = math.hypot(*norms)
-        return clip(mesh, adapters, [limit * norm / total for limit, norm in zip(limits, norms, strict=True)])
-
-    patch.setattr(trainer, "clip_gradients_on_device", joint)
-
-
-def _masks_of_another_seed(patch: pytest.MonkeyPatch) -> None:
-    share = TrainedAdapter.share
-
-    def of_another(self: TrainedAdapter, tokens: torch.Tensor) -> Any:
-        found = share(self, tokens)
-        return dataclasses.replace(found, seed=found.seed + 1)
-
-    patch.setattr(TrainedAdapter, "share", of_another)
-
-
-def _places_of_the_batch(patch: pytest.MonkeyPatch) -> None:
-    made = batches.collate
-    patch.setattr(batches, "collate", lambda rows, places, **options: made(rows, **options))
-
-
-def _sum_over_ranks_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gradsync, "all_reduce_in_place", lambda tensor, axis: tensor)
-
-
-FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "token count shared by the adapters": ("", _counts_of_all),
-    "clipped by the joint norm": ("", _joint_norm),
-    "masks of another seed": ("", _masks_of_another_seed),
-    "masks by the place in the micro-batch": ("", _places_of_the_batch),
-    "sum over ranks forgotten": ("dp=2", _sum_over_ranks_forgotten),
-}
-
-
-def _train_with_fault(file: Path, world: int, fault: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        FAULTS[fault][1](patch)
-        _train(file, world)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_in_a_run_of_many_shows(fault: str, folder: Path, singles: Path, pools: Callable[[int], Pool]) -> None:
-    topology = FAULTS[fault][0]
-    name, world = f"fault-{fault}", WORLD[topology]
-    file = _file(folder, name, topology, replica_check_every=0)  # it would stop a rank that drifts
-    if world == 1:
-        _train_with_fault(file, 1, fault)
-    else:
-        pools(world).run(_train_with_fault, file, world, fault)
-    assert max(_gaps(folder / name, singles).values()) > 1e-4
 
 
 def test_each_of_many_goes_on_from_its_own_last_checkpoint(
