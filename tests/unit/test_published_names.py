@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
+from meshlora.loading.blueprint import read_model_config
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
 from meshlora.plan.families.twin import twin_config
@@ -35,6 +38,10 @@ RENAMED = {
 EXPERTS = ("gate_up_proj", "down_proj")
 
 
+def _load(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+
+
 def _published(folder: Path, family: str) -> tuple[dict[str, Tensor], CheckpointSource]:
     """(the weights as transformers loads them, ours) of a twin that is stored under its published names."""
     config = twin_config(family)
@@ -50,7 +57,7 @@ def _published(folder: Path, family: str) -> tuple[dict[str, Tensor], Checkpoint
         tensors |= {name: tensors[name].mT.contiguous() for name in tensors if name.endswith(EXPERTS)}
         tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"].clone()
         save_file({name: value.clone() for name, value in tensors.items()}, folder / FILE, metadata={"format": "pt"})
-    loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    loaded = _load(folder)
     with torch.device("meta"):
         meta = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     return dict(loaded.named_parameters()), CheckpointSource(folder, meta)
@@ -76,6 +83,32 @@ def test_experts_that_are_stored_transposed_are_read_as_transformers_reads_them(
         parts = Part(0, 1, 2), Part(1, 3, 9), Part(1, 12, 15), Part(2, 5, 8)
         rows = [*range(3, 9), *range(12, 15)]
         assert torch.equal(source.read(name, *parts), expected[name][1:2, rows, 5:8])
+
+
+def test_rows_of_a_fused_matrix_are_read_as_transformers_cuts_and_orders_them(tmp_path: Path) -> None:
+    """Whole, and in slices: q and k by halves of each head."""
+    expected, source = _published(tmp_path, "kimi_k25")
+    names = [name for name in expected if "vision_tower" in name and "_proj." in name]
+    assert {name.rpartition("attn.")[2] for name in names} >= {"q_proj.weight", "k_proj.bias", "v_proj.weight"}
+    assert not {*load_file(tmp_path / FILE)} & {*names}
+    assert all(torch.equal(source.read(name), value) for name, value in expected.items())
+    name = next(name for name in names if name.endswith("q_proj.weight"))
+    assert source.mistake(name, tuple(expected[name].shape)) is None
+    part = source.read(name, Part(0, 3, 9), Part(0, 12, 15), Part(1, 5, 8))
+    assert torch.equal(part, expected[name][[*range(3, 9), *range(12, 15)], 5:8])
+
+
+def test_a_matrix_that_is_cut_on_loading_is_merged_as_what_it_becomes(tmp_path: Path) -> None:
+    _published(tmp_path / "model", "kimi_k25")
+    adapted = get_peft_model(_load(tmp_path / "model"), LoraConfig(r=2, target_modules=r".*vision_tower.*\.q_proj"))
+    for parameter in adapted.parameters():
+        parameter.data.normal_()  # of the base too, which is read anew below
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = read_model_config(tmp_path / "model")
+    merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "out", config=config, check_logits=False)
+    expected = PeftModel.from_pretrained(_load(tmp_path / "model"), tmp_path / "adapter").merge_and_unload()
+    found = _load(tmp_path / "out").state_dict()
+    assert all(torch.allclose(found[name], value) for name, value in expected.state_dict().items())
 
 
 # Family -> the names of weights that are passed over, and of which kind they are.

@@ -55,6 +55,7 @@ class StoredTensor:
         shape: with the swapped dims swapped. dtype: as safetensors writes it: F32, BF16, I8.
         value: set for a tensor in no file. swapped: two dims whose places in the file are each other's.
         packed: set for a weight in few bits: its format and parts. key, shape, dtype are those of the weight.
+        rows: the rows of the tensor in the file that it consists of, int64; None: all of them, in order.
     """
 
     file: Path
@@ -64,6 +65,7 @@ class StoredTensor:
     value: Tensor | None = None
     packed: tuple[Format, Mapping[str, StoredTensor]] | None = None
     swapped: tuple[int, int] | None = None
+    rows: Tensor | None = None
 
     @classmethod
     def in_memory(cls, key: str, value: Tensor) -> StoredTensor:
@@ -332,6 +334,10 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
         if pattern is not None and name in names:
             converter = next(c for c in converters if pattern in c.source_patterns)
             operations = converter.operations
+            if len(converter.target_patterns) > 1:
+                for target, part in _pieces(tensor, converter, model.config):
+                    found.setdefault(name.replace(converter.target_patterns[0], target), []).append(_Found(part))
+                continue
             # One that looks at the shape reads what a merge writes in the model's own order, too; others would not.
             if [getattr(operation, "check_dims", False) for operation in operations] == [True]:
                 place = _Found(_transposed(tensor, tuple(names[name].shape), operations[0]))
@@ -359,6 +365,19 @@ def _transposed(tensor: StoredTensor, needed: tuple[int, ...], operation: Any) -
     shape = list(tensor.shape)
     shape[dims[0]], shape[dims[1]] = shape[dims[1]], shape[dims[0]]
     return dataclasses.replace(tensor, shape=tuple(shape), swapped=dims)
+
+
+def _pieces(tensor: StoredTensor, converter: Any, config: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """(target, its rows of `tensor`) of a conversion that chooses rows: of the q, k and v of a fused qkv (kimi_k25)."""
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    if not {*kinds} <= {"Chunk", "PermuteForRope"} or tensor.packed is not None:
+        raise UnsupportedError(tensor.key, f"its conversion on load ({kinds}) is not supported yet")
+    # Of the numbers of its rows it makes the rows that it chooses.
+    rows: dict[str, Any] = {converter.source_patterns[0]: torch.arange(tensor.shape[0])}
+    for operation in converter.operations:
+        rows = operation.convert(rows, converter.source_patterns, converter.target_patterns, config=config)
+    for target, of_target in rows.items():
+        yield target, dataclasses.replace(tensor, shape=(len(of_target), *tensor.shape[1:]), rows=of_target)
 
 
 def _check_operations(key: str, operations: Sequence[Any]) -> bool:

@@ -157,6 +157,10 @@ def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
         as_stored = dataclasses.replace(stored, swapped=None)
         parts = tuple(Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts)
         return read_slice(as_stored, parts).transpose(one, other)
+    if stored.rows is not None:
+        whole = read_slice(dataclasses.replace(stored, rows=None), tuple(part for part in parts if part.dim))
+        kept = [stored.rows[part.start : part.stop] for part in parts if not part.dim] or [stored.rows]
+        return whole[kept[0]]
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)

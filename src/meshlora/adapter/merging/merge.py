@@ -284,7 +284,8 @@ def _outputs(
             raise UnsupportedError(f"{source.describe()}: {integers}", "it holds integers, and the adapter changes it")
         blocks = list(stored.blocks(()))
         for tensor, _, place in blocks:
-            entry = Entry(tensor.key, tensor.shape, type_of(name, tensor.dtype))
+            key = tensor.key if tensor.rows is None else name  # of one that is cut on loading, as what it becomes
+            entry = Entry(key, tensor.shape, type_of(name, tensor.dtype))
             is_whole = len(blocks) == 1 and not stored.experts
             outputs.append(_Output(tensor.file.name, entry, name, None if is_whole else place, tensor))
     for name in untied:
