@@ -148,7 +148,7 @@ def show(prompts: list[str], said: list[str]) -> None:
 
 
 def _is_right(prompt: str, text: str) -> bool:
-    """Whether the list of fields is not just continued, but said in a sentence, by its name and what kind of place it is."""
+    """Whether the fields are said in a sentence, with the name and the kind of the place, not just continued."""
     fields = dict(field.strip().split(" : ") for field in prompt.split("|"))
     return "|" not in text and text.endswith(".") and all(fields[of] in text for of in ("name", "Type"))
 
