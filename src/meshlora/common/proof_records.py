@@ -1,8 +1,8 @@
 """The cache of proofs: its folder, and the records of proved combinations.
 
 Owns: whether the folder is usable, the content of a record, and when it is trusted. Does not own: the key of a run
-(`verify.preflight`, `verify.many`) or of a family (`plan.families.proved`), references (`verify.proof`), which files
-are trusted at all (`common.private`).
+(`verify.preflight`) or of a family (`plan.families.proved`), references (`verify.proof`), which files are trusted at
+all (`common.private`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ response (`train.trainer`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.common.errors import numbered
+from meshlora.model.regions import tensors_in
 from meshlora.plan.topology import SEQUENCES
 from meshlora.train.batches import MicroBatch
 
@@ -87,7 +88,9 @@ def _watching(model: nn.Module) -> Iterator[_First]:
     def hook(number: int) -> Callable[[nn.Module, Any, Any], None]:
         def look(_: nn.Module, __: Any, output: Any) -> None:
             first.done += 1
-            if first.module < 0 and not all(map(_is_finite, _tensors(output))):
+            # Logits of a split head are a subclass: a stand-in for the loss only.
+            tensors = (tensor for tensor in tensors_in(output) if type(tensor) is Tensor)
+            if first.module < 0 and not all(map(_is_finite, tensors)):
                 first.module, first.place = number, first.done
 
         return look
@@ -98,18 +101,6 @@ def _watching(model: nn.Module) -> Iterator[_First]:
     finally:
         for handle in hooks:
             handle.remove()
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        # Logits of a split head are a stand-in for the loss only.
-        yield from [output] if type(output) is Tensor else []
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
 
 
 def _is_finite(tensor: Tensor | None) -> bool:
