@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +20,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 from meshlora.plan.families.twin import twin_config
 from tests.ranks.forked import Forked
+from tests.run_files import copy_tokenizer, write_run_file
 
-TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
 # From the fault to the end of every process.
 PATIENCE_S = 30.0
 # What is tested here comes after the preflight, which takes longer than all of it.
@@ -86,15 +84,15 @@ class Job:
         (self.folder / "train.jsonl").write_text(lines)
         (self.folder / "faults").mkdir()
         (self.folder / "faults" / "sitecustomize.py").write_text(FAULTS + fault)
-        tree = {
-            "model": {"path": str(self.folder.parent / "model")},
-            "data": {"train": "train.jsonl", "max_length": 32, "cache_dir": "cache"},
-            "train": {"output": "output", "steps": 5, "batch_size": 2, "log_every": 1, **train},
-            "lora": {"r": 2, "target_modules": ["q_proj", "down_proj"]},
-            "topology": "tp=2",
-            "device": "cpu",
-        }
-        (self.folder / "run.yaml").write_text(yaml.safe_dump(tree))
+        write_run_file(
+            self.folder / "run.yaml",
+            model={"path": str(self.folder.parent / "model")},
+            data={"train": "train.jsonl", "max_length": 32, "cache_dir": "cache"},
+            train={"output": "output", "steps": 5, "batch_size": 2, "log_every": 1, **train},
+            lora={"r": 2, "target_modules": ["q_proj", "down_proj"]},
+            topology="tp=2",
+            device="cpu",
+        )
 
     def start(self, *command: str) -> subprocess.Popen[str] | Forked:
         path = os.pathsep.join([str(self.folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -158,8 +156,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(twin_config("llama", vocab_size=2048), dtype=torch.float32)
     model.save_pretrained(folder / "model")
-    for file in TOKENIZER.glob("*token*.json"):
-        shutil.copy(file, folder / "model")
+    copy_tokenizer(folder / "model")
     return folder
 
 

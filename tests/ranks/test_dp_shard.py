@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from meshlora.train.recompute import recompute_layers
 from tests.conftest import Prove
 from tests.pool import Pool
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
+from tests.run_files import metrics_of
 
 __all__ = ["folder"]  # a fixture
 
@@ -152,10 +152,7 @@ def test_a_run_with_all_that_a_run_has_gives_the_bytes_of_dp(
     file = run_file(folder, sharded.name, "dp=2,dp_shard", **options)
     pools(2).run(run_and_keep_groups, file, 2, None if is_whole else "auto", timeout_s=120)
     assert (sharded / "adapter" / WEIGHTS_FILE).read_bytes() == (dp / "adapter" / WEIGHTS_FILE).read_bytes()
-    losses = [
-        {line["step"]: line["loss"] for line in map(json.loads, metrics.splitlines()) if "loss" in line}
-        for metrics in ((output / "metrics.jsonl").read_text() for output in (dp, sharded))
-    ]
+    losses = [{line["step"]: line["loss"] for line in metrics_of(output) if "loss" in line} for output in (dp, sharded)]
     assert sorted(losses[1]) == ([1, 2, 3, 4] if is_whole else [3, 4])
     assert losses[1].items() <= losses[0].items()
 

@@ -7,30 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from meshlora.config.file import read_run
 from meshlora.config.run import RunConfig
 from meshlora.train.evaluate import evaluate, prepare_evaluation
 from tests.pool import Pool
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.run_files import copy_lines, write_run_file
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run file with 5 held-out sequences of unequal lengths."""
     folder = tmp_path_factory.mktemp("evaluate")
-    lines = (EXAMPLES / "docstrings" / "eval.jsonl").read_text().splitlines()[:5]
-    (folder / "eval.jsonl").write_text("\n".join(lines) + "\n")
-    tree = {
-        "model": {"path": str(EXAMPLES / "tiny_base"), "dtype": "float64"},
-        "lora": {"r": 4},
-        "data": {"train": "unread", "eval": str(folder / "eval.jsonl"), "max_length": 128},
-        "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 4, "micro_batch_size": 2},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "run.yaml"
+    copy_lines("eval", folder / "eval.jsonl", 0, 5)
+    data = {"train": "unread", "eval": str(folder / "eval.jsonl"), "max_length": 128}
+    return write_run_file(folder / "out.yaml", model={"dtype": "float64"}, data=data, train={"micro_batch_size": 2})
 
 
 def _evaluate(config: RunConfig, world: int) -> dict[str, Any]:

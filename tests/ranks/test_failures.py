@@ -10,13 +10,13 @@ import contextlib
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests.processes import wait_until
 from tests.ranks.jobs import PATIENCE_S, TRAIN, Job, base, job_either_way
 
 __all__ = ["base", "job_either_way"]  # fixtures
@@ -98,7 +98,7 @@ def test_user_mistake_under_torchrun_is_said_once(job: Job) -> None:
 def test_first_signal_saves_and_says_how_to_go_on(number: signal.Signals, job: Job) -> None:
     job.write(steps=1_000_000)
     process = job.start(*TRAIN, "--set", "train.schedule=constant")
-    _wait_until(job.trains)
+    wait_until(job.trains)
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, ""), err
@@ -116,7 +116,7 @@ def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
     job.write(steps=1_000_000)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshlora", "train", "run.yaml")
     process = job.start(*torchrun, "--no-preflight")
-    _wait_until(job.trains)
+    wait_until(job.trains)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert job.living_ranks() == []
@@ -128,7 +128,7 @@ def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
 def test_signal_to_a_single_process_saves(job: Job) -> None:
     job.write(steps=1_000_000)
     process = job.start("-m", "meshlora", "train", "run.yaml", "--no-preflight", "--set", "topology=''")
-    _wait_until(job.trains)
+    wait_until(job.trains)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
@@ -142,7 +142,7 @@ def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) 
     # Rank 1 never ends its step, so the first signal cannot be followed.
     job.write("\n    at(3, 1, lambda loss: time.sleep(1000))\n")
     process = job.start()
-    _wait_until((job.folder / "faults" / "fault-at").exists)
+    wait_until((job.folder / "faults" / "fault-at").exists)
     process.send_signal(number)
     time.sleep(1)
     assert process.poll() is None
@@ -161,11 +161,11 @@ def test_nothing_lives_on_when_the_launcher_is_killed(job: Job, monkeypatch: pyt
         monkeypatch.setenv("TMPDIR", temporary)
         job.write("\n    at(3, rank, lambda loss: time.sleep(1000))\n")
         process = job.start()
-        _wait_until((job.folder / "faults" / "fault-at").exists)
+        wait_until((job.folder / "faults" / "fault-at").exists)
         assert [path.name.partition("-")[0] for path in Path(temporary).iterdir()] == ["meshlora"]
         assert len(job.started_ranks()) == 2
         process.kill()
-        _wait_until(lambda: not any(map(_trains, job.started_ranks())) and not list(Path(temporary).iterdir()), 5)
+        wait_until(lambda: not any(map(_trains, job.started_ranks())) and not list(Path(temporary).iterdir()), 5)
 
 
 def _trains(pid: int) -> bool:
@@ -204,10 +204,3 @@ def test_loss_that_is_not_finite_stops_the_run_and_only_rank_0_speaks_on_the_ter
     assert "from rank 1" not in out + err
     assert "UserWarning: from rank 1" in (job.output / "logs" / "rank-1.log").read_text()
     assert [file.name for file in (job.output / "logs").iterdir()] == ["rank-1.log"]
-
-
-def _wait_until(ready: Callable[[], bool], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

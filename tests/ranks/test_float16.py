@@ -30,6 +30,7 @@ from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
+from tests.run_files import untimed_metrics_of
 
 __all__ = ["folder"]  # a fixture
 STEPS, STOPPED = 6, 2
@@ -38,11 +39,6 @@ STEPS, STOPPED = 6, 2
 def _file(folder: Path, name: str, topology: str, dtype: str = "float16", **changes: Any) -> Path:
     options = {"train__steps": STEPS, "train__lr": 1e-3, "train__eval_every": 0, **changes}
     return run_file(folder, name, topology, model__dtype=dtype, **options)
-
-
-def _metrics(output: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "step_time_s"} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,7 @@ def test_float16_trains_as_float32_does(folder: Path, pools: Callable[[int], Poo
     """From a scale at which nothing overflows; with clipping, which acts on the unscaled gradient."""
     pools(2).run(_train, _file(folder, "half-small", "tp=2,sp", train__steps=3), 256.0, timeout_s=120)
     pools(2).run(run_and_keep_groups, _file(folder, "single", "tp=2,sp", "float32", train__steps=3), 2, timeout_s=120)
-    ours, theirs = ([m for m in _metrics(folder / n) if "loss" in m] for n in ("half-small", "single"))
+    ours, theirs = ([m for m in untimed_metrics_of(folder / n) if "loss" in m] for n in ("half-small", "single"))
     assert ours[-1]["loss_scale"] == 256.0
     assert not any("skipped" in line for line in ours)
     for one, other in zip(ours, theirs, strict=True):
@@ -75,7 +71,7 @@ def test_float16_trains_as_float32_does(folder: Path, pools: Callable[[int], Poo
 
 
 def test_scale_that_is_too_large_falls_until_steps_are_taken(whole: Path) -> None:
-    steps = [line for line in _metrics(whole) if "loss" in line]
+    steps = [line for line in untimed_metrics_of(whole) if "loss" in line]
     skipped = list(itertools.accumulate(line.get("skipped", False) for line in steps))
     assert skipped[0] == 1, "a sum over tokens times 2^16 is beyond float16"
     assert skipped[-1] < STEPS
@@ -92,7 +88,7 @@ def test_resumed_run_has_the_same_bits_and_scale(folder: Path, whole: Path, pool
     assert stored == {"scale": 2.0**14, "good_steps": 0, "skipped": 2}
     pools(2).run(run_and_keep_groups, _file(folder, output.name, "tp=2,sp"), 2, "auto", timeout_s=120)
     assert (output / "adapter" / WEIGHTS_FILE).read_bytes() == (whole / "adapter" / WEIGHTS_FILE).read_bytes()
-    assert _metrics(output) == _metrics(whole)
+    assert untimed_metrics_of(output) == untimed_metrics_of(whole)
 
 
 def _one_overflow(file: Path) -> dict[str, Any]:
@@ -138,7 +134,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(folder: Path, pools: Callabl
         assert all(torch.equal(first[name], second[name]) for name in first), "no rank takes the step"
         assert all(map(torch.equal, moments, same_moments))
         assert any(not torch.equal(second[name], third[name]) for name in second), "the next one is taken"
-    norms = [line.get("grad_norm") for line in _metrics(folder / "overflow") if "loss" in line]
+    norms = [line.get("grad_norm") for line in untimed_metrics_of(folder / "overflow") if "loss" in line]
     assert [norm is None for norm in norms] == [False, True, False], "infinity is not JSON"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import resource
 import signal
@@ -27,6 +26,7 @@ from tests.pool import Pool
 from tests.processes import own_mounts
 from tests.ranks.jobs import TRAIN, Job, base, job_either_way
 from tests.ranks.test_trainer import run_and_keep_groups
+from tests.run_files import metrics_of
 
 __all__ = ["base", "job_either_way"]  # fixtures
 
@@ -97,7 +97,7 @@ def test_full_disk_for_a_while_is_gone_through_where_the_run_file_says_so(
     out, _ = pools(2).run(_train_on_a_disk_that_is_full_for_a_while, job.folder)
     assert "step 3: output/checkpoints/step-000003: the adapter could not be written (" in out
     assert [folder.name for folder in job.checkpoints()] == ["step-000001", "step-000002", "step-000004"]
-    steps = [json.loads(line)["step"] for line in (job.output / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in metrics_of(job.output)]
     assert steps == [1, 2, 3, 4, 5]
     assert (job.output / "adapter").is_dir()
 
@@ -183,4 +183,4 @@ def test_run_goes_on_over_a_file_system_that_was_full_for_a_while(job: Job) -> N
         "step-000004",
     ]
     assert (saved / "adapter").is_dir()
-    assert [json.loads(line)["step"] for line in (saved / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics_of(saved)] == [1, 2, 3, 4, 5]

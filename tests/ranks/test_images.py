@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
@@ -22,6 +19,7 @@ from meshlora.text.processor import load_processor
 from tests.images import conversation, write_pictures, write_processor, write_rows
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups
+from tests.run_files import metrics_of, write_run_file
 
 STEPS, RATE = 3, 5e-3
 ROWS = (
@@ -50,16 +48,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_file(folder: Path, name: str, topology: str) -> Path:
-    tree: dict[str, Any] = {
-        "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "vision": True, "init_lora_weights": False},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 128, "cache_dir": str(folder / "cache")},
-        "train": {"output": str(folder / name), "steps": STEPS, "batch_size": 3, "micro_batch_size": 1, "lr": RATE},
-        "topology": topology,
-    }
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
+    return write_run_file(
+        folder / f"{name}.yaml",
+        model={"path": str(folder / "model"), "dtype": "float64"},
+        lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "vision": True, "init_lora_weights": False},
+        data={"max_length": 128},
+        train={"steps": STEPS, "batch_size": 3, "micro_batch_size": 1, "lr": RATE},
+        topology=topology,
+    )
 
 
 def reference(folder: Path, adapter: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -101,7 +97,7 @@ def test_run_with_images_is_that_of_transformers_and_peft(
     pools(2).run(run_and_keep_groups, run_file(folder, topology, topology), 2)
     output = folder / topology
     losses, theirs = reference(folder, output / "initial")
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(output)
     assert [m["loss"] for m in metrics if "grad_norm" in m] == pytest.approx(losses, rel=1e-11)
     ours = load_file(output / "adapter" / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from meshlora.train.checkpoint.state import STATE_FILE
 from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
+from tests.run_files import metrics_of
 
 __all__ = ["folder"]  # a fixture
 
@@ -92,7 +92,7 @@ def test_skipped_step_changes_neither_parameters_nor_moments(folder: Path, pools
     one, two = (folder / "skips" / "checkpoints" / f"step-{step:06d}" for step in (STEP - 1, STEP))
     for name in (WEIGHTS_FILE, STATE_FILE):
         assert (one / name).read_bytes() == (two / name).read_bytes()
-    lines = [json.loads(line) for line in (folder / "skips" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder / "skips")
     assert [line["step"] for line in lines if line.get("skipped")] == [STEP]
     assert all(torch.isfinite(tensor).all() for tensor in load_file(folder / "skips/adapter" / WEIGHTS_FILE).values())
 

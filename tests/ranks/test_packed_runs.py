@@ -20,18 +20,15 @@ from tests.pool import Pool
 from tests.ranks import test_trainer as dense
 from tests.ranks import test_training_experts as experts
 from tests.ranks.test_trainer import folder, run_and_keep_groups
+from tests.run_files import metrics_of
 
 __all__ = ["folder"]  # a fixture
 expert_folder = experts.folder
 
 
-def _metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def _assert_same_run(ours: Path, theirs: Path) -> None:
     assert compare_adapters(ours / "adapter", theirs / "adapter").relative < 1e-6
-    for one, other in zip(_metrics(ours), _metrics(theirs), strict=True):
+    for one, other in zip(metrics_of(ours), metrics_of(theirs), strict=True):
         assert one.keys() == other.keys()
         limit = 1e-11 if other["step"] == 1 else 1e-6  # then AdamW has divided by tiny moments
         for name in one.keys() - {"step_time_s"}:

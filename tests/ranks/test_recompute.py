@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from meshlora.train.routing import step_file
 from tests.blueprints import build_meta
 from tests.pool import Pool
 from tests.ranks import test_training_experts as experts
+from tests.run_files import untimed_metrics_of
 
 folder = experts.folder  # a fixture
 LAYERS, MODES = 4, ("none", 2, "full")
@@ -135,7 +135,7 @@ def test_experts_of_the_second_forward_are_those_of_the_first(
     plain, again = outputs
     assert compare_adapters(plain / "adapter", folder / "own-choice" / "adapter").relative > 1e-2
     assert (again / "adapter" / WEIGHTS_FILE).read_bytes() == (plain / "adapter" / WEIGHTS_FILE).read_bytes()
-    assert _metrics(again) == _metrics(plain)
+    assert untimed_metrics_of(again) == untimed_metrics_of(plain)
 
 
 def test_recording_beside_recomputation_writes_the_same_choices(
@@ -146,11 +146,6 @@ def test_recording_beside_recomputation_writes_the_same_choices(
         ours, theirs = (RoutingRecord.load(step_file(folder / name, step)) for name in ("again-routes", "own"))
         assert ours.choices.keys() == theirs.choices.keys()
         assert all(torch.equal(ours.choices[key], table) for key, table in theirs.choices.items())
-
-
-def _metrics(output: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "step_time_s"} for line in lines]
 
 
 def test_evaluation_keeps_nothing_and_computes_once() -> None:

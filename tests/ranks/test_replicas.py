@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig
 from torch import Tensor
 
@@ -30,8 +28,8 @@ from meshlora.train.trainer import Trainer
 from meshlora.train.watch.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter
+from tests.run_files import copy_lines, metrics_of, write_run_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LAYER = "model.layers.0"
 COLUMN_B, ROW_B = f"{LAYER}.self_attn.q_proj.lora_B", f"{LAYER}.mlp.down_proj.lora_B"
 ROW_A = f"{LAYER}.mlp.down_proj.lora_A"
@@ -255,18 +253,11 @@ STEPS = 4
 
 
 def _run_file(folder: Path, topology: str, **train: Any) -> Path:
-    lines = (EXAMPLES / "docstrings" / "train.jsonl").read_text().splitlines()[:8]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    tree = {
-        "model": {"path": str(EXAMPLES / "tiny_base"), "dtype": "float32"},
-        "lora": {"r": 4, "target_modules": "all-linear"},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 64, "cache_dir": str(folder / "cache")},
-        "train": {"output": str(folder / "out"), "steps": STEPS, "batch_size": 4, "lr": 1e-3, **train},
-        "topology": topology,
-        "device": "cpu",
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "run.yaml"
+    copy_lines("train", folder / "train.jsonl", 0, 8)
+    options = {"steps": STEPS, "lr": 1e-3, **train}
+    return write_run_file(
+        folder / "out.yaml", model={"dtype": "float32"}, train=options, topology=topology, device="cpu"
+    )
 
 
 def _train_with_a_fault(file: Path, world: int, at_step: int, on_rank: int) -> str:
@@ -331,7 +322,7 @@ def test_drift_in_a_run_stops_all_ranks_and_saves_nothing(
     )
     assert f"Nothing is saved at this step; {last}. " in said
     assert _saved(tmp_path / "out") == saved
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "out")
     assert [line["step"] for line in lines] == list(range(1, found_at + 1))
 
 

@@ -28,7 +28,8 @@ from meshlora.train.prepare import Prepared
 from meshlora.train.together import prepare_run
 from tests.manifests import manifest_of
 from tests.pool import Pool, RankError
-from tests.ranks.test_trainer import EXAMPLES, folder, run_and_keep_groups, run_file
+from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
+from tests.run_files import copy_tokenizer, untimed_metrics_of
 
 __all__ = ["folder"]  # a fixture
 
@@ -76,11 +77,6 @@ def _difference(one: Path, other: Path) -> float:
     return max(float((a[key] - b[key]).norm() / b[key].norm()) for key in a)
 
 
-def _metrics(output: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "step_time_s"} for line in lines]
-
-
 # dp=2 to the bit with every dropout, and one process where later steps are set aside: below.
 @pytest.mark.parametrize("topology", ["tp=2,sp", *(pytest.param(t, marks=pytest.mark.proof) for t in ("", "dp=2"))])
 def test_on_the_same_topology_every_bit_is_that_of_the_run_that_was_not_stopped(
@@ -93,7 +89,7 @@ def test_on_the_same_topology_every_bit_is_that_of_the_run_that_was_not_stopped(
     output, world = stopped(topology), WORLD[topology]
     pools(world).run(run_and_keep_groups, _file(folder, output.name, topology), world, "auto", timeout_s=120)
     assert (output / "adapter" / WEIGHTS_FILE).read_bytes() == (whole(topology) / "adapter" / WEIGHTS_FILE).read_bytes()
-    assert _metrics(output) == _metrics(whole(topology))
+    assert untimed_metrics_of(output) == untimed_metrics_of(whole(topology))
 
 
 @pytest.mark.parametrize(
@@ -153,8 +149,7 @@ def with_dropout(folder: Path, pools: Callable[[int], Pool]) -> Callable[..., Pa
     """
     model = folder / "gpt2"
     write_twin(twin_config("gpt2", vocab_size=2048, n_positions=128, **DROPOUT), model, dtype=torch.float64, seed=0)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EXAMPLES / "tiny_base" / name, model)
+    copy_tokenizer(model)
     lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
 
     def run(name: str, topology: str, *, resume: str | None = None, stop: int | None = None, **more: Any) -> Path:
@@ -193,7 +188,7 @@ def test_run_that_is_stopped_twice_goes_on_over_three_topologies(
     assert [c["topology"] for c in map(manifest_of, sorted((output / "checkpoints").glob("step-*")))] == [
         str(Topology.parse(topology, world=WORLD[topology])) for topology, _ in CHAIN[:2]
     ]
-    assert [line["step"] for line in _metrics(output) if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in untimed_metrics_of(output) if "loss" in line] == list(range(1, STEPS + 1))
     assert _difference(output, whole_with_dropout) < 1e-9
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import meshlora
 from meshlora.common.errors import UnsupportedError
@@ -18,23 +17,21 @@ from meshlora.text.decoding import generate
 from meshlora.train.together import prepare_run
 from meshlora.train.watch.samples import forget_after
 from tests.pool import Pool
-from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups
+from tests.ranks.test_trainer import run_and_keep_groups
+from tests.run_files import EXAMPLES, TINY, write_run_file
 
 PROMPT = 'def list_paths(target):\n    """'
 
 
 def run_file(folder: Path, name: str, topology: str = "", *, sample_every: int = 2, **data: Any) -> Path:
-    train = EXAMPLES / "docstrings" / "train.jsonl"
-    tree = {
-        "model": {"path": str(EXAMPLES / "tiny_base"), "dtype": "float64"},
-        "lora": {"r": 4, "target_modules": "all-linear"},
-        "data": {"train": str(train), "max_length": 64, "cache_dir": str(folder / "cache"), **data},
-        "train": {"output": str(folder / name), "steps": 3, "batch_size": 4, "lr": 1e-2, "sample_every": sample_every},
-        "generate": {"max_new_tokens": 8},
-        "topology": topology,
-    }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
-    return folder / f"{name}.yaml"
+    return write_run_file(
+        folder / f"{name}.yaml",
+        model={"dtype": "float64"},
+        data={"train": str(EXAMPLES / "docstrings" / "train.jsonl"), **data},
+        train={"lr": 1e-2, "sample_every": sample_every},
+        generate={"max_new_tokens": 8},
+        topology=topology,
+    )
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -54,7 +51,7 @@ def test_samples_are_what_the_adapter_says_on_one_process(
     assert options is not None
     words: dict[str, Any] = {"options": options.options, "dtype": "float64"}
     base, trained = (
-        list(generate(EXAMPLES / "tiny_base", [PROMPT, "x"], adapter=adapter, **words))
+        list(generate(TINY, [PROMPT, "x"], adapter=adapter, **words))
         for adapter in (None, tmp_path / "run" / "adapter")
     )
     assert base != trained, "the adapter says nothing of its own: this test shows nothing"
@@ -65,7 +62,7 @@ def test_samples_leave_random_numbers_and_mode_as_they_were(tmp_path: Path) -> N
     """Else dropout after them would not be that of a run without samples."""
     run = prepare_run(read_run(run_file(tmp_path, "run", sample_prompts=[PROMPT])))
     assert run.samples is not None
-    model = meshlora.load(EXAMPLES / "tiny_base", dtype="float64").train()
+    model = meshlora.load(TINY, dtype="float64").train()
     before = torch.get_rng_state()
     run.samples.write(model, tmp_path / "samples.jsonl", step=1, say=print)
     assert torch.equal(torch.get_rng_state(), before)

@@ -22,8 +22,8 @@ from meshlora.train.run import train
 from meshlora.train.together import prepare_run, prepare_runs
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import small_base
+from tests.run_files import copy_lines, untimed_metrics_of, write_run_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 1e-11  # of a relative difference; the issue asks for 1e-6, rounding gives 1e-14
 WORLD = {"": 1, "dp=2": 2, "tp=2": 2, "tp=2,sp": 2}
 # Of all adapters, here and there: it changes nothing.
@@ -60,9 +60,8 @@ LINES = {"first": (0, 13), "second": (20, 29), "third": (40, 47), "eval": (60, 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("many")
-    text = (EXAMPLES / "docstrings" / "train.jsonl").read_text().splitlines()
     for name, (start, stop) in LINES.items():
-        (path / f"{name}.jsonl").write_text("\n".join(text[start:stop]) + "\n")
+        copy_lines("train", path / f"{name}.jsonl", start, stop)
     return path
 
 
@@ -72,24 +71,16 @@ def _file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
     for own in adapters.values():
         for key in {"train", "eval"} & own["data"].keys():
             own["data"][key] = str(folder / own["data"][key])
-    tree = {
-        "model": {"path": str(small_base()), "dtype": "float64"},
-        "data": {"max_length": 128, "cache_dir": str(folder / "cache")},
-        "train": {
-            "output": str(folder / name),
-            "steps": 9,
-            "save_every": 1,
-            "micro_batch_size": 4,
-            "max_grad_norm": 0.1,
-            "label_smoothing": 0.1,
-            **changes,
-        },
-        "adapters": adapters,
-        "topology": topology,
-    }
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
+    common = {"steps": 9, "save_every": 1, "micro_batch_size": 4, "max_grad_norm": 0.1, "label_smoothing": 0.1}
+    return write_run_file(
+        folder / f"{name}.yaml",
+        model={"path": str(small_base()), "dtype": "float64"},
+        data={"max_length": 128},
+        train=common | changes,
+        lora=None,
+        adapters=adapters,
+        topology=topology,
+    )
 
 
 def _train(file: Path, world: int, resume: str | None = None) -> None:
@@ -106,11 +97,6 @@ def singles(folder: Path) -> Path:
     for config in read_runs(_file(folder, "singles", "")).values():
         train({"": prepare_run(config, world=1)})
     return folder / "singles"
-
-
-def _steps(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "step_time_s"} for line in lines]
 
 
 def _together(folder: Path, topology: str, pools: Callable[[int], Pool]) -> Path:
@@ -133,7 +119,7 @@ def test_each_of_many_is_the_adapter_of_its_single_run(
     for adapter in ADAPTERS:
         ours, alone = output / adapter, singles / adapter
         assert compare_adapters(ours / "adapter", alone / "adapter").relative < LIMIT
-        for step, expected in zip(_steps(ours), _steps(alone), strict=True):
+        for step, expected in zip(untimed_metrics_of(ours), untimed_metrics_of(alone), strict=True):
             assert step == pytest.approx(expected, rel=LIMIT)
         assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in alone.iterdir())
 
@@ -171,7 +157,7 @@ def test_each_of_many_goes_on_from_its_own_last_checkpoint(
     assert max(_gaps(folder / "stopped", singles).values()) < LIMIT
     assert (folder / "stopped" / "third" / "adapter" / WEIGHTS_FILE).stat().st_mtime_ns == before
     for adapter in ADAPTERS:
-        steps = [line["step"] for line in _steps(folder / "stopped" / adapter) if "loss" in line]
+        steps = [line["step"] for line in untimed_metrics_of(folder / "stopped" / adapter) if "loss" in line]
         assert steps == list(range(1, ADAPTERS[adapter]["train"]["steps"] + 1))
 
 
@@ -192,6 +178,6 @@ def test_step_of_one_that_is_not_finite_is_left_out_and_the_others_go_on(
     assert max(gaps["first"], gaps["third"]) < LIMIT
     initial, final = (folder / "skipped" / "second" / name / WEIGHTS_FILE for name in ("initial", "adapter"))
     assert initial.read_bytes() == final.read_bytes()
-    assert all(line["skipped"] for line in _steps(folder / "skipped" / "second") if "loss" in line)
+    assert all(line["skipped"] for line in untimed_metrics_of(folder / "skipped" / "second") if "loss" in line)
     with pytest.raises(MeshloraError, match="adapter second, step 1: the gradient norm is inf"):
         _train(_file(folder, "ended", ""), 1)

@@ -17,7 +17,8 @@ from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_los
 from meshlora.oracle.reference import train_run
 from meshlora.train.together import prepare_run
 from tests.pool import Pool
-from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups, run_file
+from tests.ranks.test_trainer import run_and_keep_groups, run_file
+from tests.run_files import EXAMPLES, metrics_of
 
 FILES = {"policy": "rollouts", "dpo": "pairs", "orpo": "pairs", "kto": "feedback"}
 REPORTED = {
@@ -83,7 +84,7 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
     for output in outputs.values():
         assert compare_adapters(output / "adapter", tmp_path / "reference").relative < 1e-6
         assert largest_loss_gap(read_losses(output / "metrics.jsonl"), losses) < 1e-11
-        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(output)
         assert all(reported < line.keys() for line in lines if "loss" in line)
         evaluated = [line for line in lines if "eval_loss" in line]
         assert evaluated
@@ -98,7 +99,7 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
 
 
 def _column(output: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(output)
     return [line[name] for line in lines if name in line]
 
 

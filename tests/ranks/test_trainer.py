@@ -25,8 +25,8 @@ from meshlora.oracle.reference import train_run
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
 from tests.pool import Pool, wait_for_all
+from tests.run_files import TINY, copy_lines, copy_tokenizer, metrics_of, write_run_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4
 
 
@@ -35,10 +35,9 @@ def small_base() -> Path:
     """The first two layers of the embedded base: a run costs half."""
     base = Path(tempfile.mkdtemp(prefix="meshlora-base-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    config = AutoConfig.from_pretrained(EXAMPLES / "tiny_base", num_hidden_layers=2)
-    AutoModelForCausalLM.from_pretrained(EXAMPLES / "tiny_base", config=config).save_pretrained(base)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(EXAMPLES / "tiny_base" / name, base)
+    config = AutoConfig.from_pretrained(TINY, num_hidden_layers=2)
+    AutoModelForCausalLM.from_pretrained(TINY, config=config).save_pretrained(base)
+    copy_tokenizer(base)
     return base
 
 
@@ -46,14 +45,8 @@ def run_file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
     tree: dict[str, Any] = {
         "model": {"path": str(small_base()), "dtype": "float64"},
         "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "eval": str(folder / "eval.jsonl"),
-            "max_length": 128,
-            "cache_dir": str(folder / "cache"),
-        },
+        "data": {"eval": str(folder / "eval.jsonl"), "max_length": 128},
         "train": {
-            "output": str(folder / name),
             "steps": STEPS,
             "batch_size": 7,  # neither dp nor micro_batch_size divides it: shares are unequal, one rank runs a dummy
             "micro_batch_size": 2,
@@ -69,9 +62,7 @@ def run_file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
     for key, value in changes.items():
         group, _, leaf = key.partition("__")
         tree[group][leaf] = value
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
+    return write_run_file(folder / f"{name}.yaml", **tree)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run files and a little data: 19 sequences, so that 4 steps of 7 cross an epoch with a short batch."""
     path = tmp_path_factory.mktemp("runs")
     for name, lines in (("train", 19), ("eval", 5)):
-        text = (EXAMPLES / "docstrings" / f"{name}.jsonl").read_text().splitlines()[:lines]
-        (path / f"{name}.jsonl").write_text("\n".join(text) + "\n")
+        copy_lines(name, path / f"{name}.jsonl", 0, lines)
     return path
 
 
@@ -145,7 +135,7 @@ def test_everything_a_user_expects_lies_in_the_output_folder(folder: Path, refer
     assert sorted(p.name for p in output.iterdir()) == ["adapter", "checkpoints", "initial", "metrics.jsonl"]
     assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["latest", "step-000002"]
     assert (output / "checkpoints" / "latest").resolve() == (output / "checkpoints" / "step-000002").resolve()
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(output)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "step_time_s"}

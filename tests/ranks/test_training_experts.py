@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from meshlora.common.errors import MeshloraError, UserError
@@ -24,7 +23,8 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.train.routing import step_file
 from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
-from tests.ranks.test_trainer import EXAMPLES, run_and_keep_groups
+from tests.ranks.test_trainer import run_and_keep_groups
+from tests.run_files import TINY, copy_lines, copy_tokenizer, metrics_of, write_run_file
 
 STEPS = 3
 MESHES = ["dp=2,ep=2", "tp=2,sp,ep=2", "tp=2,etp=2"]
@@ -34,37 +34,27 @@ MESHES = ["dp=2,ep=2", "tp=2,sp,ep=2", "tp=2,etp=2"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with experts beside a tokenizer, and 9 sequences."""
     path = tmp_path_factory.mktemp("experts")
-    tokenizer = json.loads((EXAMPLES / "tiny_base" / "config.json").read_text())
+    tokenizer = json.loads((TINY / "config.json").read_text())
     config = twin_config("qwen3_moe", vocab_size=tokenizer["vocab_size"], max_position_embeddings=256)
     write_twin(config, path / "base", dtype=torch.float64, seed=0)
-    for file in (EXAMPLES / "tiny_base").glob("tokenizer*"):
-        (path / "base" / file.name).write_bytes(file.read_bytes())
-    text = (EXAMPLES / "docstrings" / "train.jsonl").read_text().splitlines()[:9]
-    (path / "train.jsonl").write_text("\n".join(text) + "\n")
+    copy_tokenizer(path / "base")
+    copy_lines("train", path / "train.jsonl", 0, 9)
     return path
 
 
 def _run_file(folder: Path, name: str, topology: str, *, data: dict[str, Any] | None = None, **train: Any) -> Path:
-    tree = {
-        "model": {"path": str(folder / "base"), "dtype": "float64"},
-        "lora": {
+    return write_run_file(
+        folder / f"{name}.yaml",
+        model={"path": str(folder / "base"), "dtype": "float64"},
+        lora={
             "r": 4,
             "target_modules": ["q_proj", "o_proj"],
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
         },
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 64, "cache_dir": str(folder / "cache")},
-        "train": {"output": str(folder / name), "steps": STEPS, "batch_size": 5, "micro_batch_size": 2, "lr": 5e-3},
-        "topology": topology,
-    }
-    tree["train"] |= train
-    tree["data"] |= data or {}
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
-
-
-def _metrics(folder: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        data=data or {},
+        train={"steps": STEPS, "batch_size": 5, "micro_batch_size": 2, "lr": 5e-3, **train},
+        topology=topology,
+    )
 
 
 def _run(pools: Callable[[int], Pool], folder: Path, name: str, topology: str, **train: Any) -> None:
@@ -84,13 +74,13 @@ def test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology(
 ) -> None:
     """With a weight so large that the loss of load balancing decides where training goes."""
     _run(pools, folder, "balanced", "dp=1", router_aux_loss_coef=5.0)
-    expected = _metrics(folder, "balanced")
+    expected = metrics_of(folder / "balanced")
     assert all(line["aux_loss"] > 1 for line in expected)
     assert compare_adapters(plain, folder / "balanced" / "adapter").relative > 1e-2
     for mesh in MESHES:
         name = f"balanced-{mesh}"
         _run(pools, folder, name, mesh, router_aux_loss_coef=5.0)
-        for ours, theirs in zip(_metrics(folder, name), expected, strict=True):
+        for ours, theirs in zip(metrics_of(folder / name), expected, strict=True):
             limit = 1e-11 if ours["step"] == 1 else 1e-6  # then AdamW has divided by tiny moments
             assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=limit)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=limit)
@@ -110,7 +100,7 @@ def test_load_balancing_loss_is_that_of_transformers_over_the_whole_step(folder:
         loss = load_balancing_loss_func(
             found.router_logits, model.num_experts, model.num_experts_per_tok, batch.attention_mask
         )
-    assert _metrics(folder, "balanced")[0]["aux_loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert metrics_of(folder / "balanced")[0]["aux_loss"] == pytest.approx(float(loss), rel=1e-12)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -208,7 +198,7 @@ def test_run_with_experts_goes_on_as_if_it_had_not_been_stopped(
     _run(pools, folder, name, "dp=2,ep=2", save_every=1)
     shutil.rmtree(output / "adapter")
     pools(2).run(run_and_keep_groups, _run_file(folder, name, "tp=2,etp=2", save_every=1), 2, "auto")
-    assert [line["step"] for line in _metrics(folder, name)] == [1, 2, 3]
+    assert [line["step"] for line in metrics_of(folder / name)] == [1, 2, 3]
     assert compare_adapters(output / "adapter", plain).relative < 1e-6
 
 

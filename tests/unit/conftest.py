@@ -20,10 +20,9 @@ import meshlora.train.launch
 import meshlora.train.run
 from meshlora.adapter.formats.engine_export import export_per_expert
 from meshlora.plan.families.twin import twin_config
+from tests.run_files import copy_tokenizer
 from tests.unit.engine_adapters import KINDS, meta, twin
 from tests.unit.mistakes import Setup
-
-TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_base"
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +32,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(twin_config("llama", vocab_size=2048), dtype=torch.float32)
     model.save_pretrained(folder / "model")
-    for file in TOKENIZER.glob("*token*.json"):
-        shutil.copy(file, folder / "model")
+    copy_tokenizer(folder / "model")
     lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"])
     get_peft_model(model, lora).save_pretrained(folder / "adapter")
     for name in ("train", "eval"):

@@ -24,8 +24,8 @@ from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment, Share, ar
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 from meshlora.train.together import prepare_runs
+from tests.run_files import EXAMPLES, write_run_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = Axis(1, 0, (0,), None)
 IN, OUT, SEQ = 6, 5, 4
 RANKS = {"a": 2, "b": 3, "c": 1}
@@ -233,14 +233,10 @@ def test_under_sp_a_rank_has_its_slice_of_every_share(rank: int) -> None:
 
 def _file(folder: Path, **changes: Any) -> Path:
     tree: dict[str, Any] = {
-        "model": {"path": str(EXAMPLES / "tiny_base")},
-        "data": {
-            "train": str(EXAMPLES / "docstrings" / "pairs.jsonl"),
-            "max_length": 64,
-            "cache_dir": str(folder / "cache"),
-        },
+        "model": {},
+        "data": {"train": str(EXAMPLES / "docstrings" / "pairs.jsonl")},
         "lora": {"r": 4, "target_modules": ["q_proj"]},
-        "train": {"output": str(folder / "out"), "steps": 3, "batch_size": 2},
+        "train": {"batch_size": 2},
         "adapters": {"one": {}, "two": {"lora": {"r": 8}, "train": {"lr": 1e-3, "epochs": 1}}},
     }
     for path, value in changes.items():
@@ -249,9 +245,7 @@ def _file(folder: Path, **changes: Any) -> Path:
         for key in parents:
             place = place.setdefault(key, {})
         place[last] = value
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
+    return write_run_file(folder / "out.yaml", **tree)
 
 
 def test_an_adapter_has_what_it_gives_in_the_place_of_what_is_for_all(tmp_path: Path) -> None:

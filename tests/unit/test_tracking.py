@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import json
 import sys
 import types
 from pathlib import Path
@@ -16,6 +15,7 @@ from meshlora.config.file import read_run
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
 from meshlora.train.watch.tracking import check_trackers, tracked
+from tests.run_files import metrics_of
 from tests.unit.mistakes import Setup
 
 STEPS = 3
@@ -51,7 +51,7 @@ def run(setup: Setup, *trackers: str) -> tuple[Path, list[tuple[dict[str, float]
     setup.write()
     train({"": prepare_run(read_run(setup.folder / "run.yaml"), world=1)})
     output = setup.folder / "output"
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(output)
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 3], "three steps, two evaluations"
     return output, [tracked(line) for line in lines]
 

@@ -30,27 +30,25 @@ from meshlora.verify import stand_in
 from meshlora.verify.preflight import preflight, preflight_state
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.stand_in import provable
+from tests.run_files import TINY, copy_tokenizer, write_run_file
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "examples" / "tiny_base"
 
 pytestmark = pytest.mark.usefixtures("shared_processes")
 
 
 def _run_file(folder: Path, **changes: Any) -> Path:
-    """A run file, as JSON, which is YAML too."""
     (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
-    tree: dict[str, Any] = {
-        "model": {"path": str(TINY), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "cache_dir": str(folder / "tokens")},
-        "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 2, "micro_batch_size": 1},
+    groups: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "data": {"max_length": 32},
         "lora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
         "topology": "tp=2,sp",
         "device": "cpu",
         **changes,
     }
-    (folder / "run.yaml").write_text(json.dumps(tree))
-    return folder / "run.yaml"
+    groups["train"] = {"steps": 1, "batch_size": 2, "micro_batch_size": 1} | changes.get("train", {})
+    return write_run_file(folder / "out.yaml", **groups)
 
 
 def _prepared(folder: Path, **changes: Any) -> Prepared:
@@ -277,8 +275,7 @@ def _odd_model(folder: Path, *, tp: int) -> None:
     heads = {"num_attention_heads": 3 * tp, "num_key_value_heads": tp // 2, "hidden_size": 24 * tp}
     config = twin_config("llama", vocab_size=2049, num_hidden_layers=2, **heads)
     write_twin(config, folder, dtype=torch.float32, seed=0)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, folder)
+    copy_tokenizer(folder)
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.proof)])
@@ -310,13 +307,12 @@ def test_adapter_on_experts_is_proved_on_the_twins_experts(tmp_path: Path) -> No
     vocab = json.loads((TINY / "config.json").read_text())["vocab_size"]
     config = twin_config("mixtral", vocab_size=vocab, num_hidden_layers=3, num_local_experts=16)
     write_twin(config, tmp_path / "model", dtype=torch.float32, seed=0)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, tmp_path / "model")
+    copy_tokenizer(tmp_path / "model")
     run = _prepared(
         tmp_path,
         model={"path": str(tmp_path / "model"), "dtype": "float32"},
         topology="dp=64,tp=2,sp,ep=16",
-        train={"output": str(tmp_path / "out"), "steps": 1, "batch_size": 64, "micro_batch_size": 1},
+        train={"batch_size": 64},
         lora={
             "r": 4,
             "target_modules": ["q_proj"],

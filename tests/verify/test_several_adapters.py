@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,8 @@ from meshlora.verify.preflight import compare_on_twin, preflight, preflight_stat
 from meshlora.verify.proof import Outcome, Processes
 from meshlora.verify.request import Proof
 from tests.conftest import Prove
+from tests.run_files import TINY, copy_tokenizer, write_run_file
 
-TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 # Of a fused matrix, of which one key/value head lies on two ranks: rows of one factor are summed over unlike axes.
 FUSED = {"num_key_value_heads": 1}
 
@@ -56,23 +54,23 @@ def _runs(
     adapters: dict[str, dict[str, Any]] = _ON_LINEARS,
 ) -> dict[str, Prepared]:
     (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
-    tree: dict[str, Any] = {
-        "model": {"path": str(model), "dtype": "float32", "quantization": quantization},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "cache_dir": str(folder / "tokens")},
-        "train": {"output": str(folder / "out"), "steps": 1, "batch_size": 2, "micro_batch_size": 1},
-        "adapters": {name: {"lora": lora} for name, lora in adapters.items()},
-        "topology": topology,
-        "device": "cpu",
-    }
-    (folder / "run.yaml").write_text(json.dumps(tree))
-    return prepare_runs(read_runs(folder / "run.yaml"))
+    file = write_run_file(
+        folder / "out.yaml",
+        model={"path": str(model), "dtype": "float32", "quantization": quantization},
+        data={"max_length": 32},
+        train={"steps": 1, "batch_size": 2, "micro_batch_size": 1},
+        lora=None,
+        adapters={name: {"lora": lora} for name, lora in adapters.items()},
+        topology=topology,
+        device="cpu",
+    )
+    return prepare_runs(read_runs(file))
 
 
 def _model(folder: Path, family: str, **options: int) -> Path:
     """A small model of `family` with a tokenizer."""
     write_twin(twin_config(family, vocab_size=2048, **options), folder / "model", dtype=torch.float32, seed=0)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, folder / "model")
+    copy_tokenizer(folder / "model")
     return folder / "model"
 
 
