@@ -36,7 +36,7 @@ from meshlora.comm.collectives import (
 )
 from meshlora.comm.groups import Mesh
 from meshlora.common.transfer import to_device
-from meshlora.layers.experts.products import inverse_of, sort_by_expert, sum_rows
+from meshlora.layers.experts.products import by_row, inverse_of, sort_by_expert, sum_rows
 from meshlora.plan.topology import EP, ETP
 
 
@@ -98,9 +98,7 @@ class _WeightedSum(Function):
         places: Places = ctx.places
         g = grads[0].index_select(0, places.index)
         dw = (g.to(weights.dtype) * y).sum(1)[places.places]
-        by_slot = weights.new_empty(len(g))
-        by_slot[places.places] = weights
-        return (g * by_slot.unsqueeze(1)).to(y.dtype), dw, None
+        return (g * by_row(weights, places.places).unsqueeze(1)).to(y.dtype), dw, None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from meshlora.common.float64 import is_lifted, lift
-from meshlora.layers.experts.products import Projection, backward_rows, bias_of_rows, forward_rows, sum_rows
+from meshlora.layers.experts.products import Projection, backward_rows, bias_of_rows, by_row, forward_rows, sum_rows
 
 
 class GroupedMlpFunction(Function):
@@ -51,7 +51,7 @@ class GroupedMlpFunction(Function):
         up, zt1 = forward_rows(x, fc1, counts, a1, b1, index=index)
         if fc1.bias is not None:
             up += bias_of_rows(fc1.bias, counts, up.dtype)
-        row_weights = None if weights is None else _by_row(weights, places)
+        row_weights = None if weights is None else by_row(weights, places)
         h = _weighted(gate(up), row_weights)
         y, zt2 = forward_rows(h, fc2, counts, a2, b2)
         if fc2.bias is not None:
@@ -89,7 +89,7 @@ class GroupedMlpFunction(Function):
         with torch.enable_grad(), lift(ctx.is_lifted):
             if up is not None:
                 up = up.detach().requires_grad_(needs_up)
-                row_weights = None if weights is None else _by_row(weights.detach(), places).requires_grad_(needs_w)
+                row_weights = None if weights is None else by_row(weights.detach(), places).requires_grad_(needs_w)
                 h = _weighted(ctx.gate(up), row_weights)
         dh, da2, db2 = backward_rows(
             g, h.detach() if needs_a2 else None, zt2, ctx.fc2, ctx.counts, a2, b2, needs_dx=needs_up or needs_w
@@ -107,13 +107,6 @@ class GroupedMlpFunction(Function):
             dx, da1, db1 = backward_rows(found[0], x, zt1, ctx.fc1, ctx.counts, a1, b1, index=index, needs_dx=needs_x)
             dx = None if dx is None else sum_rows(dx, places)
         return dx, dw, None, None, None, None, None, None, da1, db1, da2, db2
-
-
-def _by_row(weights: Tensor, places: Tensor) -> Tensor:
-    """`[M, k]` -> `[N]`, in the order of the sorted rows."""
-    rows = weights.new_empty(weights.numel())
-    rows[places.reshape(-1)] = weights.reshape(-1)
-    return rows
 
 
 def _weighted(rows: Tensor, row_weights: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from meshlora.common.transfer import to_device
 from meshlora.layers.adapted import AdaptedLeaf, become
 from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.mlp import GroupedMlpFunction
-from meshlora.layers.experts.products import Projection
+from meshlora.layers.experts.products import Projection, by_row
 from meshlora.layers.quantized import FrozenMatrix
 from meshlora.layers.tokens import owners
 from meshlora.plan.layout import Split
@@ -155,7 +155,7 @@ class ParallelExperts(nn.Module):
             return self._run(tokens, weights, slots.places, slots.counts, adapters)
         rows = slots.rows(tokens)
         if weights_first:
-            rows = rows * _by_slot(weights, slots).to(rows.dtype)
+            rows = rows * by_row(weights, slots.places.places).unsqueeze(1).to(rows.dtype)
         if is_home:
             as_they_lie = Places.permutation(torch.arange(len(rows), device=rows.device))
             rows = self._run(rows, None, as_they_lie, slots.counts, adapters)
@@ -240,12 +240,6 @@ def _padded(own: Tensor, number: int, tp: Axis) -> Tensor:
     """A share of `number` tokens `[n, ...]`, zero-padded to the largest share."""
     each = -(-number // tp.size)
     return torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
-
-
-def _by_slot(weights: Tensor, slots: Slots) -> Tensor:
-    """`[T, k]` -> `[T k, 1]`, in the order of the sorted slots."""
-    flat = torch.empty(weights.numel(), dtype=weights.dtype, device=weights.device)
-    return flat.index_copy(0, slots.places.places.flatten(), weights.flatten()).unsqueeze(1)
 
 
 class ScaledExpertsBlock(nn.Module):

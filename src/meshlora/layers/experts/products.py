@@ -72,6 +72,13 @@ def inverse_of(order: Tensor) -> Tensor:
     return inverse
 
 
+def by_row(weights: Tensor, places: Tensor) -> Tensor:
+    """`[M, k]` -> `[M k]`: row `places[m, j]` gets `weights[m, j]`. With autograd."""
+    rows = weights.new_empty(weights.numel())
+    rows[places] = weights
+    return rows
+
+
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """out[m] = sum_j weights[m,j] rows[places[m,j]]: rows `[N, H]`, places `[M, k]` -> `[M, H]`. No autograd.
 
