@@ -73,8 +73,11 @@ _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
 _ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
 # Linears that the default adapter excludes: those that only select and so get no gradient, and those of state-space
-# mixers that PEFT refuses.
-_LEFT_OUT = re.compile(r"\.indexer\.|^jamba\..*\.dt_proj$|^(falcon_h1|mamba2|nemotron_h)\..*\.out_proj$")
+# mixers that PEFT refuses, or whose weight the model reads.
+_LEFT_OUT = re.compile(
+    r"\.indexer\.|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
+    r"|^(falcon_h1|falcon_mamba|mamba|mamba2|nemotron_h)\..*\.out_proj$"
+)
 
 
 @dataclass(frozen=True)
