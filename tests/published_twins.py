@@ -109,7 +109,9 @@ def write_published_twin(published: Published, folder: Path, *, tp: int = 2) -> 
         tensors = _one_by_one(tensors)
     quantization = _tiny(published, layers_of_twin(config, layers=plain))
     if quantization:
-        tensors = _packed(tensors, quantization)
+        is_whole = "quantization_config" in published.config  # else of the text part alone
+        packed = {key: t for key, t in tensors.items() if is_whole or key.startswith("language_model.")}
+        tensors = {key: t for key, t in tensors.items() if key not in packed} | _packed(packed, quantization)
     tensors = {
         key: t.bfloat16() if t.dtype == torch.float32 and not _is_scale(key) else t for key, t in tensors.items()
     }

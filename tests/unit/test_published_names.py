@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UserError
+from meshlora.common.model_class import take_quantization
 from meshlora.config.file import read_run
 from meshlora.loading.blueprint import read_model_config
 from meshlora.model.stored import Part
@@ -109,6 +110,20 @@ def test_a_matrix_that_is_cut_on_loading_is_merged_as_what_it_becomes(tmp_path: 
     expected = PeftModel.from_pretrained(_load(tmp_path / "model"), tmp_path / "adapter").merge_and_unload()
     found = _load(tmp_path / "out").state_dict()
     assert all(torch.allclose(found[name], value) for name, value in expected.state_dict().items())
+
+
+def test_few_bits_of_which_the_text_part_speaks_are_those_of_the_model(tmp_path: Path) -> None:
+    config = twin_config("kimi_k25")
+    for method, is_known in (("compressed-tensors", True), ("of its own", False)):
+        config.text_config.quantization_config = {"quant_method": method, "format": "pack-quantized"}
+        config.save_pretrained(tmp_path)
+        if is_known:
+            read = read_model_config(tmp_path)
+            assert take_quantization(read) == config.text_config.quantization_config
+            assert take_quantization(read) is None
+        else:
+            with pytest.raises(UserError, match="quant_method 'of its own'"):
+                read_model_config(tmp_path)
 
 
 # Family -> the names of weights that are passed over, and of which kind they are.

@@ -1,7 +1,7 @@
 """The transformers class of a configuration's model, for the product and the judge alike.
 
-Owns: that choice. A composite (a vision or audio part beside a text part) is loaded whole, as it is published. Does not
-own: building or loading the model.
+Owns: that choice, and where a configuration says that weights are in few bits. A composite (a vision or audio part
+beside a text part) is loaded whole, as it is published. Does not own: building or loading the model.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def model_class(config: PretrainedConfig) -> Any:
 def own_class(config: PretrainedConfig) -> Any:
     """The class of the model that `model_class` makes, or None if transformers has none (code of the checkpoint)."""
     return _found(config)[1]
+
+
+def take_quantization(config: PretrainedConfig) -> Any:
+    """Remove `quantization_config` from a configuration, or from its text part (kimi_k25), and return it; else None."""
+    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config())]
+    return next((given for given in found if given), None)
 
 
 def _found(config: PretrainedConfig) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import read_json
+from meshlora.common.model_class import take_quantization
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import TEXT, Objective
 from meshlora.config.run import BaseOptions as BaseOptions
@@ -155,7 +156,7 @@ def make_blueprint(
         UserError: a wrong folder, option or topology. UnsupportedError: anything not proved to be exact.
     """
     config = copy.deepcopy(read_model_config(model, trust_remote_code=options.trust_remote_code))
-    packing = vars(config).pop("quantization_config", None)  # the model itself is one of plain numbers
+    packing = take_quantization(config)  # the model itself is one of plain numbers
     objective.configure(config)
     dtype = resolve_dtype(options.dtype, config)
     built = _build(copy.deepcopy(config), dtype, options)
@@ -257,8 +258,9 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     except Exception as error:  # each family checks its own fields, with errors of all kinds
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     _complete(config, folder)
-    if stored.get("quantization_config"):
-        check_packing(stored["quantization_config"], model_type, f"{file}")
+    if packing := take_quantization(config):
+        check_packing(packing, model_type, f"{file}")
+        config.quantization_config = packing
     return config
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
 
 from meshlora.common.errors import UserError
-from meshlora.common.model_class import model_class, own_class
+from meshlora.common.model_class import model_class, own_class, take_quantization
 
 # Ends of the names of floating-point tensors that are parts of a weight.
 _PARTS = ("scale", "scales", "scale_ub", "scale_2", "absmax", "quant_map", "SCB")
@@ -25,15 +25,16 @@ _PARTS = ("scale", "scales", "scale_ub", "scale_2", "absmax", "quant_map", "SCB"
 
 def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> Any:
     """`model_class(config).from_pretrained(folder, config=config, **options)`, with plain numbers on any device."""
-    given = getattr(config, "quantization_config", None) or {}
+    given = take_quantization(config) or {}
     method = given.get("quant_method")
+    if method in ("mxfp4", "fp8"):
+        config.quantization_config = given
     if method == "mxfp4":
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     elif method == "fp8":
         block = given.get("weight_block_size")
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
     elif method is not None:
-        del config.quantization_config
         tensors: dict[str, Tensor] = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
             tensors |= load_file(file)

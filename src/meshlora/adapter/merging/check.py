@@ -22,7 +22,7 @@ from meshlora.adapter.formats.peft_format import set_head
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import MeshloraError, reason
 from meshlora.common.float64 import wide_dtype
-from meshlora.common.model_class import model_class
+from meshlora.common.model_class import model_class, take_quantization
 from meshlora.model.weights import CheckpointSource
 
 _NUM_TOKENS = 12
@@ -51,7 +51,7 @@ class Base:
         how = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
         if self.source is None:
             return model_class(config).from_pretrained(self.folder, config=config, **how, **options)
-        vars(config).pop("quantization_config", None)
+        take_quantization(config)
         model = model_class(config).from_config(config, trust_remote_code=self.trust_remote_code, **how)
         with torch.no_grad():
             for name, value in model.state_dict().items():

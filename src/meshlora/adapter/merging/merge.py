@@ -329,9 +329,9 @@ def _write_config(
     source: Path, folder: Path, dtype: torch.dtype | None, head: Mapping[str, Any], *, untie: bool
 ) -> None:
     stored = read_json(source / "config.json") | {name: value for name, value in head.items() if value is not None}
-    stored.pop("quantization_config", None)  # plain numbers are written
     parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
     for part in parts:
+        part.pop("quantization_config", None)  # plain numbers are written
         if untie:
             part["tie_word_embeddings"] = False
         if dtype is not None:
