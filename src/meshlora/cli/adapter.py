@@ -16,6 +16,7 @@ def add_merge_and_export(commands: Any) -> None:
     merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
     merge.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
     merge.add_argument("--dtype", default="auto", help="of the written weights; default: as they are stored")
+    merge.add_argument("--quantize", choices=("fp8", "mxfp4"), help="round linears and experts to few bits at the end")
     merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
     merge.add_argument("--trust-remote-code", action="store_true")
     merge.set_defaults(run=_merge)
@@ -61,6 +62,7 @@ def _merge(options: argparse.Namespace) -> None:
         options.out,
         config=config,
         dtype=None if options.dtype == "auto" else resolve_dtype(options.dtype, config),
+        quantize=options.quantize,
         check_logits=not options.no_logits,
         trust_remote_code=options.trust_remote_code,
     )

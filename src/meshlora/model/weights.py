@@ -132,7 +132,7 @@ class CheckpointSource(Source):
 
     def __init__(self, folder: Path, model: nn.Module, quantization: Mapping[str, Any] | None = None) -> None:
         super().__init__(find_stored(folder, model, quantization), f"checkpoint {folder}")
-        self.folder = folder
+        self.folder, self.model = folder, model
 
 
 def _keep_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Packed:

@@ -60,27 +60,30 @@ class Base:
         return model
 
 
-def compare_logits(model: Base, adapter: Path, merged: Path, stored: torch.dtype) -> float:
+def compare_logits(model: Base, adapter: Path, merged: Base, stored: torch.dtype | None) -> float:
     """Relative L2 difference on random tokens between the logits of `merged` and of `model` with `adapter`.
 
-    Both run in float32 (float64 if `stored` is), one after the other. Rounded weights can flip the choice of a router
+    Both run in float32 (float64 if `stored` is), one after the other. Of weights in few bits (`stored` None) no limit
+    is known. Rounded weights can flip the choice of a router
     at a tie, so if a model with experts differs, its logits are compared with those of PEFT's own merge, also rounded
     to `stored`.
 
     Raises:
         MeshloraError: they differ by more than rounding to `stored` explains, or one of them does not run.
     """
-    dtype = wide_dtype(stored)
+    dtype = torch.float32 if stored is None else wide_dtype(stored)
     try:
         with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
             warnings.simplefilter("ignore")  # peft's, about tied weights and fan_in_fan_out
             base = model.load(dtype)
             theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))
             del base
-            model_of_ours = Base(merged, model.trust_remote_code).load(dtype)
+            model_of_ours = merged.load(dtype)
             ours, chooses = _logits(model_of_ours), _chooses_experts(model_of_ours)
             del model_of_ours
             difference = _relative(ours, theirs)
+            if stored is None:
+                return difference
             if difference > _TOLERANCE[stored] and stored != dtype and chooses:
                 difference = _relative(ours, _logits(_merged_by_peft(model, adapter, stored)))
     except Exception as error:  # two libraries and every family: any type

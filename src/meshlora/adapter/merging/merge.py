@@ -8,6 +8,7 @@ arithmetic (`adapter.merging.changes`), file bytes (`model.stream`), comparing l
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -26,6 +27,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from meshlora.adapter.formats.peft_format import set_head
 from meshlora.adapter.merging.changes import Change, Changes, merged_expert, merged_weight, read_changes
 from meshlora.adapter.merging.check import Base, compare_logits
+from meshlora.adapter.merging.rounding import Rounding, rounding_of
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.float64 import wide_dtype
@@ -58,7 +60,7 @@ class Merged:
 class _Output:
     """One tensor to write, `entry` of `file`: the parameter `name`, or its part at index `place`.
 
-    tensor: where it is stored; of a new one, the tensor that it was tied to.
+    tensor: where it is stored; of a new one, the tensor that it was tied to. part: codes or scales, if in few bits.
     """
 
     file: str
@@ -66,6 +68,7 @@ class _Output:
     name: str
     place: tuple[slice | int, ...] | None
     tensor: StoredTensor
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class _Planned:
 
     Attributes:
         aliases: name -> all names of the same tensor. untied: names that no longer share one. head: fields of the
-            configuration that say of a head that is not a vocabulary.
+            configuration that say of a head that is not a vocabulary. rounding: to few bits.
     """
 
     source: CheckpointSource
@@ -83,6 +86,7 @@ class _Planned:
     untied: list[str]
     outputs: list[_Output]
     head: Mapping[str, Any]
+    rounding: Rounding | None = None
 
     def read_base(self, name: str) -> Tensor:
         """A weight of the model, under whichever of its names it is stored."""
@@ -93,7 +97,7 @@ def check_merge(
     model_folder: str | Path, adapter_folder: str | Path, *, config: PretrainedConfig, trust_remote_code: bool = False
 ) -> None:
     """All checks that `merge` makes before it writes; they do not depend on the values of the adapter."""
-    _planned(Path(model_folder), Path(adapter_folder), config, None, trust_remote_code=trust_remote_code)
+    _planned(Path(model_folder), Path(adapter_folder), config, None, None, trust_remote_code=trust_remote_code)
 
 
 def merge(
@@ -103,6 +107,7 @@ def merge(
     *,
     config: PretrainedConfig,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
     check_logits: bool = True,
     trust_remote_code: bool = False,
 ) -> Merged:
@@ -113,6 +118,7 @@ def merge(
 
     Args:
         config: the model's, from `loading.blueprint.read_model_config`.
+        quantize: fp8 or mxfp4: round linears and experts to it at the end; what that loses is in `check`.
         check_logits: also run both in transformers + peft, if the model is small enough.
 
     Raises:
@@ -122,25 +128,27 @@ def merge(
     source_folder, out = Path(model_folder), Path(out_folder)
     if out.exists():
         raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
-    planned = _planned(source_folder, Path(adapter_folder), config, dtype, trust_remote_code=trust_remote_code)
+    planned = _planned(
+        source_folder, Path(adapter_folder), config, dtype, quantize, trust_remote_code=trust_remote_code
+    )
     outputs, is_untied = planned.outputs, bool(planned.untied) or has_own_head(source_folder)
     is_packed = planned.source.packed() is not None
     dtype = dtype or (plain_dtype(config) if is_packed else None)
     try:
         with new_folder(out) as folder:
             _copy_files(source_folder, folder)
-            _write_config(source_folder, folder, dtype, planned.head, untie=is_untied)
+            _write_config(source_folder, folder, dtype, planned, untie=is_untied)
             meant = _write_weights(folder, planned)
             check = "every tensor read back"
             _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
             if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
-                weights = planned.source if is_packed else None
-                base = Base(source_folder, trust_remote_code, weights, Path(adapter_folder))
-                error = compare_logits(base, Path(adapter_folder), folder, _narrowest(outputs))
-                check += f"; logits of transformers + peft: relative difference {error:.1e}"
+                check += "; logits of transformers + peft: relative difference "
+                check += f"{_compared(planned, Path(adapter_folder), folder, trust_remote_code=trust_remote_code):.1e}"
             elif check_logits:
                 check += "; logits not compared, as the model is above 2 GiB"
-            if is_packed and dtype is not None:
+            if planned.rounding is not None:
+                check += f"; {planned.rounding.words}"
+            elif is_packed and dtype is not None:
                 rounding = torch.finfo(dtype).eps / 2
                 check += (
                     f"; no longer in few bits, in {str(dtype).removeprefix('torch.')}: within {rounding:.0e} of each"
@@ -151,9 +159,19 @@ def merge(
         num_tensors=len(outputs),
         num_changed=sum(o.name in planned.changes.by_name for o in outputs),
         num_bytes=sum(o.entry.num_bytes for o in outputs),
-        is_untied=is_untied,
+        is_untied=bool(planned.untied),
         check=check,
     )
+
+
+def _compared(planned: _Planned, adapter: Path, folder: Path, *, trust_remote_code: bool) -> float:
+    """The relative difference of logits; where weights are rounded to few bits, it is said and not judged."""
+    source = planned.source
+    base = Base(source.folder, trust_remote_code, source if source.packed() else None, adapter)
+    if planned.rounding is None:
+        return compare_logits(base, adapter, Base(folder, trust_remote_code), _narrowest(planned.outputs))
+    merged = CheckpointSource(folder, source.model, planned.rounding.config)
+    return compare_logits(base, adapter, Base(folder, trust_remote_code, merged), None)
 
 
 def _planned(
@@ -161,15 +179,19 @@ def _planned(
     adapter_folder: Path,
     config: PretrainedConfig,
     dtype: torch.dtype | None,
+    quantize: str | None,
     *,
     trust_remote_code: bool,
 ) -> _Planned:
     config = copy.deepcopy(config)
     set_head(config, adapter_folder)
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
-    source = CheckpointSource(model_folder, model, getattr(config, "quantization_config", None))
+    stored_config = getattr(config, "quantization_config", None) or {}
+    source = CheckpointSource(model_folder, model, stored_config)
     if source.packed() and dtype is None:
         dtype = plain_dtype(config)
+    # Before the adapter is read: that puts its modules into the model.
+    rounding = rounding_of(quantize, model, source.stored, stored_config) if quantize else None
     heads = {name for name in model.state_dict() if name.partition(".")[0] in HEADS} if _has_head(config) else set()
     aliases = check_checkpoint(model, source, allow_unused=True, fresh=heads)
     for tied in {tuple(names) for names in aliases.values() if not heads & set(names)}:
@@ -185,7 +207,13 @@ def _planned(
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
     head = {name: config.to_dict().get(name) for name in _HEAD_FIELDS} if _has_head(config) else {}
-    return _Planned(source, changes, aliases, untied, outputs, head)
+    if rounding is not None:
+        outputs = [
+            dataclasses.replace(one, entry=entry, part=part)
+            for one in outputs
+            for part, entry in rounding.entries(one.entry).items()
+        ]
+    return _Planned(source, changes, aliases, untied, outputs, head, rounding)
 
 
 def _has_head(config: PretrainedConfig) -> bool:
@@ -325,13 +353,12 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_config(
-    source: Path, folder: Path, dtype: torch.dtype | None, head: Mapping[str, Any], *, untie: bool
-) -> None:
-    stored = read_json(source / "config.json") | {name: value for name, value in head.items() if value is not None}
+def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, planned: _Planned, *, untie: bool) -> None:
+    head = {name: value for name, value in planned.head.items() if value is not None}
+    stored = read_json(source / "config.json") | head
     parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
     for part in parts:
-        part.pop("quantization_config", None)  # plain numbers are written
+        part.pop("quantization_config", None)  # plain numbers are written, or others in few bits
         if untie:
             part["tie_word_embeddings"] = False
         if dtype is not None:
@@ -339,6 +366,8 @@ def _write_config(
                 ["dtype"] if part is stored else []
             ):
                 part[key] = str(dtype).removeprefix("torch.")
+    if planned.rounding is not None:
+        stored["quantization_config"] = planned.rounding.config
     write_json_atomically(folder / "config.json", stored)
 
 
@@ -381,13 +410,16 @@ def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tens
     else:
         value = _merged_parameter(output.name, change, planned)
         value = value if place is None else value[place]
-    value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
+    if not output.part:
+        value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
     if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) would copy
         for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
             if not torch.isfinite(read_slice(tensor)).all():
                 rule = "it holds values that are not finite"
                 raise UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
         raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+    if planned.rounding is not None and output.part:
+        return planned.rounding.rounded(value.float(), output.part)
     return value
 
 
@@ -416,7 +448,8 @@ def _read_back(
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
-    tied = check_checkpoint(model, CheckpointSource(folder, model), allow_unused=True)
+    given = getattr(config, "quantization_config", None)
+    tied = check_checkpoint(model, CheckpointSource(folder, model, given), allow_unused=True)
     stored = {o.name for o in outputs}
     for name, names in tied.items():
         if len(names) == 1 or not set(names) <= stored:
