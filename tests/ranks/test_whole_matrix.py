@@ -18,7 +18,7 @@ from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
 from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.inputs import write_twin
-from meshlora.oracle.reference import linear_rates, train
+from meshlora.oracle.reference import rates_of, train
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.gradsync import clip_gradients, finish_gradients
@@ -63,7 +63,7 @@ def _ours(folder: Path, lora: LoraConfig, topology: str, out: Path | None = None
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
     found = {"fresh": gather_adapter(model, "default"), "logits": logits, "weights": _weights(model)}
     optimizer = torch.optim.AdamW([f.parameter for f in active_factors(model)], lr=LR, weight_decay=0.0)
-    rates, losses = linear_rates(SETTINGS), []
+    rates, losses = rates_of(SETTINGS), []
     for rate in rates:
         optimizer.zero_grad(set_to_none=True)
         loss = language_model_loss(model, batch.input_ids, batch.attention_mask, batch.labels)

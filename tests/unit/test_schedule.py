@@ -11,6 +11,7 @@ from transformers import get_scheduler
 
 from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
+from meshlora.oracle.reference import rates_of
 from meshlora.train.optimizer import learning_rate
 
 STEPS, PEAK = 20, 3e-4
@@ -71,6 +72,14 @@ def test_neither_end_wastes_a_step(name: str) -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_run_without_a_warm_up_begins_at_the_peak(name: str) -> None:
     assert rates(options(**{"schedule": name, **PEERS[name][0]}))[0] == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize("name", [*PEERS, "cycle"])
+def test_reference_follows_each_schedule(name: str) -> None:
+    own = {"schedule": name, **PEERS[name][0]} if name in PEERS else {"schedule": name, "cycle": {2: 1e-4, 9: 0.0}}
+    for warmup_steps in (0, 5) if name in PEERS else (0,):
+        settings = options(**own, warmup_steps=warmup_steps)
+        assert rates_of(settings) == pytest.approx(rates(settings), rel=1e-12, abs=1e-18)
 
 
 def test_cycle_is_straight_lines_through_its_points() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
@@ -205,7 +206,7 @@ def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Tra
     masks = Masks(model, seed=settings.seed)
     optimizer = make_optimizer(model, settings)
     losses = []
-    for step, (batches, rate) in enumerate(zip(steps, linear_rates(settings), strict=False)):
+    for step, (batches, rate) in enumerate(zip(steps, rates_of(settings), strict=False)):
         masks.step = step
         optimizer.zero_grad(set_to_none=True)
         loss, _ = accumulate(model, batches, settings, masks=masks)
@@ -271,13 +272,22 @@ def _plain(name: str, wrapped: Mapping[str, str]) -> str:
     return plain_name(f"{wrapped.get(owner, owner)}.lora_{part}" if owner else name)
 
 
-def linear_rates(settings: TrainConfig) -> list[float]:
-    """Linear warm-up, then linear decay that would reach zero one step after the last."""
-    lr, warmup_steps, steps = settings.lr, settings.warmup_steps, settings.steps or 0
-    return [
-        lr * ((s + 1) / warmup_steps if s < warmup_steps else (steps - s) / (steps - warmup_steps))
-        for s in range(steps)
-    ]
+def rates_of(settings: TrainConfig) -> list[float]:
+    """Linear warm-up from its first part, then the schedule, whose end would be reached one step after the last."""
+    lr, warmup, steps = settings.lr, settings.warmup_steps, np.arange(settings.steps or 0)
+    if settings.schedule == "cycle":
+        at = sorted(settings.cycle)
+        return [float(rate) for rate in np.interp(steps, at, [settings.cycle[step] for step in at])]
+    after, number, start = np.maximum(steps - warmup, 0), max(1, len(steps) - warmup), max(1, warmup)
+    left = {
+        "constant": after**0,
+        "linear": 1 - after / number,
+        "cosine": (1 + np.cos(np.pi * after / number)) / 2,
+        "inverse_sqrt": np.sqrt(start / (start + after)),
+        "warmup_stable_decay": np.minimum(1, (number - after) / max(1, settings.decay_steps)),
+    }[settings.schedule]
+    rates = settings.min_lr + (lr - settings.min_lr) * left
+    return [float(rate) for rate in np.where(steps < warmup, lr * (steps + 1) / start, rates)]
 
 
 def train_run(

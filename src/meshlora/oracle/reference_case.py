@@ -36,9 +36,9 @@ from meshlora.oracle.reference import (
     accumulate,
     before_losses,
     freeze_outside_pieces,
-    linear_rates,
     losses_of,
     make_optimizer,
+    rates_of,
     reference_model,
     scalings,
     set_rate,
@@ -104,7 +104,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     freeze_outside_pieces(model, case.pieces)
     factors = trainable(model)
     settings, masks = case.train, Masks(model, seed=case.seed)
-    rates = linear_rates(settings)
+    rates = rates_of(settings)
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()
     trace = Trace(initial=_apart(case, model, factors), scalings=scalings(model), rates=rates)
