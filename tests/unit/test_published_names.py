@@ -4,6 +4,7 @@ the files are no part of the model.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from meshlora.common.errors import UserError
 from meshlora.common.model_class import take_quantization
 from meshlora.config.file import read_run
 from meshlora.loading.blueprint import read_model_config
+from meshlora.loading.load import load
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from meshlora.train.evaluate import prepare_evaluation
 from meshlora.train.together import prepare_run
+from meshlora.verify.request import Request, prepare_proof
 from tests.blueprints import build_meta
 from tests.unit.mistakes import Setup
 from tests.unit.test_expert_weights import FILE, make_checkpoint
@@ -169,10 +173,23 @@ def test_weights_that_nobody_knows_are_refused(name: str, tmp_path: Path) -> Non
         check_checkpoint(model, CheckpointSource(tmp_path, model))
 
 
-def test_a_run_says_in_one_line_what_is_passed_over(setup: Setup) -> None:
+def test_each_command_says_in_one_line_what_is_passed_over(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     setup.weights(lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(2, 2), "mtp.norm": torch.zeros(2)}))
     setup.write()
-    (note,) = prepare_run(read_run(setup.folder / "run.yaml")).notes
-    assert note == (
+    expected = (
         f"2 weights of checkpoint {setup.model} are passed over: 2 of multi-token prediction, first mtp.fc.weight"
     )
+    run = read_run(setup.folder / "run.yaml")
+    assert prepare_run(run).notes == (expected,)
+    run = dataclasses.replace(run, topology="", data=dataclasses.replace(run.data, eval=run.data.train))
+    assert prepare_evaluation(run, adapter=None).notes == (expected,)
+    assert prepare_proof(Request(("dp=1",), model=str(setup.model))).notes == (expected,)
+    with caplog.at_level("WARNING"):
+        load(setup.model)
+    assert [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()] == [expected]
+
+
+def test_proof_of_a_checkpoint_that_lacks_weights_is_refused(setup: Setup) -> None:
+    setup.weights(lambda tensors: tensors.pop(sorted(tensors)[0]))
+    with pytest.raises(UserError, match="it lacks 1 weights"):
+        prepare_proof(Request(("dp=1",), model=str(setup.model)))

@@ -147,6 +147,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.nproc is not None:
             on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world)
+        is_main = place is None or place.rank == 0
+        _say(run.notes if is_main and not launched_by_us() else ())
         texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
         if options.generate:
             check_result_file(texts, f"{texts}", makes_folder=True)
@@ -158,7 +160,6 @@ def _evaluate(options: argparse.Namespace) -> None:
             result = launch(["evaluate", *run_file_words(options), *words], nproc=options.nproc)
         else:
             result = evaluate(run)
-            is_main = place is None or place.rank == 0
             leave_result(result)
             if not is_main or launched_by_us():
                 leave()
@@ -169,6 +170,13 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.json:
             write_json_atomically(Path(options.json), result)
         leave()
+
+
+def _say(notes: tuple[str, ...]) -> None:
+    from meshlora.common.console import Console
+
+    for note in notes:
+        Console().say(note)
 
 
 def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:

@@ -6,6 +6,7 @@ Owns: `load`. Does not own: everything known before any weight is read (`bluepri
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +26,11 @@ from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
-from meshlora.model.weights import StateDictSource, checkpoint_files, fill
+from meshlora.model.weights import StateDictSource, checkpoint_files, extra_weights, fill
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -89,7 +92,11 @@ def load(
         )
     elif lora is not None:
         blueprint = blueprint.with_adapter(lora)
-    return load_blueprint(blueprint, device=device, seed=seed)
+    loaded = load_blueprint(blueprint, device=device, seed=seed)
+    said = blueprint.source and extra_weights(blueprint.model, blueprint.weights())
+    if said and loaded.meshlora.mesh.rank == 0:
+        logger.warning(said)
+    return loaded
 
 
 def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0) -> Any:

@@ -86,12 +86,13 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that passed every check; of the base alone if its blueprint has no adapter."""
+    """An evaluation that passed every check; of the base alone if its blueprint has no adapter. notes: for the user."""
 
     config: RunConfig
     blueprint: Blueprint
     data: TokenizedDataset
     pad_token_id: int
+    notes: tuple[str, ...] = ()
 
 
 def adapter_of_run(config: RunConfig) -> Path | None:
@@ -121,13 +122,14 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     options = dataclasses.replace(config.model, disable_dropout=True)
     blueprint = make_blueprint(config.model.path, topology, options, config.train.objective)
     check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
-    blueprint.check_weights()
+    said = blueprint.check_weights()
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=options.trust_remote_code)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     data = read_data(config, config.data.eval, tokenizer, blueprint.config)
-    return Evaluation(config, blueprint, data.first(config.data.eval_limit), padding_token_id(tokenizer))
+    pad, notes = padding_token_id(tokenizer), (said,) if said else ()
+    return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, notes)
 
 
 def load_for_evaluation(run: Evaluation) -> Any:

@@ -50,6 +50,8 @@ def verify(
     _check_files(json_file, html_file)
     proof = prepare_proof(request)
     _check_mutations(proof)
+    for note in proof.notes:
+        console.say(note)
     with signals_end_what_was_started(), usable_cache(request.cache_dir) as (cache_dir, why_not):
         if why_not:
             console.say(f"the reference is not kept for the next proof: {why_not}")

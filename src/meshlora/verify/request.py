@@ -143,7 +143,7 @@ class Proof:
 
     Attributes:
         config: of the model or its twin. plans: topology -> plan, in the order of the runs. case: without the folders
-            of inputs yet to be generated. key: hash of everything that determines the reference.
+            of inputs yet to be generated. key: hash of everything that determines the reference. notes: for the user.
     """
 
     request: Request
@@ -151,6 +151,7 @@ class Proof:
     plans: dict[Topology, ModelPlan]
     case: Case
     key: str
+    notes: tuple[str, ...] = ()
 
     @property
     def topologies(self) -> list[Topology]:
@@ -253,7 +254,14 @@ def prepare_proof(request: Request) -> Proof:
         **of_adapter,
     )
     files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
-    return Proof(request, config, plans, case, case_hash(case, inputs=files))
+    return Proof(request, config, plans, case, case_hash(case, inputs=files), () if is_twin else _notes(request, first))
+
+
+def _notes(request: Request, blueprint: Blueprint) -> tuple[str, ...]:
+    """Which weights of the checkpoint both sides pass over. Raises: UserError: it lacks some."""
+    options = dataclasses.replace(blueprint.options, allow_unused_weights=True)  # as transformers has it
+    said = dataclasses.replace(blueprint, source=Path(str(request.model)), options=options).check_weights()
+    return (said,) if said else ()
 
 
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
