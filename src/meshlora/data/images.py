@@ -126,6 +126,8 @@ def locate_images(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         path = Path(os.path.realpath(root / given.replace("\0", "")))  # Path.resolve raises on a circle of links
         if "\0" in given or not path.is_relative_to(root):
             raise MalformedError(f"image {quoted(given, 200)} is not below the folder of the data file")
+        if "://" in given:
+            raise MalformedError(f"image {quoted(given, 200)} is an address; only files are read")
         return {**part, "image": str(path)}
 
     def message_of(message: Any) -> Any:
@@ -172,7 +174,7 @@ def read_image(path: Path, origin: str, *, sha256: str | None = None) -> Any:
 
 def decoded(content: bytes, given: str) -> Any:
     """The RGB image of a file's bytes. given: names the file in messages. Raises: UserError, as `read_image`."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -187,5 +189,6 @@ def decoded(content: bytes, given: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # untrusted bytes read by a library may raise anything
-        words = f"it cannot be read as {', '.join(FORMATS)} ({reason(error)})"
+        why = "" if isinstance(error, UnidentifiedImageError) else f" ({reason(error)})"  # it names an object of ours
+        words = f"it cannot be read as {', '.join(FORMATS)}{why}"
         raise UserError(given, words, "is the file whole?") from error
