@@ -181,12 +181,12 @@ def test_only_files_below_the_folder_of_the_data_are_read(path: str, processors:
 
 def test_a_file_that_changes_during_a_run_is_refused(processors: dict[str, Any], folder: Path) -> None:
     data = read(folder, *ROWS, processor=processors["qwen3_vl"])
-    before = data.arrays["images"]
+    before = data.arrays["further"]
     noise(9).save(folder / "tall.webp")
     data[0].more()
     with pytest.raises(UserError, match=r"a.jsonl:3: image .*tall.webp.*changed since the run began"):
         data[2].more()
-    assert not np.array_equal(read(folder, *ROWS, processor=processors["qwen3_vl"]).arrays["images"], before)
+    assert not np.array_equal(read(folder, *ROWS, processor=processors["qwen3_vl"]).arrays["further"], before)
 
 
 def test_the_cache_knows_the_content_of_images_not_their_place(

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
 from meshlora.adapter.formats.peft_format import lora_config, save_adapter, set_head
 from meshlora.adapter.merging.merge import merge
@@ -128,6 +129,30 @@ def test_labels_go_by_name_or_number_and_stay_with_their_text(tmp_path: Path) ->
     data = read(multi, tmp_path, {"text": "a", "label": ["z", 0]}, {"text": "b", "label": []})
     assert data.targets is not None
     assert data.targets.tolist() == [[1, 0, 1], [0, 0, 0]]
+
+
+def test_pairs_reach_the_model_with_the_token_types_of_their_tokenizer(tmp_path: Path) -> None:
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"])}
+    tokenizer = BertTokenizer(vocab=vocabulary)
+    file = tmp_path / "rows.jsonl"
+    pairs = [("a b c", "d"), ("e", "f a")]
+    file.write_text("".join(json.dumps({"text": a, "text_pair": b, "label": 0}) + "\n" for a, b in pairs))
+    options: dict[str, Any] = {"objective": THREE, "max_length": 16}
+    data = READERS["labelled"](str(file), tokenizer, vocab_size=11, **options)
+    batch = collate([data[0], data[1]], pad_token_id=0, num_targets=1, predicts_next=False)
+    theirs = tokenizer([a for a, _ in pairs], [b for _, b in pairs], padding=True, return_tensors="pt")
+    assert set(theirs["token_type_ids"].flatten().tolist()) == {0, 1}
+    assert torch.equal(batch.more["token_type_ids"], theirs["token_type_ids"])
+    config = twin_config("bert")
+    THREE.configure(config)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(heads.outputs_of(model, batch), model(**theirs).logits)
+    assert data.images is None
+    swapped = [("d", "a b c"), ("f a", "e")]
+    file.write_text("".join(json.dumps({"text": a, "text_pair": b, "label": 0}) + "\n" for a, b in swapped))
+    other = READERS["labelled"](str(file), tokenizer, vocab_size=11, **options)
+    assert not np.array_equal(data.arrays["further"], other.arrays["further"])
 
 
 def test_label_of_a_word_is_that_of_its_first_token(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from meshlora.data.images import KnownInputs
 from meshlora.oracle import case as case_module
 from meshlora.oracle.case import Case, case_hash, file_fingerprint
-from meshlora.oracle.images import RandomImages
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.proof import Processes, reference_of
 from meshlora.verify.request import Request, prepare_proof
@@ -36,7 +37,7 @@ CHANGED: dict[str, Any] = {
     "rows_per_example": 2,
     "targets": ((1.0,),),
     "predicts_next": False,
-    "images": RandomImages(((),), (), (), 1, 0),
+    "further": KnownInputs([{"token_type_ids": np.zeros(1)}]),
     "dropout": ("resid_pdrop",),
     "packing": True,
     "recompute": True,

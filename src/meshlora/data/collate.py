@@ -44,7 +44,7 @@ class Batch:
         is_dummy: it holds no sequence and only keeps collectives matched.
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), restarting with each sequence; else None.
         more: further inputs of the model: token types int64 `[B, S]`, and tensors of images, whose rows are those of
-            the sequences' images one after the other, padded with zeros to one shape. Empty without images.
+            the sequences' images one after the other, padded with zeros to one shape.
         trained: int64 `[num_trained_tokens]`, indices of flat labels that are not -100; None: not computed yet.
     """
 

@@ -35,19 +35,59 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES)
 
 
-class SequenceImages(Protocol):
-    """The images of the sequences of a dataset."""
+class FurtherInputs(Protocol):
+    """What a model takes beside the tokens of the sequences of a dataset."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some sequences may have images."""
+
+    @property
+    def token(self) -> int | None:
+        """The id of an image's placeholder; None: no sequence has one."""
 
     def number(self, index: int) -> int:
-        """How many sequence `index` has."""
+        """How many images sequence `index` has."""
 
     def inputs(self, index: int, input_ids: np.ndarray) -> Mapping[str, Tensor]:
-        """The model's further inputs for sequence `index` of ids `[S]`: token types int64 `[S]`, and tensors of its
-        images with one or more rows for each.
+        """The further inputs of sequence `index` of ids `[S]`: token types int64 `[S]`, and tensors of its images with
+        one or more rows for each.
         """
 
     def digest(self) -> np.ndarray:
-        """uint8: a hash of all images."""
+        """uint8: a hash of all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownInputs:
+    """Further inputs held in memory. each: of each sequence. numbers: of its images; empty: none has any. token: stands
+    for an image.
+    """
+
+    each: Sequence[Mapping[str, np.ndarray]]
+    numbers: Sequence[int] = ()
+    token: int | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some sequences have images."""
+        return any(self.numbers)
+
+    def number(self, index: int) -> int:
+        """How many images sequence `index` has."""
+        return self.numbers[index] if self.numbers else 0
+
+    def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
+        """As in `FurtherInputs`."""
+        return {name: torch.from_numpy(value) for name, value in self.each[index].items()}
+
+    def digest(self) -> np.ndarray:
+        """uint8 `[32]`: a hash of all of them, in order."""
+        found = hashlib.sha256(repr(self.numbers).encode())
+        for inputs in self.each:
+            for name, value in inputs.items():
+                found.update(f"{name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+        return np.frombuffer(found.digest(), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -66,13 +106,19 @@ class Images:
     files: Sequence[tuple[ImageFile, ...]]
     processor: Any
     token_types: tuple[str, ...]
+    has_images: bool = True
+
+    @property
+    def token(self) -> int:
+        """The id of an image's placeholder."""
+        return int(self.processor.image_token_id)
 
     def number(self, index: int) -> int:
         """How many images sequence `index` has."""
         return len(self.files[index])
 
     def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `SequenceImages`.
+        """As in `FurtherInputs`.
 
         Raises:
             UserError: a file is missing, damaged, or not the one that was tokenised.

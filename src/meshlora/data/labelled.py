@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError, did_you_mean, reason
+from meshlora.data.images import TOKEN_TYPES, KnownInputs
 from meshlora.data.records import MalformedError, Problems, checked_text, json_type, quoted
 from meshlora.data.sources import read_rows
 from meshlora.data.tokenization import TokenizedDataset
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _BLOCK = 4096  # texts per call to the tokenizer
 _LARGEST = float(np.finfo(np.float32).max)
 _UNLABELLED = -100  # transformers' label of a word that is not trained
-_SEGMENTS = "token_type_ids"
+_SEGMENTS = TOKEN_TYPES[0]
 
 
 def read_labelled(
@@ -59,7 +60,8 @@ def read_labelled(
     origins = [origin for origin, *_ in rows]
     ids, segments, _ = _encoded(texts, pairs, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
     targets = np.array([target for *_, target in rows], dtype=np.float32)
-    return _dataset(ids, columns={_SEGMENTS: segments} if segments else {}, targets=targets)
+    further = KnownInputs([{_SEGMENTS: own} for own in segments]) if segments else None
+    return _dataset(ids, columns={}, targets=targets, further=further)
 
 
 def read_labelled_words(
@@ -226,7 +228,7 @@ def _encoded(
             ) from error
         ids += [np.array(own, dtype=np.int64) for own in found["input_ids"]]
         if pairs and _SEGMENTS in found:
-            segments += [np.array(own, dtype=np.float32) for own in found[_SEGMENTS]]
+            segments += [np.array(own, dtype=np.int64) for own in found[_SEGMENTS]]
         if is_words:
             words += [found.word_ids(index) for index in range(len(found["input_ids"]))]
     problems = Problems("a text of one token or more")

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
 from meshlora.data.chat import Row, tell_unnamed_keys, tokenize_conversations
-from meshlora.data.images import SequenceImages, images_of
+from meshlora.data.images import FurtherInputs, images_of
 from meshlora.data.leading import leading_tokens
 from meshlora.data.records import MAX_SHOWN, Record
 
@@ -40,7 +40,7 @@ class Sequence:
     """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
 
     columns: name -> float32 `[S]`, further values per token for an objective. targets: float32 `[K]`, of the text.
-    more: reads the images, if there may be any: the model's further inputs (`data.images.SequenceImages.inputs`).
+    more: makes the model's further inputs (`data.images.FurtherInputs.inputs`), of its images too.
     """
 
     input_ids: np.ndarray
@@ -60,7 +60,7 @@ class TokenizedDataset:
         offsets: int64 `[num_sequences + 1]`.
         columns: name -> float32 `[N]`, further values per token for an objective (`data.rollouts`).
         rows_per_example: adjacent sequences that form one example: 2 for pairs (`data.preferences`).
-        images: of the sequences, if some have any.
+        further: what the model takes beside the tokens, if anything.
         targets: float32 `[num_sequences, K]`, what is to be said of each text (`data.labelled`).
         predicts_next: a trained token is predicted by the one before it, and so are its columns; else both are at the
             token's own place.
@@ -71,7 +71,7 @@ class TokenizedDataset:
     offsets: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     rows_per_example: int = 1
-    images: SequenceImages | None = None
+    further: FurtherInputs | None = None
     targets: np.ndarray | None = None
     predicts_next: bool = True
 
@@ -86,7 +86,7 @@ class TokenizedDataset:
         part = slice(self.offsets[index], self.offsets[index + 1])
         columns = {name: column[part] for name, column in self.columns.items()}
         ids = self.input_ids[part]
-        more = dict if self.images is None else functools.partial(self.images.inputs, index, ids)
+        more = dict if self.further is None else functools.partial(self.further.inputs, index, ids)
         targets = None if self.targets is None else self.targets[index]
         return Sequence(ids, self.is_trained[part], columns, more, targets)
 
@@ -95,11 +95,16 @@ class TokenizedDataset:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """All of its content by name; of images their hash."""
-        images = {} if self.images is None else {"images": self.images.digest()}
+        """All of its content by name; of further inputs their hash."""
+        further = {} if self.further is None else {"further": self.further.digest()}
         targets = {} if self.targets is None else {"targets": self.targets}
         tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
-        return {**tokens, **self.columns, **images, **targets}
+        return {**tokens, **self.columns, **further, **targets}
+
+    @property
+    def images(self) -> FurtherInputs | None:
+        """The further inputs, if some sequences may have images."""
+        return self.further if self.further is not None and self.further.has_images else None
 
     def has_images(self, indices: Iterable[int]) -> bool:
         """Whether one of the examples `indices` has an image."""
@@ -194,7 +199,7 @@ def tokenize(
         arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"], images=images)
+    tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"], further=images)
     if vocab_size is not None:
         _check_vocabulary(tokens, records, vocab_size)
     if images is not None:

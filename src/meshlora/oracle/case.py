@@ -21,8 +21,8 @@ from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, versions
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import ModelConfig, TrainConfig
-from meshlora.data import Sequence, TokenizedDataset
-from meshlora.oracle.images import RandomImages
+from meshlora.data import TokenizedDataset
+from meshlora.data.images import KnownInputs
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
@@ -64,7 +64,7 @@ class Case:
         packing: our side packs several sequences into a row; recompute: it recomputes activations;
             resumes: it stops before its last step and resumes from its checkpoint. The reference does none of these.
         pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
-        images: of the sequences, if they have any.
+        further: what the model takes beside the tokens, if anything: images, token types.
         dropout: fields of the model's configuration whose dropouts stay on; LoRA's is in `lora`.
         device: "cpu" or "cuda".
     """
@@ -104,7 +104,7 @@ class Case:
     lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
-    images: RandomImages | None = None
+    further: KnownInputs | None = None
     dropout: tuple[str, ...] = ()
     pad_token_id: int = 0
     trust_remote_code: bool = False
@@ -148,7 +148,7 @@ class Case:
             np.array(self.offsets, dtype=np.int64),
             {name: np.array(column, dtype=np.float32) for name, column in self.columns.items()},
             self.rows_per_example,
-            self.images,
+            self.further,
             targets=np.array(self.targets, dtype=np.float32) if self.targets else None,
             predicts_next=self.predicts_next,
         )
@@ -218,17 +218,15 @@ def with_labels(data: TokenizedDataset, objective: Any, *, seed: int, segments: 
     if not hasattr(objective, "problem"):
         labels = generator.integers(number, size=len(data.input_ids)).astype(np.float32)
         return replace(data, columns={"label": labels}, predicts_next=False)
-    columns = {}
-    if segments:
-        halves = [np.arange(length) >= length // 2 for length in np.diff(data.offsets)]
-        columns["token_type_ids"] = np.concatenate(halves).astype(np.float32)
+    halves = [np.arange(length) >= length // 2 for length in np.diff(data.offsets)] if segments else []
+    further = KnownInputs([{"token_type_ids": half.astype(np.int64)} for half in halves]) if segments else None
     targets = {
         "single": lambda: generator.integers(number, size=(len(data), 1)),
         "multi": lambda: generator.integers(2, size=(len(data), number)),
         "regression": lambda: generator.normal(size=(len(data), number)),
     }[objective.problem]()
     data = replace(data, is_trained=np.ones_like(data.is_trained), predicts_next=False)
-    return replace(data, columns=columns, targets=targets.astype(np.float32))
+    return replace(data, further=further, targets=targets.astype(np.float32))
 
 
 def as_similar(data: TokenizedDataset, rows: int) -> TokenizedDataset:
@@ -237,22 +235,24 @@ def as_similar(data: TokenizedDataset, rows: int) -> TokenizedDataset:
 
 
 def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:
-    """The first `number` distinct sequences of `data` with a trained token.
+    """The first `number` distinct sequences of `data` with a trained token, and their images.
 
     Raises:
         UserError: there are fewer.
     """
-    seen: dict[tuple[int, ...], Sequence] = {}
-    for sequence in data:
+    seen: dict[tuple[int, ...], int] = {}
+    for index, sequence in enumerate(data):
         if len(seen) < number and sequence.is_trained[1:].any():
-            seen.setdefault(tuple(sequence.input_ids.tolist()), sequence)
+            seen.setdefault(tuple(sequence.input_ids.tolist()), index)
     if len(seen) < number:
         raise UserError(f"{source}: {len(seen)} different sequences", f"{number} are needed", "give a longer file")
-    chosen = list(seen.values())
+    chosen, further = [data[index] for index in seen.values()], None
+    if data.images is not None:
+        inputs = [{name: value.numpy() for name, value in sequence.more().items()} for sequence in chosen]
+        further = KnownInputs(inputs, [data.images.number(index) for index in seen.values()], data.images.token)
     offsets = np.cumsum([0, *(len(s.input_ids) for s in chosen)]).astype(np.int64)
-    return TokenizedDataset(
-        np.concatenate([s.input_ids for s in chosen]), np.concatenate([s.is_trained for s in chosen]), offsets
-    )
+    ids, is_trained = (np.concatenate(p) for p in zip(*((s.input_ids, s.is_trained) for s in chosen), strict=True))
+    return TokenizedDataset(ids, is_trained, offsets, further=further)
 
 
 def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
@@ -261,7 +261,8 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     inputs: fingerprints of the model and adapter files (`file_fingerprint`), or the configuration of a twin. Paths are
     not hashed.
     """
-    values = {k: v for k, v in dataclasses.asdict(case).items() if k not in ("model", "adapter")}
+    further = None if case.further is None else case.further.digest().tobytes().hex()
+    values = dataclasses.asdict(dataclasses.replace(case, model="", adapter="", further=None)) | {"further": further}
     library = [importlib.metadata.version("bitsandbytes")] if case.quantization in ("nf4", "int8") else []
     made_with = [json.dumps(versions()), *library, *_own_sources()]
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])

@@ -18,9 +18,8 @@ from transformers import PretrainedConfig
 
 from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.model_class import model_class
-from meshlora.common.versions import digest
 from meshlora.data import TokenizedDataset
-from meshlora.data.images import TOKEN_TYPES
+from meshlora.data.images import TOKEN_TYPES, KnownInputs
 
 # Images of sequences 0, 1, 2, ..., over and over: dp ranks and micro-batches without any are among them.
 _NUMBERS = (1, 0, 2, 0, 0, 1, 3)
@@ -28,7 +27,7 @@ _FIRST_PLACE, _BETWEEN = 3, 2  # tokens before the first image of a sequence, an
 
 
 @dataclass(frozen=True)
-class RandomImages:
+class _RandomImages:
     """Attributes:
     shapes: of each image of each sequence: `(t, h, w)` patches, `(h, w)` pixels, or none if all have one size.
     arguments: of the model's forward, for token types and shapes. row: shape of a row of `pixel_values`.
@@ -40,12 +39,8 @@ class RandomImages:
     token: int
     seed: int
 
-    def number(self, index: int) -> int:
-        """How many images sequence `index` has."""
-        return len(self.shapes[index])
-
     def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `meshlora.data.images.SequenceImages`."""
+        """As in `meshlora.data.images.FurtherInputs`."""
         types = torch.from_numpy(input_ids.astype(np.int64) == self.token).long()
         found = {name: types for name in self.arguments if name in TOKEN_TYPES}
         if not (shapes := self.shapes[index]):
@@ -62,10 +57,6 @@ class RandomImages:
             image[:, height:], image[:, :, width:] = 0, 0
         height, width = sizes.max(0).values.tolist()
         return found | {"pixel_values": pixels[:, :, :height, :width], "image_sizes": sizes}
-
-    def digest(self) -> np.ndarray:
-        """uint8: a hash."""
-        return np.frombuffer(digest([repr(self)]).encode(), dtype=np.uint8)
 
 
 def with_images(data: TokenizedDataset, config: PretrainedConfig, *, seed: int) -> TokenizedDataset:
@@ -89,10 +80,11 @@ def with_images(data: TokenizedDataset, config: PretrainedConfig, *, seed: int) 
         trained.append(own_trained)
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     parts = {"input_ids": np.concatenate(ids), "is_trained": np.concatenate(trained), "offsets": offsets}
-    return replace(data, **parts, images=images)  # type: ignore[arg-type]
+    further = [{name: value.numpy() for name, value in images.inputs(i, own).items()} for i, own in enumerate(ids)]
+    return replace(data, **parts, further=KnownInputs(further, numbers, images.token))  # type: ignore[arg-type]
 
 
-def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> tuple[RandomImages, list[list[int]]]:
+def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> tuple[_RandomImages, list[list[int]]]:
     """(random images, how many tokens each of a sequence takes) for sequences with these numbers of images."""
     what = f"--images with model_type {config.model_type!r}"
     with torch.random.fork_rng(devices=[]):
@@ -114,7 +106,7 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
         kinds = [(2 * patch * merge,) * 2, (patch * merge, 2 * patch * merge), (2 * patch * merge, patch * merge)]
         row = (channels, *kinds[0])
     shapes = tuple(tuple(kinds[(i + n) % len(kinds)] for n in range(number)) for i, number in enumerate(numbers))
-    images = RandomImages(shapes, arguments, row, token, seed)
+    images = _RandomImages(shapes, arguments, row, token, seed)
     try:
         of_kind = {kind: _tokens(model, replace(images, shapes=((kind,),))) for kind in kinds}
     except Exception as error:  # towers raise anything
@@ -123,7 +115,7 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
 
 
 @torch.no_grad()
-def _tokens(model: Any, image: RandomImages) -> int:
+def _tokens(model: Any, image: _RandomImages) -> int:
     """How many tokens the only image takes."""
     inputs = {k: v for k, v in image.inputs(0, np.zeros(1)).items() if k not in TOKEN_TYPES}
     found = model.get_image_features(**inputs, return_dict=True)

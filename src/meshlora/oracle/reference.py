@@ -106,8 +106,6 @@ def losses_of(
         inner = getattr(model, "get_base_model", lambda: model)()
         if task_of(inner.config) == CAUSAL:
             options["use_cache"] = False
-        if "token_type_ids" in batch.columns:
-            options["token_type_ids"] = batch.columns["token_type_ids"].long()
         dtype = next(model.parameters()).dtype
         more = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.more.items()}
         found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options, **more)

@@ -26,7 +26,6 @@ from meshlora.data import IGNORED, Batch, TokenizedDataset
 from meshlora.train.batches import Batching
 
 Values = Mapping[str, Tensor]
-SEGMENTS = "token_type_ids"
 COUNTS = "counts per label"  # a vector, only in evaluations
 
 
@@ -56,10 +55,7 @@ def outputs_of(model: Any, batch: Batch) -> Tensor:
     """Outputs of the model's own head, `[B, K]` of texts or `[B, S, K]` of words, or hidden states `[B, S, H]`; in
     float32, or float64 inside the lift.
     """
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    if SEGMENTS in batch.columns:
-        inputs[SEGMENTS] = batch.columns[SEGMENTS].long()
-    found = model(**inputs)
+    found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **batch.more)
     outputs: Tensor = found.logits if "logits" in found else found.last_hidden_state
     return outputs.float()
 

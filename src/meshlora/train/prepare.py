@@ -25,7 +25,7 @@ from meshlora.common.files import why_not_writable
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
-from meshlora.data.images import SequenceImages
+from meshlora.data.images import FurtherInputs
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length
 from meshlora.model.weights import checkpoint_files
@@ -376,7 +376,7 @@ def read_data(
     )
 
 
-def check_images(config: RunConfig, images: Iterable[SequenceImages | None]) -> None:
+def check_images(config: RunConfig, images: Iterable[FurtherInputs | None]) -> None:
     """Refuse images together with what is not proved with them. images: of each dataset.
 
     Raises:
@@ -392,7 +392,7 @@ def check_images(config: RunConfig, images: Iterable[SequenceImages | None]) -> 
         raise UnsupportedError(f"{option} with images", "it is not proved with them", "leave it out")
 
 
-def check_vision(blueprint: Blueprint, images: SequenceImages | None) -> None:
+def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:
     """Refuse an adapter outside the text part of a composite without images: it would have no gradient.
 
     Raises:

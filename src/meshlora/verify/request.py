@@ -172,7 +172,8 @@ class Proof:
         """The features of a run on `topology`, named as in `verify.faults.fault.Mutation`."""
         case, config = self.case, LoraConfig(**self.case.lora)
         has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
-        takes = ("pixel_values", *case.images.arguments) if case.images is not None else ()
+        further = case.further
+        takes = {n for inputs in further.each for n in inputs} if further is not None and further.has_images else set()
         micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
         facts = {
             "steps": case.steps > 1,
@@ -349,7 +350,7 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         "adapter": "",
         "model_type": config.model_type,
         "resumes": request.resume,
-        "images": data.images,
+        "further": data.further,
         "columns": {name: tuple(column.tolist()) for name, column in data.columns.items()},
         "rows_per_example": data.rows_per_example,
         "targets": () if data.targets is None else tuple(map(tuple, data.targets.tolist())),

@@ -39,12 +39,11 @@ def image_tokens_trained(batch: Batch, sequences: Any, **_: Any) -> Batch:
 def images_of_another_sequence(original: Any, sequences: Sequence[Any], **rest: Any) -> Batch:
     """a sequence has the features of its own images"""
 
-    def changed(sequence: Any) -> Any:
-        images = sequence.more.func.__self__
-        others = dataclasses.replace(images, seed=images.seed + 1)
-        return dataclasses.replace(sequence, more=functools.partial(others.inputs, *sequence.more.args))
+    def others(sequence: Any) -> dict[str, Tensor]:
+        return {name: x.flip(-1) if name == "pixel_values" else x for name, x in sequence.more().items()}
 
-    found: Batch = original([changed(sequence) for sequence in sequences], **rest)
+    changed = [dataclasses.replace(s, more=functools.partial(others, s)) for s in sequences]
+    found: Batch = original(changed, **rest)
     return found
 
 
