@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from meshlora.plan.families.twin import twin_config
+from meshlora.text.processor import load_processor
 
 BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
 # Content as text or as parts; every image is one placeholder. The assistant's turns are marked.
@@ -60,6 +64,20 @@ def write_processor(folder: Path, model_type: str) -> Path:
         (folder / "processor_config.json").write_text(
             json.dumps({"processor_class": "Gemma3Processor", "image_seq_length": 4})
         )
+    return folder
+
+
+def write_model(folder: Path, dtype: torch.dtype) -> Path:
+    """A tiny Qwen3-VL with its processor."""
+    write_processor(folder, "qwen3_vl")
+    config = twin_config("qwen3_vl", tp=2, vocab_size=2056)
+    tokenizer = load_processor(folder, config).tokenizer
+    config.vision_config.patch_size = 4
+    config.text_config.vocab_size = 2056
+    for name in ("image_token", "video_token", "vision_start_token", "vision_end_token"):
+        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)))
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder
 
 

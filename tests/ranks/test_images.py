@@ -14,9 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from meshlora.common.float64 import lift
 from meshlora.data import read_records
-from meshlora.plan.families.twin import twin_config
 from meshlora.text.processor import load_processor
-from tests.images import conversation, write_pictures, write_processor, write_rows
+from tests.images import conversation, write_model, write_pictures, write_rows
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups
 from tests.run_files import metrics_of, write_run_file
@@ -33,15 +32,7 @@ ROWS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL with its processor, pictures, and conversations of which one has no image."""
     root = tmp_path_factory.mktemp("images")
-    model = write_processor(root / "model", "qwen3_vl")
-    config = twin_config("qwen3_vl", tp=2, vocab_size=2056)
-    tokenizer = load_processor(model, config).tokenizer
-    config.vision_config.patch_size = 4
-    config.text_config.vocab_size = 2056
-    for name in ("image_token", "video_token", "vision_start_token", "vision_end_token"):
-        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)))
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config, dtype=torch.float64).save_pretrained(model)
+    write_model(root / "model", torch.float64)
     write_pictures(root)
     write_rows(root / "train.jsonl", *ROWS)
     return root

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.objective import Classify
+from meshlora.data import read_records, tokenize
+from meshlora.text.processor import load_processor
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
+from tests.images import conversation, write_model, write_pictures, write_rows
 
 ON_ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "vision": True}
 NIGHTLY = pytest.mark.proof  # the kill table has qwen3_vl and gemma3 by default
@@ -33,7 +39,7 @@ def test_twin_with_images_is_proved(family: str, topologies: tuple[str, ...], pr
 
 def test_some_sequences_of_a_step_have_no_image_and_some_have_several() -> None:
     proof = prepare_proof(Request(("dp=2",), family="qwen3_vl", images=True))
-    images = proof.case.images
+    images = proof.case.data.images
     assert images is not None
     assert {images.number(index) for index in range(proof.case.data.num_examples)} >= {0, 1, 2}
     assert {"images", "image_grid", "features"} <= proof.features_on(proof.topologies[0])
@@ -42,12 +48,70 @@ def test_some_sequences_of_a_step_have_no_image_and_some_have_several() -> None:
     assert not any((ids == token).any() for ids in trained)
 
 
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its processor, and records with none to three images each."""
+    root = tmp_path_factory.mktemp("own")
+    write_model(root / "model", torch.float32)
+    names = write_pictures(root)
+    rows = [conversation(*names[: n % 4], f"what is number {n}?", answer=f"it is {n}") for n in range(10)]
+    write_rows(root / "images.jsonl", *rows)
+    write_rows(root / "text.jsonl", *(conversation(f"what is {n}?", answer="it") for n in range(10)))
+    return root
+
+
+def of_data(own: Path, file: str, **rest: Any) -> Request:
+    return Request(("tp=2,sp",), model=str(own / "model"), data=str(own / file), **rest)
+
+
+def test_own_records_keep_their_images(own: Path) -> None:
+    proof = prepare_proof(of_data(own, "images.jsonl", images=True))
+    records = read_records(own / "images.jsonl")
+    processor = load_processor(own / "model", proof.config)
+    whole = tokenize(records, processor.tokenizer, max_length=128, processor=lambda: processor)
+    data = proof.case.data
+    assert data.images is not None
+    assert [data.images.number(index) for index in range(len(data))] == [n % 4 for n in range(len(data))]
+    for ours, theirs in zip(data, whole, strict=False):
+        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+        found, expected = ours.more(), theirs.more()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert proof.key != prepare_proof(of_data(own, "text.jsonl")).key
+
+
+@pytest.mark.parametrize(
+    ("file", "images", "words"),
+    [("images.jsonl", False, "it has images; give --images"), ("text.jsonl", True, "none of its first 10 records has")],
+)
+def test_data_and_images_must_agree(own: Path, file: str, images: bool, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prepare_proof(of_data(own, file, images=images))
+
+
+@NIGHTLY
+def test_own_records_with_images_are_proved(own: Path, prove: Prove) -> None:
+    of_model = {"model": str(own / "model"), "data": str(own / "images.jsonl"), "lora": ON_ALL}
+    for outcome in prove(images=True, topologies=("tp=2,sp", "dp=2"), **of_model):
+        assert outcome.passed, outcome.divergence or outcome.error
+
+
+@NIGHTLY
+@pytest.mark.parametrize("images", [False, True])
+def test_composite_resumes_and_is_split_over_dp_and_tp(images: bool, prove: Prove) -> None:
+    """On text alone too, where the tower has no adapter."""
+    options = {"lora": ON_ALL} if images else {}
+    for outcome in prove(family="gemma3", images=images, resume=True, topologies=("dp=2,tp=2",), **options):
+        assert outcome.passed, outcome.divergence or outcome.error
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
         ({"family": "llama"}, "its model takes no images"),
         ({"family": "gemma3", "packing": True}, "--images with --packing"),
         ({"family": "gemma3", "adapters": 2}, "--images with --adapters"),
+        ({"family": "gemma3", "objective": Classify(num_labels=2)}, "--images with --objective classify"),
     ],
 )
 def test_what_has_no_images_is_refused(request_: dict[str, Any], words: str) -> None:

@@ -162,7 +162,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
     verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
-    verify.add_argument("--images", action="store_true", help="some sequences have images, of random pixels")
+    verify.add_argument("--images", action="store_true", help="some sequences have images: of --data, or random")
     verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
     verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")

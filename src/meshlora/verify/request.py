@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Collection
@@ -56,6 +57,7 @@ from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import KEEP, TWIN_BLOCKS
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DENSE_AXES, Topology, divisors
+from meshlora.text.processor import load_processor
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
@@ -67,7 +69,8 @@ DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all
 DROPOUT = 0.12  # the default of the command
 SEED = 3  # not 0, the default of a run
 _AUTO_PROCESSES = 4
-_MAX_LENGTH = 128  # tokens of a sequence of user text
+_MAX_LENGTH, _MAX_LENGTH_WITH_IMAGES = 128, 2048  # tokens of a sequence of the user's
+_CHOICE = 2  # records that are read, for each that is needed: some may be equal, or have nothing trained
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
@@ -341,7 +344,7 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
     """The case of `request`, on random sequences or those of the user."""
     objective, number = request.objective, num_sequences_for(batch_size, request.steps)
     found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
-    if request.images:
+    if request.images and request.data is None:
         found = with_images(found, config, seed=request.seed)
     segments = (getattr(config, "type_vocab_size", None) or 0) > 1
     vocab_size = config.get_text_config().vocab_size
@@ -381,8 +384,17 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
     if not isinstance(request.model, str) or request.twin:
         raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-    limit = min(getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH, _MAX_LENGTH)
-    found = tokenize(read_records([data]), tokenizer, max_length=limit, vocab_size=size)
+    longest = _MAX_LENGTH_WITH_IMAGES if request.images else _MAX_LENGTH
+    limit = min(getattr(text_config, "max_position_embeddings", None) or longest, longest)
+    records = read_records([data])
+    if request.images:  # each image is read, to know its tokens: not those of a whole file
+        records = records[: _CHOICE * number]
+    if any(record.images for record in records) != request.images:
+        none = f"none of its first {len(records)} records has an image", "leave out --images"
+        rule, way_out = none if request.images else ("it has images", "give --images")
+        raise UserError(f"--data {data}", rule, way_out)
+    processor = functools.partial(load_processor, request.model, config)
+    found = tokenize(records, tokenizer, max_length=limit, vocab_size=size, processor=processor)
     return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
 
 
@@ -427,7 +439,11 @@ def _check(request: Request) -> None:
         raise UserError("a load-balancing loss", f"--objective {objective.kind} has none", "leave it out")
     if request.resume and request.adapters > 1:
         raise UserError(f"--adapters {request.adapters} with --resume", "several adapters are not proved with it")
-    refused = {"--packing": request.packing, "--adapters": request.adapters > 1, "--data": request.data is not None}
+    refused = {
+        "--packing": request.packing,
+        "--adapters": request.adapters > 1,
+        f"--objective {objective.kind}": objective.task != CAUSAL,
+    }
     if request.images and (option := next((name for name, is_given in refused.items() if is_given), None)):
         raise UserError(f"--images with {option}", "it is not proved with images", f"leave out {option}")
     for name in request.mutations:
