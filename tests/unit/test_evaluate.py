@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from meshlora.cli.main import main
 from meshlora.common.errors import UserError
+from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig
 from meshlora.data import Record, collate, prompts_of, read_records, tokenize
 from meshlora.text.decoding import generate
 from meshlora.text.scores import scores
+from meshlora.text.tokenizer import padding_token_id
 from meshlora.train.evaluate import perplexity
 from tests.unit.mistakes import Setup, one_error
 
@@ -60,6 +62,27 @@ def test_loss_is_that_of_transformers_and_peft_over_the_whole_file(setup: Setup)
     assert found["loss"] == pytest.approx(expected, rel=1e-5)  # the reference has float32 islands
     assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
     assert (found["examples"], found["trained_tokens"]) == (8, data.num_trained_tokens)
+
+
+def test_new_head_is_the_adapters_and_its_scores_are_those_of_transformers_and_peft(setup: Setup) -> None:
+    rows = [{"text": f"text {n} " + "word " * (n % 3), "label": n % 3} for n in range(5)]
+    (setup.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setup.set("train.objective", {"kind": "classify", "num_labels": 3})
+    setup.set("train.micro_batch_size", 2)
+    setup.set("model.dtype", "float64")
+    tokenizer = AutoTokenizer.from_pretrained(setup.model)
+    base = AutoModelForSequenceClassification.from_pretrained(setup.model, num_labels=3, dtype=torch.float64)
+    base.config.pad_token_id = padding_token_id(tokenizer)
+    options = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["score"], "init_lora_weights": False}
+    model = get_peft_model(base, LoraConfig(**options, task_type="SEQ_CLS")).eval()
+    model.save_pretrained(setup.folder / "labels")
+    found = evaluated(setup, "--adapter", str(setup.folder / "labels"))
+    labels = torch.tensor([row["label"] for row in rows])
+    with torch.no_grad(), lift():
+        outputs = torch.cat([model(**tokenizer(row["text"], return_tensors="pt")).logits for row in rows])
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(outputs, labels).item(), rel=1e-10)
+    assert found["accuracy"] == pytest.approx((outputs.argmax(1) == labels).double().mean().item())
+    assert found["examples"] == 5
 
 
 def test_which_adapter_is_evaluated(setup: Setup) -> None:

@@ -142,8 +142,10 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             over dp.
     """
     found: list[str] = []
-    for wanted in config.modules_to_save or ():
+    for wanted in dict.fromkeys(config.modules_to_save or ()):
         owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # without a dot, as in PEFT
+        if not owners and wanted in HEADS and plan.task != CAUSAL:
+            continue  # PEFT writes the names of all heads, whichever the model has
         if not owners:
             names = {name.rpartition(".")[2] for name, m in model.named_modules() if list(m.parameters(recurse=False))}
             raise UserError(

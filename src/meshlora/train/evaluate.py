@@ -122,9 +122,9 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     options = dataclasses.replace(config.model, disable_dropout=True)
     blueprint = make_blueprint(config.model.path, topology, options, config.train.objective)
     check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
-    said = blueprint.check_weights()
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True)
+    said = blueprint.check_weights()  # of a head that is new the adapter has the values
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=options.trust_remote_code)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     data = read_data(config, config.data.eval, tokenizer, blueprint.config)
