@@ -48,7 +48,7 @@ def reference_model(
 ) -> Any:
     """The checkpoint with a trainable PEFT adapter on one process, the model's own dropouts off.
 
-    pad: the padding token, of a model that must know it and does not. dropouts: configuration fields whose dropout
+    pad: the padding token of the batches, for a model of another task. dropouts: configuration fields whose dropout
     stays on.
     is_stock: leave PEFT's rewriting of target names on, and do not share adapters of experts.
     """
@@ -72,7 +72,7 @@ def reference_model(
     if dtype == torch.float64:
         for parameter in base.parameters():  # some routers are float32 whatever dtype is requested
             parameter.data = parameter.data.to(dtype)
-    if objective.task != CAUSAL and base.config.get_text_config().pad_token_id is None:
+    if objective.task != CAUSAL:
         base.config.get_text_config().pad_token_id = pad
     quantize_base(base, model.quantization)
     with contextlib.nullcontext() if is_stock else targets_as_configured():

@@ -43,12 +43,11 @@ class Compared:
 
 
 def set_padding(model: Any, pad_token_id: int) -> None:
-    """Tell a model of another task its padding token, if its configuration does not: decoders look for the last token
-    of a text with it.
+    """Tell a model of another task the padding token of its batches, whatever its configuration says: decoders look for
+    the last token of a text with it.
     """
-    config = model.config.get_text_config()
-    if task_of(model.config) != CAUSAL and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = pad_token_id
+    if task_of(model.config) != CAUSAL:
+        model.config.get_text_config().pad_token_id = pad_token_id
 
 
 def outputs_of(model: Any, batch: Batch) -> Tensor:
