@@ -133,7 +133,7 @@ def write_published_twin(published: Published, folder: Path, *, tp: int = 2) -> 
 
 
 def _is_scale(key: str) -> bool:
-    return key.endswith(("_scale_inv", "_scale", "_scale_ub", "absmax", "quant_map", "scales"))
+    return key.endswith(("_scale_inv", "_scale", "_scale_2", "_scale_ub", "absmax", "quant_map", "scales"))
 
 
 def _save(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -264,6 +264,8 @@ def _packer(quantization: dict[str, Any]) -> Pack:
     if method == "compressed-tensors":
         is_fp8 = quantization["format"] == "float-quantized"
         return PUBLISHED["compressed-tensors fp8" if is_fp8 else "compressed-tensors int4 experts"].pack
+    if method == "modelopt":
+        return PUBLISHED["modelopt nvfp4"].pack
     if method == "bitsandbytes":
         return PUBLISHED["nf4"].pack
     return PUBLISHED[{"fbgemm_fp8": "fbgemm"}.get(method, method)].pack
