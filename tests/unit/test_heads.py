@@ -65,6 +65,9 @@ def test_loss_of_texts_is_that_of_transformers(objective: Classify, targets: Ten
     assert losses.shape == (4,)
     if objective.problem == "single":
         assert torch.equal(values["accuracy"], (outputs.argmax(1) == labels).float())
+    if objective.problem == "multi":
+        _, values = heads.classify(objective, outputs / 8, batch_of(targets), None)
+        assert torch.allclose(values["accuracy"], ((outputs.sigmoid() > 0.5) == labels.bool()).float().mean(1))
 
 
 def test_loss_of_words_is_a_mean_over_those_that_have_labels() -> None:
@@ -73,7 +76,12 @@ def test_loss_of_words_is_a_mean_over_those_that_have_labels() -> None:
     losses, values = heads.classify_tokens(ClassifyTokens(num_labels=3), outputs, batch_of(labels=labels), None)
     expected = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=-100)
     assert torch.allclose(losses.sum() / 3, expected)
-    assert values["accuracy"].sum() <= 3
+    with torch.no_grad():
+        _, values = heads.classify_tokens(ClassifyTokens(num_labels=3), outputs, batch_of(labels=labels), None)
+    is_right = (outputs.argmax(2) == labels) & (labels >= 0)
+    assert torch.equal(values["accuracy"], is_right.sum(1).float())
+    counts = values[heads.COUNTS].sum(0).view(2, -1)
+    assert (counts[0].sum(), counts[1].sum()) == (is_right.sum(), 2 * 3)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
