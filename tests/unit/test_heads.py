@@ -155,6 +155,7 @@ def test_pairs_reach_the_model_with_the_token_types_of_their_tokenizer(tmp_path:
     THREE.configure(config)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
+        model.bert.embeddings.token_type_embeddings.weight *= 100  # so that it shows
         torch.testing.assert_close(heads.outputs_of(model, batch), model(**theirs).logits)
     assert data.images is None
     swapped = [("d", "a b c"), ("f a", "e")]
