@@ -6,7 +6,7 @@ Each file is the configuration of a checkpoint as it was published. It is planne
 tensor-parallel ranks, and its twin (tiny, with the same flags, the same names and the same format on disk) trains on
 two processes and is compared, tensor by tensor in float64, with transformers + peft on one process. What comes of it is
 printed and written to docs/support.md: ready, refused (with the reason that a user would read), or failed: accepted,
-and then different. Exit code 1 when one failed.
+and then different, or broken. Exit code 1 when one failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rich.console import Console
 from tests.published_twins import Published, config_of, names, read_published, write_published_twin
 
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.versions import versions
 from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import Blueprint, make_blueprint
@@ -137,8 +137,8 @@ def prove(finding: Finding, processes: Processes) -> Finding:
             outcomes = list(run_proof(prepare_proof(request), processes))
     except UserError as error:
         return replace(finding, status="refused", reason=_without_folder(str(error)))
-    except MeshloraError as error:
-        return replace(finding, status="failed", reason=str(error).strip().splitlines()[-1])
+    except Exception as error:  # noqa: BLE001 - the other checkpoints are proved all the same
+        return replace(finding, status="failed", reason=f"{type(error).__name__}: {error}".strip().splitlines()[-1])
     for outcome in outcomes:
         if not outcome.passed:
             return replace(finding, status="failed", reason=f"{outcome.topology}: {difference(outcome)}")

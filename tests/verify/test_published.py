@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from meshlora.common.errors import UnsupportedError
+from meshlora.plan.derive import plan_model
+from meshlora.plan.families.twin import shrink_config
+from meshlora.plan.topology import Topology
 from meshlora.verify.proof import Processes
-from tests.published_twins import names, read_published, stored_keys, write_published_twin
+from tests.published_twins import config_of, names, read_published, stored_keys, write_published_twin
 from tests.scripts import load_script
 
 SCRIPT = load_script("prove_published")
@@ -60,3 +66,15 @@ def test_twin_of_a_published_checkpoint_is_proved_or_refused(name: str, processe
     if not found.reason:
         found = SCRIPT.prove(found, processes)
     assert found.status == "ready" if name in QUICK else found.status in ("ready", "refused"), found.reason
+
+
+def test_twin_of_layers_that_differ_ends_with_the_kind_of_the_last() -> None:
+    """Gemma 4 makes its last layer a full one, whose heads are others."""
+    config = config_of(read_published("google--gemma-4-26B-A4B"))
+    twin = shrink_config(config, tp=2, layers={0: ("a",), 5: ("b",)}).get_text_config()
+    assert twin.layer_types[-1] == "full_attention"
+    assert {k for k, kind in enumerate(twin.layer_types) if kind == "full_attention"} == {
+        *map(int, twin.per_layer_config)
+    }
+    with torch.device("meta"), pytest.raises(UnsupportedError, match="beside the layer's MLP"):
+        plan_model(AutoModelForCausalLM.from_config(twin), Topology.parse("tp=2"))

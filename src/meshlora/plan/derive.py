@@ -115,6 +115,8 @@ class _Planner:
             raise UnsupportedError(self.what, "its residual stream is several side by side", "use tp=1")
         if hasattr(layer, "per_layer_input_gate"):
             raise UnsupportedError(self.what, "its layers take a second input that carries a gradient", "use tp=1")
+        if getattr(layer, "enable_moe_block", False):
+            raise UnsupportedError(self.what, "its routed experts stand beside the layer's MLP, not in it", "use tp=1")
         modules = dict(layer.named_modules())
         present = {path: leaf for path, leaf in family.leaves.items() if path in modules}
         self._plan_children(prefix, "", layer, present, family)

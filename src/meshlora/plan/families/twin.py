@@ -338,6 +338,8 @@ def _kept_layers(whole: dict[str, Any], num_layers: int | None, differ: Mapping[
         layers = next((kept for kept in beside if len(kept) <= _MOST_LAYERS), layers)
     if any(_is_period(field, value, whole) for field, value in whole.items()):
         layers = list(range(max(layers) + 1))  # a period counts layers, so it only makes sense without gaps
+    if "per_layer_config" in whole and kinds[layers[-1]] != kinds[-1]:
+        layers.append(total - 1)  # transformers makes the last one of its kind, but for what the layer has of its own
     return sorted(layers[i % len(layers)] for i in range(num_layers or max(2, len(layers)))) if layers else []
 
 
