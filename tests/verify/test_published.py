@@ -73,8 +73,7 @@ def test_twin_of_layers_that_differ_ends_with_the_kind_of_the_last() -> None:
     config = config_of(read_published("google--gemma-4-26B-A4B"))
     twin = shrink_config(config, tp=2, layers={0: ("a",), 5: ("b",)}).get_text_config()
     assert twin.layer_types[-1] == "full_attention"
-    assert {k for k, kind in enumerate(twin.layer_types) if kind == "full_attention"} == {
-        *map(int, twin.per_layer_config)
-    }
+    full = {layer for layer, kind in enumerate(twin.layer_types) if kind == "full_attention"}
+    assert full == {int(layer) for layer in twin.to_dict()["per_layer_config"]}
     with torch.device("meta"), pytest.raises(UnsupportedError, match="beside the layer's MLP"):
         plan_model(AutoModelForCausalLM.from_config(twin), Topology.parse("tp=2"))
