@@ -60,7 +60,7 @@ def test_a_split_is_refused_under_another_minor_version_with_the_command_that_pr
 @pytest.mark.usefixtures("_warm_processes")
 def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, **OTHER)
-    assert main(["verify", "--family", "llama", "--topology", "tp=2,sp", "--steps", "1"]) == 0
+    assert main(["verify", "--family", "llama", "--steps", "1"]) == 0  # on tp=2,sp
     check_proved_here("llama", Topology(tp=2, sp=True), has_experts=False, cache_dir=home / ".cache/meshlora/proofs")
     refused = [("llama", Topology(tp=2)), ("llama", Topology(dp=2, tp=2, sp=True)), ("qwen3", Topology(tp=2, sp=True))]
     for family, topology in refused:

@@ -148,7 +148,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--family", metavar="MODEL_TYPE", help="any model_type of transformers; needs no files")
     verify.add_argument("--twin", action="store_true", help="shrink the configuration; weights are not read")
     verify.add_argument(
-        "--topology", required=True, action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated"
+        "--topology", action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated (default: tp=2,sp)"
     )
     verify.add_argument(
         "--set",
@@ -274,7 +274,7 @@ def _verify(options: argparse.Namespace) -> None:
             )
     names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
     given = same_fields(Request, options) | {
-        "topologies": tuple(options.topology),
+        "topologies": tuple(options.topology or ["tp=2,sp"]),
         "overrides": _fields(options.overrides),
         "lora": read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
         "default_dropout": 0.0 if options.lora else DROPOUT,
