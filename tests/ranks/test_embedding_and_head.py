@@ -91,6 +91,27 @@ def test_trains_as_one_process_does(name: str, topologies: tuple[str, ...], prov
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("saved: every norm", ""),
+        ("biases: of targets", ""),
+        pytest.param("saved: embedding", "", marks=pytest.mark.proof),
+        ("saved: row linear", "down_proj: its bias and weight trained in full, of a model in bfloat16"),
+        ("saved: norms and head", "lm_head: its weight trained in full"),
+        ("biases: all", "ln_1: its bias trained in full"),
+    ],
+)
+def test_what_is_trained_in_full_of_a_bfloat16_model_is_right_or_refused(name: str, words: str, prove: Prove) -> None:
+    asked, lora = PROOFS[name]
+    request = {**asked, "topologies": ("tp=2,sp",), "steps": 1, "lora": LORA | lora, "dtype": "bfloat16"}
+    if words:
+        with pytest.raises(meshlora.UnsupportedError, match=words):
+            prove(**request)
+    else:
+        assert [outcome.divergence for outcome in prove(**request)] == [None]
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -20,8 +21,9 @@ from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.float64 import wide_dtype
+from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
@@ -138,8 +140,12 @@ def attach(
                 magnitude = leaf.weight_norm(name).to(dtype)
             leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
     copies: dict[str, nn.Parameter] = {}
-    for owner in {of_base.rpartition(".")[0] for of_base in planned.copies}:
-        _take_any_dtype(model.get_submodule(owner))
+    copied: dict[str, list[str]] = {}
+    for of_base in planned.copies:
+        owner, _, leaf_name = of_base.rpartition(".")
+        copied.setdefault(owner, []).append(leaf_name)
+    for owner, names in copied.items():
+        _take_any_dtype(owner, model.get_submodule(owner), names, model.dtype)
     for of_base in planned.copies:
         value = state.base.setdefault(of_base, model.get_parameter(of_base)).detach().to(dtype).clone()
         if trained is not None:
@@ -148,10 +154,26 @@ def attach(
     state.adapters[name] = Adapter(planned, copies)
 
 
-def _take_any_dtype(module: nn.Module) -> None:
-    """Let a linear that is the model's own, and whose copy is wider than the model, take the model's activations."""
-    if type(module) is nn.Linear:  # a second hook, of a second adapter, changes nothing
-        module.register_forward_pre_hook(lambda linear, args: (args[0].to(linear.weight.dtype), *args[1:]))
+def _take_any_dtype(name: str, module: nn.Module, copied: Collection[str], dtype: torch.dtype) -> None:
+    """Let a module whose copies of its parameters are wider than the model's `dtype` take and give the model's
+    activations. The hooks of a second adapter change nothing.
+
+    Raises:
+        UnsupportedError: it computes with copies and parameters of the base at once, or its weight is a shard.
+    """
+    is_norm = "Norm" in type(module).__name__
+    if type(module) is nn.Linear or is_norm:
+        module.register_forward_pre_hook(lambda inner, args: (args[0].to(inner.weight.dtype), *args[1:]))
+    if is_norm or isinstance(module, ParallelEmbedding):
+        module.register_forward_hook(lambda _, args, found: found.to(dtype))
+    of_one_dtype = {leaf for leaf, _ in module.named_parameters(recurse=False)} if is_norm else {"weight"}
+    is_shard = isinstance(module, ParallelLinear) and "weight" in copied
+    if dtype != wide_dtype(dtype) and (is_shard or (is_norm and not of_one_dtype <= set(copied))):
+        raise UnsupportedError(
+            f"{name}: its {' and '.join(sorted(copied))} trained in full, of a model in {dtype}".replace("torch.", ""),
+            "what is trained is held in float32, and here the module computes with numbers of both dtypes",
+            "use model.dtype: float32, or LoRA on it",
+        )
 
 
 def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:

@@ -174,7 +174,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
 
     def _add_bias(self, y: Tensor) -> Tensor:
         assert self.bias is not None
-        return y + self.bias
+        return y + self.bias.to(y.dtype)  # a trained one is wider than the model
 
     @torch.no_grad()
     def weight_norm(self, adapter: str) -> Tensor:

@@ -80,6 +80,8 @@ def write_adapter(
         if side == output_side(stack) and (names := pieces_of(module, pieces)):
             own = dataclasses.replace(stack, is_shared=False) if stack is not None else None
             value *= mask_of(config, module, names, value.shape, own)
+        if ".lora_" not in key:  # PEFT holds it in the dtype of the base, whatever the file's: any dtype has these
+            drawn[key] = value.bfloat16().to(value.dtype)
     if pieces or share_experts:
         own_file = {"pieces": pieces} | ({"share_experts": True} if share_experts else {})
         (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
