@@ -58,10 +58,10 @@ class Published:
         """In words of the page."""
         given = self.quantization
         method = given.get("quant_method")
+        parts = (self.config, self.config.get("text_config") or {}, self.files)
+        dtypes = [part[name] for part in parts for name in ("torch_dtype", "dtype") if name in part]
         words = {
-            None: str(
-                self.config.get("torch_dtype") or self.config.get("dtype") or self.files.get("dtype") or "float32"
-            ),
+            None: [*dtypes, "float32"][0],
             "fp8": f"FP8, {'128×128' if given.get('weight_block_size') else 'per tensor'}",
             "fbgemm_fp8": "FP8, per row (fbgemm)",
             "mxfp4": "MXFP4",

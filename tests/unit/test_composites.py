@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,12 @@ def test_experts_that_are_stored_transposed_are_read_as_transformers_reads_them(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configuration_of_a_folder_is_read(family: str, tmp_path: Path) -> None:
-    """Whatever its parts say, or do not, of tied weights."""
+    """Whatever its parts say, or do not, of tied weights; its dtype is that of the text part if it has none itself."""
     twin_config(family).save_pretrained(tmp_path)
-    assert read_model_config(tmp_path).model_type == family
+    file = tmp_path / "config.json"
+    stored = json.loads(file.read_text())
+    stored["dtype"] = None
+    stored["text_config"]["dtype"] = "bfloat16"
+    file.write_text(json.dumps(stored))
+    config = read_model_config(tmp_path)
+    assert (config.model_type, config.dtype) == (family, torch.bfloat16)

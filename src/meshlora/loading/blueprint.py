@@ -269,7 +269,7 @@ def _complete(config: PretrainedConfig, folder: Path) -> None:
     it would tie is stored with values of its own.
     """
     if config.dtype is None:
-        config.dtype = stored_dtype(folder)
+        config.dtype = stored_dtype(folder) or config.get_text_config().dtype
     tied = [part for part in (config, config.get_text_config()) if getattr(part, "tie_word_embeddings", False)]
     if tied and has_own_head(folder):
         for part in tied:
