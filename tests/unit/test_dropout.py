@@ -21,7 +21,7 @@ from meshlora.data.tokenization import Sequence
 from meshlora.layers.dropout import TokenDropout, input_features
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.tokens import ForwardTokens, Mask, Segment
+from meshlora.layers.tokens import ForwardTokens, Mask, Segment, Share
 from meshlora.loading.guards import check_dropouts, handle_dropout
 from meshlora.plan.dropout import EXACT_DROPOUTS, is_exact_module
 from meshlora.plan.families.twin import twin_config
@@ -218,6 +218,19 @@ def test_under_sp_a_module_between_regions_has_its_ranks_part_of_the_tokens(rank
             assert torch.equal(tokens.mask("m", 0.1, part, FEATURES).tokens, expected)
         with pytest.raises(UnsupportedError, match="16 rows for 8 tokens"):
             tokens.parts("m", 16)
+
+
+def test_after_pooling_a_sequence_has_the_mask_of_its_first_token() -> None:
+    numbers = token_numbers(torch.tensor([2, 5, 9]), 4)
+    tokens = ForwardTokens(ALONE, sp=False)
+    with tokens.of([Share(None, numbers[:2].flatten()), Share("b", numbers[2])], [None, "b"]):
+        parts = tokens.parts("pooler.dense", 3)
+        assert [(part.start, part.stop, part.tokens.tolist()) for part in parts] == [
+            (0, 2, numbers[:2, 0].tolist()),
+            (2, 3, numbers[2:, 0].tolist()),
+        ]
+        with pytest.raises(UnsupportedError, match="6 rows for 12 tokens"):
+            tokens.parts("m", 6)
 
 
 def test_features_of_an_input_that_is_split_are_those_of_the_whole_matrix() -> None:

@@ -64,6 +64,25 @@ def test_objective_is_that_of_one_process_on_every_mesh(
     _check_case(proof, objective)
 
 
+@pytest.mark.parametrize(
+    ("family", "topologies"),
+    [
+        ("bert", ("dp=2",)),
+        *(
+            pytest.param(family, ("dp=2", "dp=2,dp_shard"), marks=pytest.mark.proof)
+            for family in ("deberta-v2", "modernbert", "xlm-roberta")
+        ),
+    ],
+)
+def test_encoders_train_heads_with_dropout_before_and_after_pooling(
+    family: str, topologies: tuple[str, ...], prove: Prove
+) -> None:
+    outcomes = prove(
+        family=family, topologies=topologies, objective=PROVED["classify"], default_dropout=DROPOUT, steps=1
+    )
+    assert [outcome.divergence for outcome in outcomes] == [None] * len(topologies)
+
+
 def _check_case(proof: Proof, objective: str) -> None:
     """Unequal token counts, accumulation with a remainder, dropout, smoothing; clipping in every step."""
     case = proof.case

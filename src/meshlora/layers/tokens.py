@@ -6,21 +6,22 @@ Owns: `Share`, the tokens of one adapter; `ForwardTokens`, which locates them am
 
 The tokens of one adapter are contiguous: a share is a range of the flat tokens `[B*S]` of the forward. The common case
 is one share of all tokens, those of the adapter in use. A module sees all tokens or, under sp between regions, its
-rank's slice of them, in which a share may be truncated or empty; the number of rows tells which.
+rank's slice of them, in which a share may be truncated or empty; or, after pooling on tp=1, a row of each sequence.
+The number of rows tells which.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.masks import keep_mask, mask_key
+from meshlora.common.masks import POSITION_BITS, keep_mask, mask_key
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Share:
     tokens: Tensor
     seed: int = 0
     step: int = 0
+
+    def of_sequences(self) -> Share:
+        """The first token of each sequence: what a module sees after pooling."""
+        return replace(self, tokens=self.tokens[self.tokens & (2**POSITION_BITS - 1) == 0])
 
 
 @dataclass(frozen=True)
@@ -132,8 +137,11 @@ class ForwardTokens:
                 "masks are a function of the step and the tokens, and nobody has said which they are",
                 "call it inside `model.meshlora.dropout.at(seed, step, tokens)`, or use model.eval(), or no dropout",
             )
-        total, first = sum(len(share.tokens) for share in self._shares), 0
+        total, first, shares = sum(len(share.tokens) for share in self._shares), 0, self._shares
         if num_rows != total:
+            pooled = [share.of_sequences() for share in shares] if self.tp.size == 1 else []
+            if num_rows == sum(len(share.tokens) for share in pooled):
+                return _in_turn(pooled, 0, num_rows)
             if not (self.sp and num_rows * self.tp.size == total):
                 raise UnsupportedError(
                     f"dropout, or one of several adapters, in {module}",
@@ -141,18 +149,23 @@ class ForwardTokens:
                     "leave it out of target_modules, or set lora_dropout: 0 and train one adapter",
                 )
             first = self.tp.rank * num_rows
-        found, start = [], 0
-        for share in self._shares:
-            stop = start + len(share.tokens)
-            low, high = (min(max(edge - first, 0), num_rows) for edge in (start, stop))
-            skipped = max(first - start, 0)
-            found.append(Part(share, low, high, share.tokens[skipped : skipped + high - low]))
-            start = stop
-        return found
+        return _in_turn(shares, first, num_rows)
 
     def mask(self, module: str, p: float, part: Part, features: Tensor) -> Mask:
         """The mask of `part` in `module`, whose columns are `features` of the whole matrix."""
         return Mask(mask_key(part.share.seed, part.share.step, module), part.tokens, features, p)
+
+
+def _in_turn(shares: Sequence[Share], first: int, num_rows: int) -> list[Part]:
+    """The parts of `num_rows` rows, the first of which is row `first` of the shares one after the other."""
+    found, start = [], 0
+    for share in shares:
+        stop = start + len(share.tokens)
+        low, high = (min(max(edge - first, 0), num_rows) for edge in (start, stop))
+        skipped = max(first - start, 0)
+        found.append(Part(share, low, high, share.tokens[skipped : skipped + high - low]))
+        start = stop
+    return found
 
 
 def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:

@@ -50,6 +50,8 @@ class Masks:
             batch_size, length = self._batch.input_ids.shape
             place = torch.arange(batch_size, device=input.device) * self._batch.stride + self._batch.first_place
             number = place[:, None] * 2**32 + torch.arange(length, device=input.device)
+            if input.ndim == 2 and len(input) == batch_size:  # after pooling: a sequence counts as its first token
+                number = number[:, :1]
             features = torch.arange(input.shape[-1], device=input.device)
             kept = keep_mask(mask_key(self.seed, self.step, name), number.reshape(-1), features, p)
             return torch.where(kept.view(input.shape), input / (1 - p), torch.zeros_like(input))

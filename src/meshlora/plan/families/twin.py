@@ -29,7 +29,7 @@ _FIELDS = {
     "input_embedding_size output_embedding_size backbone_hidden_size shape_embed_dim pronunciation_embed_dim "
     "out_hidden_size hidden_size_global vision_output_dim projector_input_dim projector_output_dim output_proj_dims "
     "ple_embed_dim ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels output_channels "
-    "adapter_in_dim adapter_out_dim adapter_input_size",
+    "adapter_in_dim adapter_out_dim adapter_input_size pooler_hidden_size",
     "inner": "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size dff dim_ff "
     "alignment_intermediate_size projector_hidden_size "
     "n_inner mlp_dim encoder_ffn_dim decoder_ffn_dim feed_forward_size d_inner",
