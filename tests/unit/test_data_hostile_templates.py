@@ -19,7 +19,7 @@ import meshlora.data.chat
 from meshlora.common.errors import UserError
 from meshlora.common.limits import Failed, each_apart
 from meshlora.data import tokenize
-from tests.unit.conftest import TOKENIZER
+from tests.run_files import TINY
 from tests.unit.records import END, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 
 # A tuple of itself twice, a hundred times: its hash takes 2 ** 100 steps in one call into C, where no signal is heard.
@@ -109,7 +109,7 @@ def test_the_record_that_fails_is_named_and_not_its_neighbour() -> None:
 @pytest.mark.parametrize("source", [MARKED, UNMARKED, "examples"])
 def test_honest_templates_render_what_transformers_renders(source: str) -> None:
     if source == "examples":
-        tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
     else:
         tokenizer = make_tokenizer(chat_template=source, eos=END)
     records = [chat(("user", "é 🙂 \u2028"), ("assistant", "a\n b " * n), origin=f"a:{n}") for n in range(1, 40)]

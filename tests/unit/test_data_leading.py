@@ -15,7 +15,7 @@ import meshlora.data.leading
 from meshlora.common.errors import UserError
 from meshlora.data import Record, tokenize
 from meshlora.data.leading import leading_tokens
-from tests.unit.conftest import TOKENIZER
+from tests.run_files import TINY
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def _tokenizer(kind: str) -> Any:
     """The ways in which families of models tokenise."""
     options: dict[str, Any] = {"vocab_size": 600, "special_tokens": [EOS, "<unk>"], "show_progress": False}
     if kind == "examples":
-        return AutoTokenizer.from_pretrained(TOKENIZER)
+        return AutoTokenizer.from_pretrained(TINY)
     if kind == "bytes_split_by_a_pattern":  # GPT-2, Llama 3, Qwen
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -32,7 +32,6 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (TP2, "neither of --model and --family"),
         ([*FAMILY, "--model", TINY, *TP2], "both of --model and --family"),
         ([*FAMILY, "--twin", *TP2], "leave out --twin"),
-        (FAMILY, "--topology"),
         (["--family", "lama", *TP2], "did you mean 'llama'?"),
         ([*FAMILY, "--topology", "tq=2"], "'tq' is not an axis"),
         (["--model", TINY, "--topology", "tp=3"], "tp must divide"),
