@@ -60,7 +60,9 @@ def check_family(model: Any) -> None:
         )
     try:
         model.get_input_embeddings()
-    except NotImplementedError:  # how transformers says that a model of several models, such as an omni one, has none
+    # What transformers' own method raises for a class of which it finds no single embedding, such as an omni model's;
+    # there is no other way to ask it. Nothing here is left to be written.
+    except NotImplementedError:
         raise UnsupportedError(what, f"{type(model).__name__} is several models and has no input embedding") from None
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(what, "only decoder-only language models are supported")
