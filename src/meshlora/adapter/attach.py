@@ -166,9 +166,9 @@ def _take_any_dtype(name: str, module: nn.Module, copied: Collection[str], dtype
         module.register_forward_pre_hook(lambda inner, args: (args[0].to(inner.weight.dtype), *args[1:]))
     if is_norm or isinstance(module, ParallelEmbedding):
         module.register_forward_hook(lambda _, args, found: found.to(dtype))
-    of_one_dtype = {leaf for leaf, _ in module.named_parameters(recurse=False)} if is_norm else {"weight"}
     is_shard = isinstance(module, ParallelLinear) and "weight" in copied
-    if dtype != wide_dtype(dtype) and (is_shard or (is_norm and not of_one_dtype <= set(copied))):
+    is_mixed = is_norm and {leaf for leaf, _ in module.named_parameters(recurse=False)} != set(copied)
+    if dtype != wide_dtype(dtype) and (is_shard or is_mixed):
         raise UnsupportedError(
             f"{name}: its {' and '.join(sorted(copied))} trained in full, of a model in {dtype}".replace("torch.", ""),
             "what is trained is held in float32, and here the module computes with numbers of both dtypes",
