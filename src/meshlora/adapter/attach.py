@@ -23,7 +23,6 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.float64 import wide_dtype
-from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
@@ -164,9 +163,9 @@ def _take_any_dtype(name: str, module: nn.Module, copied: Collection[str], dtype
     is_norm = "Norm" in type(module).__name__
     if type(module) is nn.Linear or is_norm:
         module.register_forward_pre_hook(lambda inner, args: (args[0].to(inner.weight.dtype), *args[1:]))
-    if is_norm or isinstance(module, ParallelEmbedding):
+    if is_norm:
         module.register_forward_hook(lambda _, args, found: found.to(dtype))
-    is_shard = isinstance(module, ParallelLinear) and "weight" in copied
+    is_shard = isinstance(module, ParallelLinear | nn.Embedding) and "weight" in copied
     is_mixed = is_norm and {leaf for leaf, _ in module.named_parameters(recurse=False)} != set(copied)
     if dtype != wide_dtype(dtype) and (is_shard or is_mixed):
         raise UnsupportedError(
