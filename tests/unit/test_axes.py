@@ -53,13 +53,17 @@ def test_sums_over_tokens_have_their_groups_besides_those_of_shared_rows() -> No
     assert size_of_copies(TP) is None
 
 
-@pytest.mark.parametrize(("text", "parts"), [("dp=2,tp=2", 1), ("dp=2,tp=2,sp", 2), ("dp=2", 1)])
+@pytest.mark.parametrize(
+    ("text", "parts"), [("dp=2,tp=2", 1), ("dp=2,tp=2,sp", 2), ("dp=2", 1), ("cp=3,tp=2", 3), ("cp=3,tp=2,sp", 6)]
+)
 def test_tokens_of_a_batch_are_cut_in_as_many_parts_as_padding_must_divide_by(text: str, parts: int) -> None:
     topology = Topology.parse(text)
     assert topology.size_over(topology.token_cut) == parts
 
 
-@pytest.mark.parametrize(("text", "is_whole"), [("dp=4,dp_shard", True), ("dp=2,tp=2", False), ("dp=4,ep=2", True)])
+@pytest.mark.parametrize(
+    ("text", "is_whole"), [("dp=4,dp_shard", True), ("dp=2,tp=2", False), ("dp=4,ep=2", True), ("cp=2", False)]
+)
 def test_layers_are_whole_where_only_sequences_and_experts_are_cut(text: str, is_whole: bool) -> None:
     assert Topology.parse(text).is_whole == is_whole
 
@@ -80,4 +84,5 @@ def test_the_judge_knows_sizes_and_places_and_not_what_an_axis_cuts() -> None:
 def test_dense_sizes_are_all_ways_to_use_the_ranks(world: int) -> None:
     found = [Topology(**sizes) for sizes in dense_sizes(world)]
     assert {topology.world for topology in found} == {world}
-    assert {(topology.dp, topology.tp) for topology in found} == {(world // tp, tp) for tp in divisors(world)}
+    pairs = {(cp, tp) for cp in divisors(world) for tp in divisors(world) if world % (cp * tp) == 0}
+    assert {(t.dp, t.cp, t.tp) for t in found} == {(world // (cp * tp), cp, tp) for cp, tp in pairs}

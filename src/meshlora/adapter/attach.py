@@ -23,6 +23,7 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.float64 import wide_dtype
+from meshlora.layers.context import ContextCut
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
@@ -48,20 +49,21 @@ class Adapter:
 class Runtime:
     """The state of a parallel model.
 
-    base: the base parameters that adapters have copies of. dropout: the tokens of the running forward, and the adapter
-    of each.
+    context: the cut of its forwards over cp. base: the base parameters that adapters have copies of. dropout: the
+    tokens of the running forward, and the adapter of each.
     """
 
     plan: ModelPlan
     mesh: Mesh
     source: str | None
+    context: ContextCut
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
     dropout: ForwardTokens = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp)
+        self.dropout = ForwardTokens(self.mesh.tp, self.context, sp=self.plan.topology.sp)
 
 
 @dataclass(frozen=True)

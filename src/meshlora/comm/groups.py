@@ -29,7 +29,7 @@ from meshlora.comm.links import Links
 from meshlora.comm.who_is_missing import Arrivals, Board, telling_the_others
 from meshlora.common import compat
 from meshlora.common.errors import UserError
-from meshlora.plan.topology import DATA, FEATURES, SEQUENCES, Topology, axis_sets
+from meshlora.plan.topology import DATA, FEATURES, SEQUENCES, TOKENS, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
 # Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
@@ -125,6 +125,11 @@ class Mesh:
         return self.over(SEQUENCES)
 
     @property
+    def cp(self) -> Axis:
+        """The context-parallel group of this rank: each of its ranks has its own tokens of the same sequences."""
+        return self.over(TOKENS)
+
+    @property
     def data(self) -> Axis:
         """The ranks with distinct tokens: losses, counts and gradients are summed over them."""
         return self.over(DATA)
@@ -149,11 +154,12 @@ class Mesh:
         return self._axes[frozenset(axes)]
 
     def own_tokens(self, tokens: Tensor) -> Tensor:
-        """The flat tokens of a forward's `[B, S]` that modules between regions see on this rank: all, or its slice.
+        """The flat tokens, of those `[B, S/cp]` of this cp rank, that modules between regions see: all, or its slice.
 
         The only definition of that slice; `model.regions.TokenCut` splits the residual stream the same way.
         """
-        return tokens.flatten().tensor_split(self.token_cut.size)[self.token_cut.rank]
+        axis = self.over(self.topology.token_cut - TOKENS)
+        return tokens.flatten().tensor_split(axis.size)[axis.rank]
 
     @contextlib.contextmanager
     def patient_for(self, timeout_s: float) -> Iterator[None]:

@@ -11,6 +11,7 @@ what a proof compares, and PEFT, transformers and rare parts of torch are import
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from datetime import timedelta
@@ -235,6 +236,32 @@ def attention_of(config: Any) -> str | None:
     """The attention implementation of a model with `config`. The public `attn_implementation` can only be set."""
     found: str | None = config._attn_implementation
     return found
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Set the attention implementation of `config` alone. Publicly it is set on all of a model's parts together, towers
+    included, and only to names that transformers knows.
+    """
+    config._attn_implementation_internal = name
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
+    """transformers' attention function `name` for an attention module. "eager" is a function of each model's file, and
+    in no registry.
+    """
+    if name != "eager":
+        from transformers import AttentionInterface
+
+        found: Callable[..., Any] = AttentionInterface()[name]
+        return found
+    code = inspect.unwrap(type(module).forward).__globals__
+    own: Callable[..., Any] = code["eager_attention_forward"]
+    return own
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether the forward of `module` calls attention by transformers' registry. Nothing public tells it."""
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def checkpoint_with(layer: nn.Module, function: Callable[..., Any]) -> None:

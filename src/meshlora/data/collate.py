@@ -38,6 +38,9 @@ class Batch:
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted like labels and 0 where these are -100.
         targets: float32 `[B, K]`, of each text; None: they have none.
+        order: int64 `[B, S]`, on the host: whose tokens are which under cp (`data.context`); None: they are not cut.
+        own: int64 `[B, S/cp]`, the positions of this rank's. `num_trained_tokens` and `trained` are of these alone.
+        counts_rows: whether this rank counts what is of whole rows; all but the first cp rank leave it to that one.
         rows_per_example: number of neighbouring rows that form an example.
         tokens: int64 `[B, S]`, the number of each token in the optimizer step (`meshlora.common.masks.token_numbers`),
             the same on every topology. Padding continues the count.
@@ -45,7 +48,7 @@ class Batch:
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), restarting with each sequence; else None.
         more: further inputs of the model: token types int64 `[B, S]`, and tensors of images, whose rows are those of
             the sequences' images one after the other, padded with zeros to one shape.
-        trained: int64 `[num_trained_tokens]`, indices of flat labels that are not -100; None: not computed yet.
+        trained: int64 `[num_trained_tokens]`, indices of (own) flat labels that are not -100; None: not computed yet.
     """
 
     input_ids: Tensor
@@ -60,15 +63,35 @@ class Batch:
     more: Mapping[str, Tensor] = field(default_factory=dict)
     targets: Tensor | None = None
     rows_per_example: int = 1
+    order: np.ndarray | None = None
+    own: Tensor | None = None
+    counts_rows: bool = True
+
+    def held(self, values: Tensor) -> Tensor:
+        """`values` `[B, S]` at this rank's tokens, `[B, S]` or `[B, S/cp]`."""
+        return values if self.own is None else values.gather(1, self.own.to(values.device))
+
+    @property
+    def own_labels(self) -> Tensor:
+        """The labels of this rank's tokens, `[B, S]` or `[B, S/cp]`."""
+        return self.held(self.labels)
+
+    def cut(self, order: np.ndarray, *, rank: int, size: int) -> Batch:
+        """The batch with the tokens of cp rank `rank` of `size` as its own. Call it on the host: it counts labels."""
+        per_rank = order.shape[1] // size
+        own = torch.from_numpy(np.ascontiguousarray(order[:, rank * per_rank : (rank + 1) * per_rank]))
+        cut = dataclasses.replace(self, order=order, own=own, counts_rows=rank == 0, trained=None)
+        return dataclasses.replace(cut, num_trained_tokens=int((cut.own_labels != IGNORED).sum()))
 
     def rows(self, start: int, stop: int) -> Batch:
         """The rows of one adapter in a batch of several, without `more`. Call it on the host: it counts labels."""
         part = dataclasses.replace(self, trained=None, more={})._mapped(lambda tensor: tensor[start:stop])
-        return dataclasses.replace(part, num_trained_tokens=int((part.labels != IGNORED).sum()))
+        order = None if part.order is None else part.order[start:stop]
+        return dataclasses.replace(part, order=order, num_trained_tokens=int((part.own_labels != IGNORED).sum()))
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`, with `trained` computed from the labels on the host, without a synchronization."""
-        trained = (self.labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained
+        trained = (self.own_labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained
         return dataclasses.replace(self, trained=trained)._mapped(lambda tensor: to_device(tensor, device))
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -87,28 +110,30 @@ def collate(
     *,
     pad_token_id: int,
     token_multiple: int = 1,
+    row_multiple: int = 1,
     columns: AbstractSequence[str] = (),
     places: AbstractSequence[int] | None = None,
     num_targets: int = 0,
     predicts_next: bool = True,
 ) -> Batch:
-    """Pad on the right to the longest sequence, then further until B·S is divisible by `token_multiple`.
+    """Pad on the right to the longest sequence, then further until S is divisible by `row_multiple`, and what is then
+    left of each row, B·S / row_multiple, by `token_multiple`.
 
-    S is the smallest such length, so it never exceeds a `max_length` that is a multiple of `token_multiple`.
+    S is the smallest such length, so it never exceeds a `max_length` that is a multiple of both's product.
 
     Without sequences, return a dummy batch `[1, S]` without labels: a rank that has run out runs the same collectives
     as the others and adds nothing. Its attention mask is all ones, because attention to nothing is 0/0.
 
     Args:
         pad_token_id: fills the padding; never seen by the loss.
-        token_multiple: divisor of B·S required by sequence parallelism.
+        token_multiple: divisor required by sequence parallelism. row_multiple: of S, required by context parallelism.
         columns: names of sequence columns to include.
         places: positions of the sequences in the global batch; None: 0, 1, 2 ...
         num_targets: K of the targets of each sequence, 0: none. predicts_next: as in `TokenizedDataset`.
     """
     assert token_multiple >= 1, token_multiple
     if not sequences:
-        length = _round_up(2, token_multiple)
+        length = _round_up(2, row_multiple * token_multiple)
         input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
         mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
         nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
@@ -118,7 +143,7 @@ def collate(
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
-    length = _round_up(longest, token_multiple // math.gcd(num_rows, token_multiple))
+    length = _round_up(longest, row_multiple * (token_multiple // math.gcd(num_rows, token_multiple)))
 
     input_ids_np = np.full((num_rows, length), pad_token_id, dtype=np.int64)
     attention_mask = np.zeros((num_rows, length), dtype=np.int64)

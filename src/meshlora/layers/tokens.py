@@ -4,10 +4,10 @@ Owns: `Share`, the tokens of one adapter; `ForwardTokens`, which locates them am
 `Segment`, a linear's product on some of its rows. Does not own: which rows of a batch are which adapter's
 (`train.batches`), the computation (`layers.linear`), mask bits (`meshlora.common.masks`).
 
-The tokens of one adapter are contiguous: a share is a range of the flat tokens `[B*S]` of the forward. The common case
-is one share of all tokens, those of the adapter in use. A module sees all tokens or, under sp between regions, its
-rank's slice of them, in which a share may be truncated or empty; or, after pooling on tp=1, a row of each sequence.
-The number of rows tells which.
+The rows of one adapter are contiguous: a share is a range of the flat tokens `[B*S]` of the forward. The common case
+is one share of all tokens, those of the adapter in use. A module sees all tokens or, in the layers, its cp rank's;
+under sp between regions its tp rank's slice of these, in which a share may be truncated or empty; or, after pooling on
+tp=1, a row of each sequence. The number of rows tells which.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.masks import POSITION_BITS, keep_mask, mask_key
+from meshlora.layers.context import ContextCut
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Share:
     """The tokens of one adapter in the running forward.
 
     Attributes:
-        adapter: its name; None: the one in use. tokens: int64 `[T]`, their numbers in the adapter's optimizer step.
+        adapter: its name; None: the one in use. tokens: int64 `[B, S]`, their numbers in the adapter's optimizer step.
         seed, step: of the adapter's run, for dropout masks.
     """
 
@@ -60,7 +61,7 @@ class Share:
 
     def of_sequences(self) -> Share:
         """The first token of each sequence: what a module sees after pooling."""
-        return replace(self, tokens=self.tokens[self.tokens & (2**POSITION_BITS - 1) == 0])
+        return replace(self, tokens=self.tokens[self.tokens & (2**POSITION_BITS - 1) == 0].unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,18 @@ class Segment:
 class ForwardTokens:
     """The tokens of the running forward; one object per model, shared by its layers.
 
-    sp: whether modules between regions see `tensor_split(tp)[rank]` of the flat tokens.
+    context: the cut over cp. sp: whether modules between regions see `tensor_split(tp)[rank]` of the flat tokens.
     """
 
-    def __init__(self, tp: Axis, *, sp: bool) -> None:
-        self.tp, self.sp = tp, sp
+    def __init__(self, tp: Axis, context: ContextCut, *, sp: bool) -> None:
+        self.tp, self.context, self.sp = tp, context, sp
         self._shares: tuple[Share, ...] | None = None
         self.adapters: tuple[str | None, ...] = ()
         self._is_base = False
 
     def at(self, seed: int, step: int, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
         """Inside the block forwards and backwards belong to optimizer step `step` and `tokens`, int64 `[B, S]`."""
-        return self.of([Share(None, tokens.flatten(), seed, step)], [None])
+        return self.of([Share(None, tokens, seed, step)], [None])
 
     @contextlib.contextmanager
     def of(self, shares: Sequence[Share], adapters: Sequence[str | None]) -> Iterator[None]:
@@ -137,19 +138,31 @@ class ForwardTokens:
                 "masks are a function of the step and the tokens, and nobody has said which they are",
                 "call it inside `model.meshlora.dropout.at(seed, step, tokens)`, or use model.eval(), or no dropout",
             )
-        total, first, shares = sum(len(share.tokens) for share in self._shares), 0, self._shares
-        if num_rows != total:
+        first, shares = 0, list(self._shares)
+        if num_rows != _number(shares):
             pooled = [share.of_sequences() for share in shares] if self.tp.size == 1 else []
-            if num_rows == sum(len(share.tokens) for share in pooled):
+            if num_rows == _number(pooled):
                 return _in_turn(pooled, 0, num_rows)
-            if not (self.sp and num_rows * self.tp.size == total):
+            shares = self._held(shares)
+            total = _number(shares)
+            if num_rows != total and not (self.sp and num_rows * self.tp.size == total):
                 raise UnsupportedError(
                     f"dropout, or one of several adapters, in {module}",
                     f"it is called with {num_rows} rows for {total} tokens",
                     "leave it out of target_modules, or set lora_dropout: 0 and train one adapter",
                 )
-            first = self.tp.rank * num_rows
+            first = 0 if num_rows == total else self.tp.rank * num_rows
         return _in_turn(shares, first, num_rows)
+
+    def _held(self, shares: list[Share]) -> list[Share]:
+        """The shares with the tokens of this cp rank alone."""
+        if self.context.held is None:
+            return shares
+        of_each = self.context.held.own.split([len(share.tokens) for share in shares])
+        return [
+            replace(share, tokens=share.tokens.gather(1, own.to(share.tokens.device)))
+            for share, own in zip(shares, of_each, strict=True)
+        ]
 
     def mask(self, module: str, p: float, part: Part, features: Tensor) -> Mask:
         """The mask of `part` in `module`, whose columns are `features` of the whole matrix."""
@@ -160,12 +173,16 @@ def _in_turn(shares: Sequence[Share], first: int, num_rows: int) -> list[Part]:
     """The parts of `num_rows` rows, the first of which is row `first` of the shares one after the other."""
     found, start = [], 0
     for share in shares:
-        stop = start + len(share.tokens)
+        stop = start + share.tokens.numel()
         low, high = (min(max(edge - first, 0), num_rows) for edge in (start, stop))
         skipped = max(first - start, 0)
-        found.append(Part(share, low, high, share.tokens[skipped : skipped + high - low]))
+        found.append(Part(share, low, high, share.tokens.flatten()[skipped : skipped + high - low]))
         start = stop
     return found
+
+
+def _number(shares: Sequence[Share]) -> int:
+    return sum(share.tokens.numel() for share in shares)
 
 
 def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:

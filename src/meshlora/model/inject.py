@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UserError
+from meshlora.layers.context import ContextCut
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.layers.experts.router import RouterAdapter, adapt_router, router_of
@@ -29,10 +30,10 @@ def parallelize(
     *,
     targets: set[str],
     dtype: torch.dtype,
-) -> None:
+) -> ContextCut:
     """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
-    The base is frozen. Everything else stays the model's own.
+    The base is frozen. Everything else stays the model's own. Returns the cut of its forwards over cp.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -68,7 +69,7 @@ def parallelize(
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     watch_activations(model, plan.owners)
     own_gradients_of_norms(model)
-    install_borders(model, plan, mesh)
+    return install_borders(model, plan, mesh)
 
 
 ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter

@@ -23,20 +23,23 @@ from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gat
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.compat import cut_deepstack, without_fused_projection
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.layers.context import ContextCut, hold_context
 from meshlora.layers.early_a import pack, unpack
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.rules import ModelPlan, Region
 
 
 class TokenCut:
-    """The split of the running forward's tokens over tp; remembers `[B, S]` between `cut` and `whole`."""
+    """The split of the running forward's tokens over tp; remembers `[B, S]`, or `[B, S/cp]` under cp, between `cut` and
+    `whole`.
+    """
 
     def __init__(self, tp: Axis) -> None:
         self.tp = tp
         self.batch_size = self.seq_len = 0
 
     def cut(self, x: Tensor) -> Tensor:
-        """`[B, S, H]`, identical on all ranks -> `[1, B*S/tp, H]`."""
+        """`[B, S, H]`, identical on all tp ranks -> `[1, B*S/tp, H]`."""
         self.batch_size, self.seq_len = x.shape[0], x.shape[1]
         tokens = self.batch_size * self.seq_len
         if tokens % self.tp.size:
@@ -57,29 +60,60 @@ class TokenCut:
         return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
 
 
-def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
-    """Install the borders of `plan` on `model`; there are none if each rank runs whole layers."""
+def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> ContextCut:
+    """Install the borders of `plan` on `model`; there are none if each rank runs whole layers.
+
+    Returns the cut of its forwards over cp.
+    """
+    context = ContextCut(mesh.cp, mesh.device)
     if plan.topology.is_whole:
-        return
-    tp, cut = mesh.tp, TokenCut(mesh.tp)
+        return context
+    tp, cut, sp = mesh.tp, TokenCut(mesh.tp), plan.topology.sp
     for region in plan.regions:
         module = model.get_submodule(region.name)
-        _install_region(module, region, cut, sp=plan.topology.sp, riders=_riders(model, plan, region))
+        _install_region(module, region, cut, sp=sp, riders=_riders(model, plan, region))
         _tell_local_sizes(model, region)
         if region.is_split:
             without_fused_projection(module)
         _cut_arguments(module, region, tp)
     layers = model.get_submodule(plan.layers)
     assert isinstance(layers, nn.ModuleList)
+
+    def own(x: Tensor) -> Tensor:
+        """The tokens of this rank: those of its cp rank, and of these those of its tp rank under sp."""
+        return cut.cut(context.cut(x)) if sp else context.cut(x)
+
+    if context.axis.size > 1:
+        install_context(model, plan, layers, context)
+    if sp or context.axis.size > 1:
+        map_input(layers[0], "the first decoder layer", own)
+        cut_deepstack(model, own)
     # Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits stay
     # split, but the gradient on each rank is that of its own part of the vocabulary. Without a vocabulary all ranks
     # compute all of it.
-    if plan.topology.sp:
-        map_input(layers[0], "the first decoder layer", cut.cut)
-        cut_deepstack(model, cut.cut)
+    if sp:
         map_output(layers[-1], lambda x: cut.whole(x, terms=plan.has_vocabulary))
     elif plan.has_vocabulary:
         map_output(layers[-1], lambda x: copy_one_to_each(x, tp))
+    return context
+
+
+def install_context(model: nn.Module, plan: ModelPlan, layers: nn.ModuleList, context: ContextCut) -> None:
+    """Let the decoder layers attend over cp, and cut what they are called with besides the residual stream."""
+    parts = plan.layers.split(".")
+    parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
+    hold_context(model, layers, context, parents=parents)
+    for layer in layers:
+        names = list(inspect.signature(layer.forward).parameters)
+
+        def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:
+            own = tuple(context.cut_argument(name, value) for name, value in zip(names[1:], args[1:], strict=False))
+            return (*args[:1], *own), {
+                name: value if name == "hidden_states" else context.cut_argument(name, value)
+                for name, value in kwargs.items()
+            }
+
+        layer.register_forward_pre_hook(cut, with_kwargs=True)
 
 
 def _riders(model: nn.Module, plan: ModelPlan, region: Region) -> list[ParallelLinear]:

@@ -40,20 +40,25 @@ class MicroBatchCapture:
             `[B*S, k]`.
         backward: module -> gradient of the output.
         base: target of an adapter -> output without the adapter, if the model computes it separately.
+        held: `[B, n]`, the positions of the tokens that a rank says it has in its layers; None: all.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
+    held: Tensor | None = None
     forward: dict[str, Tensor] = field(default_factory=dict)
     backward: dict[str, Tensor] = field(default_factory=dict)
     base: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Capture:
-    """Hooks on a Hugging Face causal LM. A context manager; `micro_batches` grows by one with each forward."""
+    """Hooks on a Hugging Face causal LM. A context manager; `micro_batches` grows by one with each forward.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    held: the positions of the rank's tokens in the running forward.
+    """
+
+    def __init__(self, model: nn.Module, held: Callable[[], Tensor | None] = lambda: None) -> None:
+        self.model, self.held = model, held
         self.micro_batches: list[MicroBatchCapture] = []
         self.is_forward = False
         self._calls: Counter[str] = Counter()
@@ -85,7 +90,9 @@ class Capture:
             handle.remove()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs)))
+        held = self.held()
+        held = held if held is None else copy(held)
+        self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs), held))
         self.is_forward = True
         self._calls.clear()
         self._without_graph.clear()

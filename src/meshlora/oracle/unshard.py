@@ -3,6 +3,7 @@
 Owns: the canonical order of tokens, and the pieces of a whole tensor. Nothing here knows the plan: a dim shorter than
 the reference's is split, in the way the rank's weights are; 1/tp of the tokens is the tp rank's slice of them; and a
 sequence is identified by its tokens, not by its intended rank. Experts on a rank are identified by their matrices.
+Which tokens of a row a rank has it says itself: together they must be all, each with the reference's values.
 
 Canonical: all real tokens of all sequences of a step, one after another, `[T, ...]`; padding is left out.
 """
@@ -230,20 +231,26 @@ def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, lay
     """
     pieces, topology = [], ownership.topology
     for rank, trace in enumerate(ownership.ranks):
-        tp_rank, what = topology.coordinates(rank)["tp"], f"rank {rank}: {name}"
+        tp_rank, place = topology.coordinates(rank)["tp"], rank % topology.sharing
+        what = f"rank {rank}: {name}"
         for micro, row in zip(trace.micro_batches, ownership.rows[rank], strict=True):
             value = getattr(micro, phase).get(name)
             if value is None:
                 raise ShapeError(f"rank {rank} has no {phase} of {name or 'the model'}")
             flat = flat_tokens(value, layout, micro)
             own, is_cut = row, False
-            if flat.shape[0] != row.numel():
-                is_cut = flat.shape[0] * topology.tp == row.numel()
+            if flat.shape[0] != row.numel() and micro.held is not None:
+                own = row.view(micro.input_ids.shape).gather(1, micro.held).flatten()
+            held = own
+            if flat.shape[0] != held.numel():
+                is_cut = flat.shape[0] * topology.tp == held.numel()
                 if not is_cut:
-                    raise ShapeError(f"{what} is {list(value.shape)} for {row.numel()} tokens")
-                own = row.tensor_split(topology.tp)[tp_rank]
+                    raise ShapeError(f"{what} is {list(value.shape)} for {held.numel()} of {row.numel()} tokens")
+                own = held.tensor_split(topology.tp)[tp_rank]
             dim = _split_dim(flat.shape, whole.shape, what, first=1)
-            copy = () if is_cut or dim is not None else (tp_rank,)
+            # Ranks with the same rows have all of their tokens, or each some.
+            apart = [] if held is not row else [place // topology.tp]
+            copy = (*apart, *([] if is_cut or dim is not None else [tp_rank]))
             known = name.partition("#")[0], "rows" if dim == whole.ndim - 1 else ""
             pieces.append(ownership.piece(rank, copy, flat[own >= 0], whole, dim, known, what, own[own >= 0]))
     return pieces

@@ -19,7 +19,7 @@ from meshlora.common.float64 import wide_dtype
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import DATA, EP, ETP, FEATURES
+from meshlora.plan.topology import DATA, EP, ETP, FEATURES, TOKENS
 
 # How many forwards compare tokens between tp ranks: the first ones with gradients, and the first ones without.
 COMPARED_FORWARDS = 2
@@ -64,12 +64,14 @@ class Flow:
     Attributes:
         reached: modules whose input requires grad; for row-parallel linears and whole regions, whose output does.
         top_k: experts module -> experts per token. weight_bytes: experts module -> bytes of a routing weight.
+        key_bytes: attention -> bytes of the key and value of a token, of the heads of a rank.
         is_trained_before: whether the input of the first layer requires grad.
     """
 
     reached: frozenset[str]
     top_k: Mapping[str, int] = field(default_factory=dict)
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    key_bytes: Mapping[str, int] = field(default_factory=dict)
     is_trained_before: bool = False
 
     @classmethod
@@ -77,7 +79,7 @@ class Flow:
         """The flow in which gradients reach every module."""
         names = {*(region.name for region in plan.regions), *plan.linears, *plan.wide_norms, *plan.experts}
         ones = dict.fromkeys(plan.experts, 1)
-        return cls(frozenset(names), ones, ones, True)
+        return cls(frozenset({*names, *plan.attentions}), ones, ones, dict.fromkeys(plan.attentions, 1), True)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def micro_batch_messages(
     if not plan.topology.is_whole:
         yield from _of_regions(plan, flow, sizes, ranks)
         yield from _of_leaves(plan, flow, sizes, scaled)
+        yield from _of_attentions(plan, flow, sizes)
         yield from _of_ends(plan, flow, sizes)
     yield from _of_experts(plan, flow, sizes)
 
@@ -126,9 +129,14 @@ def gathers(plan: ModelPlan, shards: Sequence[int]) -> Named:
             yield unit, Message(phase, "allgather", DATA, num_bytes, is_ahead=True)
 
 
+def _own(plan: ModelPlan, sizes: Sizes) -> int:
+    """The tokens of a micro-batch that a rank has in its layers, and its tp ranks have together."""
+    return -(-sizes.tokens // plan.topology.size_over(TOKENS))
+
+
 def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, int]) -> Named:
     """Messages at the entry of regions and the exit of whole ones."""
-    topology, tokens = plan.topology, sizes.tokens
+    topology, tokens = plan.topology, _own(plan, sizes)
     own = tokens // topology.tp
     for region in plan.regions:
         is_reached = region.name in flow.reached
@@ -147,7 +155,7 @@ def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, i
 
 def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str]) -> Named:
     """Messages of row-parallel linears and of norms over a split width."""
-    topology, tokens = plan.topology, sizes.tokens
+    topology, tokens = plan.topology, _own(plan, sizes)
     for name, rule in plan.linears.items():
         if rule.split is not Split.ROW:
             continue
@@ -162,10 +170,20 @@ def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str
             yield name, Message(phase, "allreduce", plan.axes_of_norm(name), tokens * 4)
 
 
+def _of_attentions(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
+    """Keys and values of all cp ranks, gathered together, and their gradients' way back."""
+    for name in plan.attentions:
+        whole = sizes.tokens * flow.key_bytes[name]
+        yield name, Message("forward", "allgather", TOKENS, _own(plan, sizes) * flow.key_bytes[name])
+        if name in flow.reached:
+            yield name, Message("backward", "reducescatter", TOKENS, whole)
+
+
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     """Messages of the embedding, sp's scatter and gather around the layers, the modules after them, and the loss."""
-    topology, tokens, each = plan.topology, sizes.tokens, sizes.token_bytes
-    yield "", Message("forward", "allreduce", FEATURES, tokens * each)
+    topology, each = plan.topology, sizes.token_bytes
+    yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)  # the embedding is of all tokens
+    tokens = _own(plan, sizes)
     if topology.sp:
         yield "", Message("forward", "allgather", FEATURES, tokens // topology.tp * each)
         yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
@@ -189,7 +207,7 @@ def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     topology = plan.topology
     block, ep, etp = map(frozenset, ({EP, ETP}, {EP}, {ETP}))
     shares = topology.tp > 1 and not topology.sp
-    tokens = -(-sizes.tokens // topology.tp)
+    tokens = -(-_own(plan, sizes) // topology.tp)
     for name, rule in plan.experts.items():
         rows = tokens * flow.top_k[name]
         is_reached = name in flow.reached

@@ -16,8 +16,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.tasks import task_of
+from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
 from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
@@ -27,7 +28,7 @@ from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora.plan.topology import Topology, divisors, set_of
+from meshlora.plan.topology import TOKENS, Topology, divisors, set_of
 
 _ADAPTED = {"q", "k", "v", "gate", "up"}
 
@@ -40,6 +41,12 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         UserError: tp does not divide the heads or a width; the message names values that do.
     """
     check_family(model)
+    if topology.size_over(TOKENS) > 1 and task_of(model.config) != CAUSAL:
+        raise UnsupportedError(
+            f"{type(model).__name__} on {topology}",
+            "its head takes whole texts, of which a rank has a part",
+            "use dp, tp and sp, which have its proofs",
+        )
     experts = find_experts(model, topology)
     routers = {name for rule in experts.values() for name in rule.routers}
     linears = {
@@ -100,6 +107,7 @@ class _Planner:
             regions=tuple(self.regions),
             linears=self.linears,
             parameters=self.parameters,
+            attentions=self._attentions(),
             wide_norms=self.wide_norms,
             after=self._modules_after(family),
         )
@@ -145,6 +153,27 @@ class _Planner:
                     self.regions.append(Region(name, is_split=True))
             else:
                 self._split_block(prefix, path, child, inside, family)
+
+    def _attentions(self) -> tuple[str, ...]:
+        """The attentions of all layers, by which alone tokens of other cp ranks are seen."""
+        topology, found = self.whole.topology, list[str]()
+        if topology.size_over(TOKENS) == 1:
+            return ()
+        if topology.ring:
+            raise UnsupportedError(f"topology {topology}", "the ring is not there yet", "leave it out")
+        for index, layer in enumerate(self.layers):
+            of_layer = [path for path, module in layer.named_modules() if compat.calls_attention(module)]
+            blocks = layer.named_children()
+            mixers = [path for path, block in blocks if mixer_of(self.config.get_text_config().model_type, path, block)]
+            if not of_layer or mixers:
+                what = type(layer.get_submodule(mixers[0]) if mixers else layer).__name__
+                raise UnsupportedError(
+                    f"{self.what} on {topology}",
+                    f"its {what} sees other tokens otherwise than by transformers' attention functions",
+                    "use dp, tp and sp, which keep sequences whole in it",
+                )
+            found += [f"{self.layers_name}.{index}.{path}" for path in of_layer]
+        return tuple(found)
 
     def _is_token_wise(self, name: str, module: nn.Module) -> bool:
         """Whether a module beside experts is their router or a shared expert's gate, which are token-wise."""

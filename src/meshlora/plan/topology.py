@@ -41,14 +41,15 @@ class Cuts(StrEnum):
 TP, EP, ETP = "tp", "ep", "etp"
 
 # Name -> what it cuts, in mesh order.
-DENSE = {"dp": Cuts.SEQUENCES, TP: Cuts.FEATURES}
+DENSE = {"dp": Cuts.SEQUENCES, "cp": Cuts.TOKENS, TP: Cuts.FEATURES}
 # The expert mesh. The ranks along edp hold copies of the same experts, each with its own tokens.
 EXPERTS = {"edp": Cuts.TOKENS, EP: Cuts.EXPERTS, ETP: Cuts.FEATURES}
-# Options of an axis, on or off: name -> (the axis, which needs several ranks, why).
-FLAGS = {
-    "sp": (TP, "sequence parallelism splits tokens over the tp ranks"),
-    "dp_shard": ("dp", "it shards the frozen base over the dp ranks"),
-    "two-stage": (ETP, "it is a way to the etp ranks of an expert"),
+# Options of an axis, on or off: name -> (the axis, which needs several ranks, or another that will do; why).
+FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "sp": ((TP,), "sequence parallelism splits tokens over the tp ranks"),
+    "dp_shard": (("dp", "cp"), "it shards the frozen base over the ranks with different tokens"),
+    "ring": (("cp",), "keys and values are passed from one cp rank to the next"),
+    "two-stage": ((ETP,), "it is a way to the etp ranks of an expert"),
 }
 DENSE_AXES, EXPERT_AXES = tuple(DENSE), tuple(EXPERTS)
 
@@ -99,25 +100,30 @@ _REST, *_OTHERS = DENSE_AXES
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes. `world == dp * tp == edp * ep * etp`.
+    """Sizes of the axes. `world == dp * cp * tp == edp * ep * etp`.
 
     Attributes:
         dp: data-parallel size. Each dp rank sees its own sequences.
+        cp: context-parallel size. Each cp rank has 1/cp of the tokens of every sequence, inside attention too.
         tp: tensor-parallel size. Each tp rank holds 1/tp of every split weight.
         sp: sequence parallelism: between regions each tp rank holds 1/tp of the tokens.
         ep: expert-parallel size. Each ep rank holds 1/ep of the experts of every layer.
         etp: expert-tensor-parallel size. Each etp rank holds 1/etp of every expert.
         two_stage: tokens are dispatched over ep, then over etp, instead of over both at once.
-        dp_shard: each dp rank holds 1/dp of every decoder layer's frozen matrices, gathered layer by layer.
+        dp_shard: each of the dp * cp ranks holds its share of every decoder layer's frozen matrices, gathered layer by
+            layer.
+        ring: keys and values of other cp ranks pass by one rank's at a time, instead of being gathered.
     """
 
     dp: int = 1
+    cp: int = 1
     tp: int = 1
     sp: bool = False
     ep: int = 1
     etp: int = 1
     two_stage: bool = False
     dp_shard: bool = False
+    ring: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -125,8 +131,9 @@ class Topology:
             if size < 1:
                 raise UserError(f"{name}={size}", "the size of an axis is at least 1", f"use {name}=1 to leave it out")
         for flag, (needs, why) in FLAGS.items():
-            if getattr(self, field_of(flag)) and getattr(self, needs) == 1:
-                raise UserError(f"{flag} with {needs}=1", why, f"raise {needs} or leave out {flag}")
+            if getattr(self, field_of(flag)) and self.size_over(needs) == 1:
+                sizes = " and ".join(f"{name}=1" for name in needs)
+                raise UserError(f"{flag} with {sizes}", why, f"raise {' or '.join(needs)}, or leave out {flag}")
         if self.world % (self.ep * self.etp):
             whole = "*".join(DENSE_AXES)
             raise UserError(
@@ -180,7 +187,7 @@ class Topology:
     def parse(cls, text: str, *, world: int | None = None) -> Self:
         """Read `"dp=2,tp=2,sp"`, `"dp=4,ep=2,etp=2,two-stage"`, `"dp=8,dp_shard"`.
 
-        A missing dp becomes `world / tp` if `world` is given, else the smallest with which ep*etp divides dp*tp.
+        A missing dp becomes `world / (cp * tp)` if `world` is given, else the smallest with which ep*etp divides them.
 
         Raises:
             UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
@@ -215,11 +222,11 @@ class Topology:
         parts = []
         for axes in (DENSE_AXES, EXPERT_AXES[1:]):
             parts += [f"{name}={getattr(self, name)}" for name in axes if getattr(self, name) > 1]
-            parts += [flag for flag, (needs, _) in FLAGS.items() if needs in axes and getattr(self, field_of(flag))]
+            parts += [flag for flag, (needs, _) in FLAGS.items() if needs[0] in axes and getattr(self, field_of(flag))]
         return ",".join(parts) or f"{_REST}=1"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` on the dense mesh: `{"dp": i, "tp": j}`."""
+        """Coordinates of `rank` on the dense mesh: `{"dp": i, "cp": j, "tp": k}`."""
         return self._place(rank, self.sizes)
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:

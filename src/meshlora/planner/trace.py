@@ -77,7 +77,7 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     Called inside `run`, which then counts the states. With `plan.units` the groups of `mesh` must be real.
     """
     plan, adapter = blueprint.plan, blueprint.trained
-    parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
+    context = parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
     for name in sorted(plan.quantized):
         leaf = model.get_submodule(name)
         assert isinstance(leaf, FrozenMatrix)
@@ -87,7 +87,7 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     model.tie_weights()
     finish_sharding(model, plan, mesh)
     run.hold(model)
-    model.meshlora = attach.Runtime(plan, mesh, None)
+    model.meshlora = attach.Runtime(plan, mesh, None, context)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
 
@@ -190,6 +190,7 @@ class _Watch:
         self.reached: set[str] = set()
         self.top_k: dict[str, int] = {}
         self.weight_bytes: dict[str, int] = {}
+        self.key_bytes: dict[str, int] = {}
         self.is_trained_before = False
         layers = decoder_layers(model)[1]
         for number, layer in enumerate(layers):
@@ -204,7 +205,7 @@ class _Watch:
 
     def flow(self) -> Flow:
         """The recorded flow."""
-        return Flow(frozenset(self.reached), self.top_k, self.weight_bytes, self.is_trained_before)
+        return Flow(frozenset(self.reached), self.top_k, self.weight_bytes, self.key_bytes, self.is_trained_before)
 
     def release_outputs(self) -> None:
         """Release the layers' outputs, and record which are still alive, saved by the next layer for its backward."""

@@ -104,13 +104,13 @@ class LoadBalancing:
             chosen = torch.softmax(logits.detach(), -1).topk(self.top_k, -1).indices[mask]
             found[:-2] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
             found[-2] += len(chosen)
-        found[-1] = batch.num_trained_tokens / self.mesh.token_cut.size
+        found[-1] = batch.num_trained_tokens * self.mesh.cp.size / self.mesh.token_cut.size
         return found
 
     def _own_tokens(self, batch: Batch) -> Tensor:
         """Mask of the real tokens among those that this rank's routers see: bool `[T]`."""
         mask = batch.attention_mask.bool() & (not batch.is_dummy)
-        return self.mesh.own_tokens(mask).to(self._probabilities.device)
+        return self.mesh.own_tokens(batch.held(mask)).to(self._probabilities.device)
 
 
 def check_load_balancing(model: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshlora.comm.groups import Mesh
 from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
+from meshlora.data.context import token_order
 from meshlora.data.tokenization import Sequence as TokenSequence
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
@@ -42,7 +43,8 @@ class Batching:
     """How the examples of an optimizer step become the micro-batches of one dp rank.
 
     row_length: sequences are packed into rows of at most so many tokens; None: one sequence per row.
-    only: index of the row to take of each example; None: all.
+    only: index of the row to take of each example; None: all. balances: whether cp ranks get equal work of causal
+        attention, or contiguous parts of each row.
     """
 
     mesh: Mesh
@@ -50,6 +52,7 @@ class Batching:
     pad_token_id: int
     row_length: int | None = None
     only: int | None = None
+    balances: bool = True
 
     def rows(self, steps: Sequence[Step], *, dp_rank: int | None = None) -> list[list[Row]]:
         """The rows of each micro-batch of this rank, or of `dp_rank`; rows of one adapter are adjacent.
@@ -92,7 +95,8 @@ class Batching:
             batch = collate(
                 [row[0] if self.row_length is None else joined(row) for row in of_rows],
                 pad_token_id=self.pad_token_id,
-                token_multiple=self.mesh.token_cut.size,
+                token_multiple=self.mesh.token_cut.size // self.mesh.cp.size,
+                row_multiple=self.mesh.cp.size,
                 columns=tuple(first.columns),
                 places=[places[0] for _, places in rows],
                 num_targets=0 if first.targets is None else first.targets.shape[1],
@@ -103,6 +107,8 @@ class Batching:
             if self.row_length is not None:
                 lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows]
                 batch = with_positions(batch, lengths, [places for _, places in rows])
+            if self.mesh.cp.size > 1:
+                batch = self._cut(batch, of_rows)
             # A rank without rows still joins all collectives: it runs a row of padding as the first adapter's.
             groups = itertools.groupby([number for number, _ in rows] or [0])
             sizes = [(number, len(list(group))) for number, group in groups]
@@ -116,6 +122,16 @@ class Batching:
                 for (number, size), stop in zip(sizes, stops, strict=True)
             ]
             yield MicroBatch(whole, tuple(owners))
+
+    def _cut(self, batch: Batch, of_rows: list[list[TokenSequence]]) -> Batch:
+        """`batch` with the tokens of this cp rank as its own. Rows that are not packed are all dealt alike."""
+        size, length = self.mesh.cp.size, batch.input_ids.shape[1]
+        documents = [[length]] * len(batch.input_ids)
+        if self.row_length is not None:
+            lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows] or [[]]
+            documents = [[*row, length - sum(row)] for row in lengths]
+        order = token_order(documents, size=size, is_balanced=self.balances)
+        return batch.cut(order, rank=self.mesh.cp.rank, size=size)
 
     def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This rank's share of the examples `indices` of one adapter, padded."""

@@ -36,8 +36,8 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     Call it once per optimizer step, after the last backward of the accumulation loop and before clipping.
 
     Args:
-        num_tokens: number of trained tokens in this rank's losses. tp ranks see the same tokens, and must pass the
-            same number.
+        num_tokens: number of trained tokens in this rank's rows. tp and cp ranks are given the same rows, and must pass
+            the same number.
 
     Returns:
         The global number of trained tokens, counted once.
@@ -45,7 +45,9 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
     Raises:
         MeshloraError: a trainable factor has no gradient, or no rank has a trained token.
     """
-    total = int(finish_gradients_on_device(runtime(model).mesh, [active_factors(model)], [num_tokens]).item())
+    mesh = runtime(model).mesh
+    counted = num_tokens if mesh.cp.rank == 0 else 0
+    total = int(finish_gradients_on_device(mesh, [active_factors(model)], [counted]).item())
     check_total(total)
     return total
 
@@ -61,7 +63,8 @@ def check_total(total: int, name: str = "") -> None:
 
 @torch.no_grad()
 def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
-    """`finish_gradients` of K adapters with `num_tokens` `[K]`: one all-reduce for each set of axes.
+    """`finish_gradients` of K adapters with `num_tokens` `[K]`, whose sum over dp and cp is their number: one
+    all-reduce for each set of axes.
 
     Returns the global numbers `[K]`, int64, unchecked (see `check_total`).
     """

@@ -7,9 +7,11 @@ logits, for custom loops. Does not own: the arithmetic over a split vocabulary (
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from meshlora.adapter.attach import runtime
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch
+from meshlora.data.context import token_order
 from meshlora.layers.head.loss import (
     IGNORED,
     log_probabilities_from_hidden,
@@ -46,6 +49,7 @@ def language_model_loss(
 
     input_ids, attention_mask, labels: `[B, S]`; labels are already shifted (labels[b, t] is the token after t), -100
     where untrained. The logits `[B, S, V]` are never materialised: the head runs on a chunk of tokens at a time.
+    Under cp the sum is over this rank's tokens of these rows.
     position_ids: `[B, S]` of packed rows, restarting at each sequence.
     trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then
     need not wait for the device.
@@ -53,27 +57,29 @@ def language_model_loss(
 
     Raises:
         UserError: unshifted labels, as Hugging Face's models take them. Not checked if `trained` is given, which would
-            make the host wait.
+            make the host wait. S is not divisible by cp.
     """
-    found = _forward(model, input_ids, attention_mask, labels, position_ids, trained, more or {})
-    return _summed(found, labels, trained, label_smoothing)
+    mask: Any = attention_mask  # None is handed on: transformers need not look for padding
+    given = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, trained=trained, more=more or {})
+    batch = _held(model, given)
+    return _summed(_forward(model, batch), batch.own_labels, batch.trained, label_smoothing)
 
 
 def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothing: float) -> Sequence[Tensor]:
     """`language_model_loss` of the rows of each of K adapters, from one forward; the head runs once unless trained."""
-    found = _forward_batch(model, batch)
+    found = _forward(model, batch)
     if len(own) == 1 or isinstance(found, Tensor) or found[2]["parameters"]:
         each = zip(_per_adapter(model, found, own), own, strict=True)
-        return [_summed(one, rows.labels, rows.trained, label_smoothing) for one, (_, rows) in each]
+        return [_summed(one, rows.own_labels, rows.trained, label_smoothing) for one, (_, rows) in each]
     hidden, head, options = found
     summed = summed_cross_entropy_from_hidden(
         hidden,
         head,
-        batch.labels.flatten(),
+        batch.own_labels.flatten(),
         **options,
         label_smoothing=label_smoothing,
         trained=batch.trained,
-        sizes=[rows.labels.numel() for _, rows in own],
+        sizes=[rows.own_labels.numel() for _, rows in own],
     )
     return summed.unbind()
 
@@ -81,26 +87,32 @@ def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothin
 def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     """log p(label) of each token, `[B, S]`, 0 where untrained. own: the rows of each of several adapters.
 
+    Under cp every rank has those of all tokens. Their gradients are summed over cp, so that a loss of theirs is to be
+    counted by one rank (`Batch.counts_rows`).
+
     Raises:
         UserError: as in `language_model_loss`.
     """
-    found = _forward_batch(model, batch)
+    found = _forward(model, batch)
     if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
-        return _log_probabilities(found, batch.labels, batch.trained)
-    each = zip(_per_adapter(model, found, own), own, strict=True)
-    return torch.cat([_log_probabilities(one, rows.labels, rows.trained) for one, (_, rows) in each])
+        log_p = _log_probabilities(found, batch.own_labels, batch.trained)
+    else:
+        each = zip(_per_adapter(model, found, own), own, strict=True)
+        log_p = torch.cat([_log_probabilities(one, rows.own_labels, rows.trained) for one, (_, rows) in each])
+    held = runtime(model).context.held
+    return log_p if held is None else held.gathered(log_p)
 
 
 def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
     """The head's input for the rows of each adapter, with that adapter active on the head; or their logits."""
     if isinstance(found, Tensor):
-        return found.split([len(rows.labels) for _, rows in own])
+        return found.split([len(rows.input_ids) for _, rows in own])
     hidden, head, options = found
     leaf = model.get_submodule(runtime(model).plan.head)
     assert isinstance(leaf, ParallelHead)
     if leaf.active is not None:  # all rows are of one adapter
         return [found]
-    parts = hidden.split([rows.labels.numel() for _, rows in own])
+    parts = hidden.split([rows.own_labels.numel() for _, rows in own])
     return [
         (part, _on_head(leaf, name, head), {**options, "parameters": _requiring_grad(leaf.trained(name).values())})
         for part, (name, _) in zip(parts, own, strict=True)
@@ -191,24 +203,33 @@ def further_inputs(model: Any, more: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in more.items()}
 
 
-def _forward_batch(model: Any, batch: Batch) -> _Found:
-    given = batch.input_ids, batch.attention_mask, batch.labels, batch.position_ids, batch.trained, batch.more
-    return _forward(model, *given)
+def _held(model: Any, batch: Batch) -> Batch:
+    """`batch` with the tokens of this cp rank as its own, for a loop that has not dealt them. The host waits."""
+    cp = runtime(model).mesh.cp
+    if cp.size == 1:
+        return batch
+    length = batch.input_ids.shape[1]
+    if length % cp.size:
+        raise UserError(
+            f"rows of {length} tokens",
+            f"cp={cp.size} must divide their number",
+            f"pad them (meshlora.data.collate does, with row_multiple={cp.size})",
+        )
+    documents = [[length]] * len(batch.input_ids)
+    if batch.position_ids is not None:
+        starts = [(row == 0).nonzero().flatten().tolist() for row in batch.position_ids.cpu()]
+        documents = [np.diff([*row, length]).tolist() for row in starts]
+    on_host = dataclasses.replace(batch.to("cpu"), trained=None)
+    return on_host.cut(token_order(documents, size=cp.size), rank=cp.rank, size=cp.size).to(batch.input_ids.device)
 
 
-def _forward(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    labels: Tensor,
-    position_ids: Tensor | None,
-    trained: Tensor | None,
-    more: Mapping[str, Tensor],
-) -> _Found:
-    if trained is None:
-        check_shifted(input_ids, labels, attention_mask, position_ids)
+def _forward(model: Any, batch: Batch) -> _Found:
+    if batch.trained is None:
+        check_shifted(batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids)
     state = runtime(model)
-    inputs = model_inputs(input_ids, attention_mask, position_ids, model.config) | further_inputs(model, more)
+    state.context.next(batch.order)
+    inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
+    inputs |= further_inputs(model, batch.more)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
     if not isinstance(head, ParallelHead):
         logits = model(**inputs).logits

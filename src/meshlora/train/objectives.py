@@ -59,7 +59,7 @@ def count(objective: Objective, batch: Batch) -> int:
     """Number of items of this batch in the mean: trained tokens, pairs or records."""
     if objective.per == "token":
         return batch.num_trained_tokens
-    return 0 if batch.is_dummy else len(batch.input_ids) // batch.rows_per_example
+    return 0 if batch.is_dummy or not batch.counts_rows else len(batch.input_ids) // batch.rows_per_example
 
 
 def loss_sums(
@@ -88,7 +88,9 @@ def loss_sums(
         assert not isinstance(point, Compared)
         seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point)
         losses, values = FORMULAS[type(objective)](objective, seen)
-        found.append((losses.sum(), {name: value.detach().sum() for name, value in values.items()}))
+        # All cp ranks know all log-probabilities: one counts them, and the others' are in its gradient.
+        factor = 1 if part.counts_rows else 0
+        found.append((factor * losses.sum(), {name: factor * value.detach().sum() for name, value in values.items()}))
     return found
 
 
@@ -214,7 +216,8 @@ def reference_point(
     is_training = model.training
     model.eval()
     for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(data, indices):
-        sums += torch.stack([gained(model, batch).double(), sums.new_tensor(count(objective, batch))])
+        gain = gained(model, batch).double() * batch.counts_rows
+        sums += torch.stack([gain, sums.new_tensor(count(objective, batch))])
     model.train(is_training)
     total, number = all_reduce_sum(sums, mesh.data)
     return (total / number).clamp(min=0)

@@ -96,7 +96,7 @@ class RunRouting:
         whole = torch.full(tuple(batch.input_ids.shape), -1, dtype=torch.int64)
         for row, tokens in zip(whole, self._tokens[number], strict=False):  # a dummy has a row but no tokens
             row[: len(tokens)] = tokens
-        self._routing.tokens = self.mesh.own_tokens(whole)
+        self._routing.tokens = self.mesh.own_tokens(batch.held(whole))
 
     def _save(self, record: RoutingRecord, step: int) -> None:
         for key in sorted(record.choices):

@@ -109,8 +109,8 @@ class TrainedAdapter:
         return contextlib.nullcontext() if is_active else in_use(self.model, self.adapter)
 
     def share(self, tokens: Tensor) -> Share:
-        """Its share of a forward of its next step. tokens: int64."""
-        return Share(self.adapter, tokens.flatten(), self.run.config.train.seed, self.done)
+        """Its share of a forward of its next step. tokens: int64 `[B, S]`."""
+        return Share(self.adapter, tokens, self.run.config.train.seed, self.done)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, if there is one."""

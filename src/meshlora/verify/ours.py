@@ -119,7 +119,8 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
         trace.clipped.append(_gradients(model))
         return norms
 
-    replay = routed(model, case, cut=runtime(model).mesh.own_tokens)
+    state = runtime(model)
+    replay = routed(model, case, cut=lambda tokens: state.mesh.own_tokens(state.context.of_tokens(tokens)))
     recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
     with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
         is_finished = trainer.train()
@@ -226,7 +227,8 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         stack.callback(end.remove)
         stack.enter_context(mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish))
         stack.enter_context(mock.patch.object(Trainer, "_losses", counted_losses))
-        capture = stack.enter_context(Capture(model))
+        context = runtime(model).context
+        capture = stack.enter_context(Capture(model, held=lambda: None if context.held is None else context.held.own))
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))
         stack.enter_context(apart(Trainer, "_base_log_probabilities"))
@@ -291,13 +293,16 @@ def _facts(model: Any) -> dict[str, str]:
 
 
 def _terms(model: Any) -> list[str]:
-    """Modules inside split regions, and those around and after the last layer."""
+    """Modules inside split regions, and those around and after the last layer; under cp those before the layers too."""
     plan = runtime(model).plan
     split = [f"{region.name}." for region in plan.regions if region.is_split]
     inside = [name for name, _ in model.named_modules() if any(name.startswith(prefix) for prefix in split)]
     parents = plan.layers.split(".")[:-1]
     around = [".".join(parents[: depth + 1]) for depth in range(len(parents))]
-    return [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
+    terms = [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
+    if runtime(model).context.axis.size > 1:
+        terms += [name for name, _ in model.named_modules() if not name.startswith(f"{plan.layers}.")]
+    return terms
 
 
 def run_config(case: Case, topology: str, folder: Path) -> RunConfig:

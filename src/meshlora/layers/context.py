@@ -1,0 +1,301 @@
+"""Context parallelism: each cp rank has its own tokens of every sequence, and attends with them to all others.
+
+Owns: which tokens of a forward a rank has (`HeldTokens`), the cut of activations and of arguments of layers,
+attention of a rank's own queries to all keys and values, and the masks of these rows. Does not own: how tokens are
+dealt to ranks (`meshlora.data.context`), where layers are entered (`model.regions`), the softmax: that is the model's.
+
+transformers calls attention and makes masks through two registries of functions by name. Ours stand there under names
+of their own, `meshlora-sdpa` and `meshlora-eager`: a mask is made when a layer asks for it, for its own queries and the
+keys that they see, and attention runs block by block of queries on gathered keys and values. So windows, sinks,
+soft caps and packing are those of the model, in its own code.
+
+Keys and values are gathered once, together, and their gradients reduce-scattered once. A forward that nobody has cut
+(`ContextCut.next`) runs whole on every cp rank: what generation does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from meshlora.comm.collectives import gather_each_to_each
+from meshlora.comm.groups import Axis
+from meshlora.common import compat
+from meshlora.common.errors import UnsupportedError
+from meshlora.common.transfer import to_device
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+_OURS = "meshlora-"
+
+# Words in the name of an argument of decoder layers -> its dim of tokens.
+_TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1}
+
+# Queries of a block: the sixteenth of a row, within these. Blocks skip the keys that none of their queries sees.
+_FEWEST, _MOST, _PER_ROW = 8, 1024, 16
+
+
+class HeldTokens:
+    """The tokens of one forward on a cp rank.
+
+    order: int64 `[B, S]`, on the host: of each row the positions of rank 0's tokens, then rank 1's, each ascending.
+
+    Attributes:
+        own: `[B, S/cp]`, the positions of this rank's. places: `[B, S]`, where each position is in `order`; None if
+            every rank has a contiguous part.
+    """
+
+    def __init__(self, order: np.ndarray, axis: Axis, device: torch.device) -> None:
+        self.rows, self.length = order.shape
+        self.axis, self.per_rank = axis, self.length // axis.size
+        self.is_uniform = bool((order == order[:1]).all())
+        first = axis.rank * self.per_rank
+        self.own_on_host = order[:, first : first + self.per_rank]
+        self.own = to_device(torch.from_numpy(np.ascontiguousarray(self.own_on_host)), device)
+        is_contiguous = bool((order == np.arange(self.length)).all())
+        places = None if is_contiguous else torch.from_numpy(np.argsort(order, axis=1))
+        self.places = None if places is None else to_device(places, device)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's entries of `x` along `dim`, which has S entries; rows of the batch are along the dim before it,
+        or are one for all. The gradient is that of its own entries, 0 elsewhere.
+        """
+        dim %= x.ndim
+        if self.is_uniform or dim == 0:
+            return x.index_select(dim, self.own[0])
+        if x.shape[dim - 1] == 1:
+            x = x.expand(*x.shape[: dim - 1], self.rows, *x.shape[dim:])
+        index = self.own.view(*[1] * (dim - 1), self.rows, self.per_rank, *[1] * (x.ndim - dim - 1))
+        return x.gather(dim, index.expand(*x.shape[:dim], self.per_rank, *x.shape[dim + 1 :]))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """`[B, S/cp, ...]` of each rank -> `[B, S, ...]` of all, in the order of the row; its gradient is summed."""
+        every = gather_each_to_each(x.contiguous(), self.axis)
+        rows = every.unflatten(0, (self.axis.size, self.rows)).transpose(0, 1).flatten(1, 2)
+        if self.places is None:
+            return rows
+        if self.is_uniform:
+            return rows.index_select(1, self.places[0])
+        index = self.places.view(*self.places.shape, *[1] * (x.ndim - 2)).expand_as(rows)
+        return rows.gather(1, index)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, np.ndarray]]:
+        """(rows, own tokens, their positions) of each block of queries. Rows are together where all are dealt alike."""
+        most = min(_MOST, max(_FEWEST, self.length // _PER_ROW))
+        for row in range(1 if self.is_uniform else self.rows):
+            rows = slice(None) if self.is_uniform else slice(row, row + 1)
+            positions = self.own_on_host[row]
+            begin = 0
+            # A block ends where the next token is not the neighbour in the row; short ones are joined.
+            for end in [*(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), self.per_rank]:
+                if 2 * (end - begin) < most and end < self.per_rank:
+                    continue
+                for start in range(begin, end, most):
+                    own = slice(start, min(end, start + most))
+                    yield rows, own, positions[own]
+                begin = end
+
+
+class ContextCut:
+    """The cut of a model's forwards over `axis`: whether, and how, the running one is cut. One object per model."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.held: HeldTokens | None = None
+        self._next: np.ndarray | None = None
+
+    def next(self, order: np.ndarray | None) -> None:
+        """Cut the next forward of the model by `order`, of `HeldTokens`; without a call it is whole on every rank."""
+        self._next = order
+
+    def begin(self) -> None:
+        """A forward of the model begins. What it says holds in its backward too, where layers may run again."""
+        order, self._next = self._next, None
+        self.held = None if order is None else HeldTokens(order, self.axis, self.device)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The residual stream `[B, S, H]` -> `[B, S/cp, H]`."""
+        return x if self.held is None else self.held.cut(x, 1)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """`[B*S]` of the running forward's tokens -> `[B, S/cp]`, or `[B, S]` if it is whole."""
+        return values if self.held is None else self.held.cut(values.view(self.held.rows, -1), 1)
+
+    def cut_argument(self, name: str, value: Any) -> Any:
+        """An argument of a decoder layer, of its own tokens in place of all.
+
+        Raises:
+            UnsupportedError: it has something for each token, and it is not known along which dim.
+        """
+        held = self.held
+        if held is None or isinstance(value, RowsOfMask):
+            return value
+        if isinstance(value, tuple):
+            return tuple(self.cut_argument(name, each) for each in value)
+        if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
+            return value
+        dim = next((dim for word, dim in _TOKEN_DIMS.items() if word in name), None)
+        if dim is None or value.shape[dim] != held.length:
+            raise UnsupportedError(
+                f"cp with a decoder layer that takes {name} {list(value.shape)}",
+                "it may hold something of each token, and it is not known where",
+                "use cp=1",
+            )
+        return held.cut(value, dim)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextCut:
+        return self  # of a model and its layers
+
+
+class RowsOfMask:
+    """The mask of a forward, made of transformers' own function when a layer asks for some of its rows.
+
+    make: that function, with `given` the arguments by name that it was called with.
+    """
+
+    def __init__(self, make: Callable[..., Any], given: dict[str, Any]) -> None:
+        self.make, self.given = make, given
+        self.held: HeldTokens | None = None
+        self._blocks: list[Block] | None = None
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The mask as without context parallelism."""
+        return self.make(**self.given)
+
+    def blocks(self, held: HeldTokens) -> list[Block]:
+        """The blocks of a rank's queries, each with its part of the mask; the same for all layers."""
+        if self._blocks is None:
+            self.held = held
+            self._blocks = [self._block(*block) for block in held.blocks()]
+        # A layer that runs again in a backward is that of its own forward.
+        if self.held is not held:
+            raise UnsupportedError(
+                "a backward that computes layers again, of an earlier forward than the last",
+                "under cp the tokens of the last forward are held",
+                "run the backward of each forward before the next",
+            )
+        return self._blocks
+
+    def _block(self, rows: slice, own: slice, positions: np.ndarray) -> Block:
+        mask = self._rows(rows, positions)
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        columns = seen.flatten(0, 2).any(0).nonzero().flatten()
+        first, last = (int(columns[0]), int(columns[-1])) if len(columns) else (0, 0)
+        keys = slice(first, last + 1)
+        return Block(rows, own, keys, mask[..., keys].contiguous())
+
+    def _rows(self, rows: slice, positions: np.ndarray) -> Tensor:
+        """The rows `positions` of the mask, `[b, 1, n, S]`."""
+        given, function = self.given, self.given["mask_function"]
+        first = rows.start or 0
+        number = given["batch_size"] if rows.stop is None else rows.stop - first
+        where = torch.from_numpy(positions).to(given["device"])
+        padding = given["attention_mask"]
+        return self.make(
+            **given
+            | {
+                "batch_size": number,
+                "q_length": len(positions),
+                "mask_function": lambda batch, head, query, key: function(batch + first, head, where[query], key),
+                "attention_mask": None if padding is None else padding[rows],
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedError(
+            "cp with this model", f"its code reads {name} of its attention mask, which is made in parts", "use cp=1"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Queries of a rank with the keys that they see: own tokens `own` of `rows`, `keys`, and their mask."""
+
+    rows: slice
+    own: slice
+    keys: slice
+    mask: Tensor
+
+
+def _attention(
+    base: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of own queries `[B, h, S/cp, d]` to all keys, as transformers' function `base` computes it.
+
+    key, value: of own tokens, `[B, h, S/cp, d]`. Returns `[B, S/cp, h, d]`.
+    """
+    attend = compat.attention_function(base, module)
+    held = module.meshlora_context.held
+    if held is None:
+        mask = attention_mask.whole if isinstance(attention_mask, RowsOfMask) else attention_mask
+        whole: tuple[Tensor, None] = attend(module, query, key, value, mask, *args, **kwargs)
+        return whole
+    if not isinstance(attention_mask, RowsOfMask):
+        raise UnsupportedError(
+            f"cp with {type(module).__name__}", "its mask does not come from transformers' mask functions", "use cp=1"
+        )
+    pair = torch.cat([key, value], -1).transpose(1, 2)
+    keys, values = held.gathered(pair).transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
+    found = [
+        attend(
+            module,
+            query[block.rows, :, block.own],
+            keys[block.rows, :, block.keys],
+            values[block.rows, :, block.keys],
+            block.mask,
+            *args,
+            **kwargs,
+        )[0]
+        for block in attention_mask.blocks(held)
+    ]
+    if held.is_uniform:
+        return torch.cat(found, 1), None
+    each = list(zip(attention_mask.blocks(held), found, strict=True))
+    rows = [torch.cat([out for block, out in each if block.rows.start == row], 1) for row in range(held.rows)]
+    return torch.cat(rows), None
+
+
+def _register() -> None:
+    for name in IMPLEMENTATIONS:
+        make = AttentionMaskInterface()[name]
+        AttentionInterface.register(_OURS + name, functools.partial(_attention, name))
+        AttentionMaskInterface.register(_OURS + name, lambda make=make, **given: RowsOfMask(make, given))
+
+
+_register()
+
+
+def hold_context(model: Any, layers: nn.ModuleList, context: ContextCut, *, parents: Sequence[nn.Module]) -> None:
+    """Let the decoder `layers` of `model` attend over all cp ranks. parents: the modules around them.
+
+    Raises:
+        UnsupportedError: its attention implementation is none of `IMPLEMENTATIONS`.
+    """
+    base = compat.attention_of(model.config.get_text_config())
+    if base not in IMPLEMENTATIONS:
+        raise UnsupportedError(
+            f"cp with attn_implementation={base}", f"it is shown for {' and '.join(IMPLEMENTATIONS)}", "use one of them"
+        )
+    model.register_forward_pre_hook(lambda *_: context.begin(), prepend=True)
+    for module in (*parents, *layers.modules()):
+        module.meshlora_context = context  # type: ignore[assignment]
+        if (config := getattr(module, "config", None)) is not None:
+            compat.set_attention(config, _OURS + base)
