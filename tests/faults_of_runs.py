@@ -60,7 +60,7 @@ OF_ROUTING: dict[str, Fault] = {
 
 _TRAINER, _GRADIENTS, _LINEAR = "train/trainer.py", "train/gradsync.py", "layers/linear.py"
 _PRODUCTS = "layers/products.py"
-_OWN = "__import__('meshlora').layers.tokens.Share(adapters[own.number].adapter, own.batch.tokens.flatten(), "
+_OWN = "__import__('meshlora').layers.tokens.Share(adapters[own.number].adapter, own.batch.tokens, "
 _SHARE = _OWN + "{seed}, {step})"
 _SINGLE = "tests/ranks/test_several_adapters.py::test_each_of_many_is_the_adapter_of_its_single_run[]"
 _ALONE = "tests/unit/test_several_adapters.py::test_each_adapter_of_many_computes_what_it_computes_alone"

@@ -88,6 +88,7 @@ def _named_in(cls: type) -> Callable[[], Any]:
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 _BAMBA = "transformers.models.bamba.modeling_bamba"
+_LLAMA = "transformers.models.llama.modeling_llama"
 _MODEL, _CONFIG = "transformers.PreTrainedModel", "transformers.PretrainedConfig"
 _REWRITE = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
 PRIVATE = [
@@ -121,6 +122,9 @@ PRIVATE = [
     Private("COMPOSED", "torch.distributed._composable.contract", "to refuse fully_shard around a divided model"),
     Private("READ_FROM", f"{_CONFIG}._name_or_path", "to know a model again in another folder", of=PretrainedConfig),
     Private("attention_of", f"{_CONFIG}._attn_implementation", "to resume with the attention that a run had"),
+    Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
+    Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
+    Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
     Private(
         "checkpoint_with",
         "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",

@@ -223,7 +223,7 @@ def test_under_sp_a_module_between_regions_has_its_ranks_part_of_the_tokens(rank
 def test_after_pooling_a_sequence_has_the_mask_of_its_first_token() -> None:
     numbers = token_numbers(torch.tensor([2, 5, 9]), 4)
     tokens = ForwardTokens(ALONE, sp=False)
-    with tokens.of([Share(None, numbers[:2].flatten()), Share("b", numbers[2])], [None, "b"]):
+    with tokens.of([Share(None, numbers[:2]), Share("b", numbers[2:])], [None, "b"]):
         parts = tokens.parts("pooler.dense", 3)
         assert [(part.start, part.stop, part.tokens.tolist()) for part in parts] == [
             (0, 2, numbers[:2, 0].tolist()),

@@ -40,7 +40,7 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
         if dropout:
             leaf.set_dropout("one", dropout, ForwardTokens(ALONE, sp=False))
             assert leaf.tokens is not None
-            leaf.tokens._shares = (Share(None, torch.arange(T)),)
+            leaf.tokens._shares = (Share(None, torch.arange(T).unsqueeze(0)),)
         for factor in leaf.trained("one").values():
             factor.requires_grad_(True)
         leaf.active = "one"

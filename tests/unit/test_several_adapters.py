@@ -61,7 +61,10 @@ def _linear(
 
 def _shares(rows: dict[str, int]) -> list[Share]:
     """Each adapter's tokens count from 0: they are numbers in its own step."""
-    return [Share(name, torch.arange(number * SEQ), seed=ord(name), step=3) for name, number in rows.items()]
+    return [
+        Share(name, torch.arange(number * SEQ).view(number, SEQ), seed=ord(name), step=3)
+        for name, number in rows.items()
+    ]
 
 
 def _together(leaf: ParallelLinear, x: Tensor, g: Tensor, rows: dict[str, int]) -> list[Tensor]:

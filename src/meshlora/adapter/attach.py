@@ -63,7 +63,7 @@ class Runtime:
     dropout: ForwardTokens = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dropout = ForwardTokens(self.mesh.tp, self.context, sp=self.plan.topology.sp)
+        self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp, context=self.context)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class ForwardTokens:
     context: the cut over cp. sp: whether modules between regions see `tensor_split(tp)[rank]` of the flat tokens.
     """
 
-    def __init__(self, tp: Axis, context: ContextCut, *, sp: bool) -> None:
+    def __init__(self, tp: Axis, *, sp: bool, context: ContextCut | None = None) -> None:
         self.tp, self.context, self.sp = tp, context, sp
         self._shares: tuple[Share, ...] | None = None
         self.adapters: tuple[str | None, ...] = ()
@@ -156,9 +156,10 @@ class ForwardTokens:
 
     def _held(self, shares: list[Share]) -> list[Share]:
         """The shares with the tokens of this cp rank alone."""
-        if self.context.held is None:
+        held = None if self.context is None else self.context.held
+        if held is None:
             return shares
-        of_each = self.context.held.own.split([len(share.tokens) for share in shares])
+        of_each = held.own.split([len(share.tokens) for share in shares])
         return [
             replace(share, tokens=share.tokens.gather(1, own.to(share.tokens.device)))
             for share, own in zip(shares, of_each, strict=True)

@@ -1,0 +1,228 @@
+"""Context parallelism without processes: who holds which tokens, the cut of activations, masks by rows, blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import (
+    causal_mask_function,
+    packed_sequence_compatibility_function,
+    sliding_window_causal_mask_function,
+)
+
+from meshlora.comm.groups import Axis
+from meshlora.common.errors import UnsupportedError
+from meshlora.data import IGNORED, collate, joined, with_positions
+from meshlora.data.context import token_order
+from meshlora.data.tokenization import Sequence
+from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask
+
+CPU = torch.device("cpu")
+PACKED = [[13, 7, 1, 15], [2, 30, 3, 1]]  # documents and padding of two rows of 36
+
+
+def held(rows: list[list[int]], *, size: int, rank: int, is_balanced: bool = True) -> HeldTokens:
+    order = token_order(rows, size=size, is_balanced=is_balanced)
+    return HeldTokens(order, Axis(size, rank, tuple(range(size)), None), CPU)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_every_token_is_held_once_and_each_rank_has_as_many_in_ascending_order(size: int, is_balanced: bool) -> None:
+    order = token_order(PACKED, size=size, is_balanced=is_balanced)
+    assert (np.sort(order, axis=1) == np.arange(36)).all()
+    for part in np.split(order, size, axis=1):
+        assert (np.diff(part, axis=1) > 0).all()
+    if not is_balanced:
+        assert (order == np.arange(36)).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_causal_work_of_every_document_is_the_same_on_all_ranks(size: int) -> None:
+    """A token's work is its place in its document."""
+    lengths = [240, 96, 24]
+    order = token_order([lengths], size=size)
+    work = np.concatenate([np.arange(length) for length in lengths])[order[0]]
+    of_ranks = [part.sum() for part in np.split(work, size)]
+    assert max(of_ranks) - min(of_ranks) < 0.01 * max(of_ranks)
+
+
+def test_rest_tokens_of_short_documents_go_round_the_ranks() -> None:
+    order = token_order([[1] * 9 + [3]], size=3)
+    assert [len(part) for part in np.split(order[0], 3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_parts_of_all_ranks_are_the_whole_along_any_dim_with_their_gradients(
+    rows: list[list[int]], size: int
+) -> None:
+    x = torch.randn(2, 36, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 36, 5, dtype=torch.float64)
+    total, seen = torch.zeros(()), torch.zeros(2, 36, 5, dtype=torch.float64)
+    for rank in range(size):
+        one = held(rows, size=size, rank=rank)
+        part, factor = one.cut(x, 1), one.cut(weights, -2)
+        for row in range(2):
+            assert torch.equal(part[row], x[row, one.own[row]])
+            seen[row, one.own[row]] += part[row].detach()
+        total = total + (part * factor).sum()
+    assert torch.equal(seen, x.detach())
+    total.backward()
+    assert torch.equal(x.grad, weights)  # type: ignore[arg-type]
+
+
+def test_what_is_one_for_all_rows_is_cut_as_each_row_is() -> None:
+    one = held(PACKED, size=3, rank=1)
+    cos = torch.randn(1, 36, 4)
+    assert torch.equal(one.cut(cos, -2), one.cut(cos.expand(2, -1, -1), -2))
+    m_rope = torch.randn(3, 2, 36, 4)
+    assert torch.equal(one.cut(m_rope, -2)[1], one.cut(m_rope[1], -2))
+    assert torch.equal(one.cut(torch.arange(36).expand(3, 2, 36), -1)[2], one.own)
+
+
+@pytest.mark.parametrize("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_places_undo_the_order(rows: list[list[int]], is_balanced: bool) -> None:
+    order = token_order(rows, size=3, is_balanced=is_balanced)
+    one = held(rows, size=3, rank=0, is_balanced=is_balanced)
+    if one.places is None:
+        assert not is_balanced
+    else:
+        assert torch.equal(torch.from_numpy(order).gather(1, one.places), torch.arange(36).expand(2, -1))
+
+
+def packed_positions(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """(position ids, number of the document) of each token."""
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
+    numbers = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
+    return torch.stack(positions), torch.stack(numbers)
+
+
+def mask_of(kind: str, *, function: str = "causal") -> RowsOfMask:
+    positions, documents = packed_positions(PACKED)
+    base = causal_mask_function if function == "causal" else sliding_window_causal_mask_function(5)
+    given: dict[str, Any] = {
+        "batch_size": 2,
+        "q_length": 36,
+        "kv_length": 36,
+        "q_offset": 0,
+        "kv_offset": 0,
+        "mask_function": packed_sequence_compatibility_function(base, positions, documents),
+        "attention_mask": None,
+        "allow_is_causal_skip": False,
+        "dtype": torch.float64,
+        "config": None,
+        "use_vmap": False,
+        "device": CPU,
+    }
+    if function == "padded":
+        padding = torch.ones(2, 36, dtype=torch.bool)
+        padding[0, 30:] = padding[1, 20:] = False
+        given |= {"mask_function": sliding_window_causal_mask_function(5), "attention_mask": padding}
+    found = AttentionMaskInterface()[f"meshlora-{kind}"](**given)
+    assert isinstance(found, RowsOfMask)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("function", ["causal", "window", "padded"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_blocks_have_the_rows_of_the_whole_mask_and_no_key_that_is_seen_is_left_out(
+    kind: str, function: str, size: int
+) -> None:
+    whole = mask_of(kind, function=function).whole
+    seen = whole if whole.dtype == torch.bool else whole == 0
+    for rank in range(size):
+        one, taken = held(PACKED, size=size, rank=rank), torch.zeros(2, 36 // size, dtype=torch.int64)
+        blocks = mask_of(kind, function=function).blocks(one)
+        assert len(blocks) > 4  # of two rows, each with several
+        for block in blocks:
+            row = block.rows.start
+            taken[row, block.own] += 1
+            queries = one.own[row, block.own]
+            assert torch.equal(block.mask[0, 0], whole[row, 0, queries][:, block.keys])
+            assert seen[row, 0, queries].sum() == seen[row, 0, queries][:, block.keys].sum()
+        assert (taken == 1).all()
+
+
+def test_long_rows_are_computed_in_blocks_that_leave_out_later_keys() -> None:
+    one = held([[4096]], size=2, rank=0)
+    given = mask_of("sdpa").given | {
+        "batch_size": 1, "q_length": 4096, "kv_length": 4096, "mask_function": causal_mask_function
+    }  # fmt: skip
+    blocks = RowsOfMask(AttentionMaskInterface()["sdpa"], given).blocks(one)
+    work = sum((b.own.stop - b.own.start) * (b.keys.stop - b.keys.start) for b in blocks)
+    assert work < 0.3 * 4096 * 4096  # of a rank: a quarter, and half of the blocks on the diagonal
+
+
+def test_a_mask_of_an_earlier_forward_is_not_used_with_other_tokens() -> None:
+    mask = mask_of("sdpa")
+    mask.blocks(held(PACKED, size=2, rank=0))
+    with pytest.raises(UnsupportedError, match="of an earlier forward than the last"):
+        mask.blocks(held(PACKED, size=2, rank=0))
+
+
+def test_code_that_reads_its_mask_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="its code reads shape of its attention mask"):
+        _ = mask_of("sdpa").shape
+
+
+def test_arguments_with_something_of_each_token_are_cut_or_refused() -> None:
+    context = ContextCut(Axis(2, 1, (0, 1), None), CPU)
+    cos = torch.randn(2, 36, 4)
+    assert context.cut_argument("position_embeddings", cos) is cos  # nobody has cut this forward
+    context.next(token_order(PACKED, size=2))
+    context.begin()
+    found = context.cut_argument("position_embeddings", (cos, -cos))
+    assert [tuple(part.shape) for part in found] == [(2, 18, 4)] * 2
+    assert context.cut_argument("scale", torch.ones(2, 3)).shape == (2, 3)
+    with pytest.raises(UnsupportedError, match=r"takes memory \[2, 36, 7\]"):
+        context.cut_argument("memory", torch.ones(2, 36, 7))
+    context.begin()  # the next forward is whole again
+    assert context.cut_argument("position_embeddings", cos) is cos
+
+
+def sequence(length: int, first: int) -> Sequence:
+    return Sequence(np.arange(first, first + length), np.ones(length, dtype=bool), {})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_labels_of_all_ranks_are_those_of_the_batch_each_once(size: int) -> None:
+    rows = [[sequence(13, 0), sequence(7, 20)], [sequence(9, 50)]]
+    whole = collate([joined(row) for row in rows], pad_token_id=0, row_multiple=size, token_multiple=2)
+    length = whole.input_ids.shape[1]
+    assert length % size == 0
+    assert len(rows) * length // size % 2 == 0
+    lengths = [[len(s.input_ids) for s in row] for row in rows]
+    whole = with_positions(whole, lengths, [[0, 1], [2]])
+    order = token_order([[*row, length - sum(row)] for row in lengths], size=size)
+    parts = [whole.cut(order, rank=rank, size=size) for rank in range(size)]
+    assert sum(part.num_trained_tokens for part in parts) == whole.num_trained_tokens
+    assert [part.counts_rows for part in parts] == [True] + [False] * (size - 1)
+    pairs = []
+    for part in parts:
+        on_host = part.to("cpu")
+        assert on_host.trained is not None
+        assert len(on_host.trained) == part.num_trained_tokens
+        labels, tokens = part.own_labels.flatten(), part.held(part.tokens).flatten()
+        assert (labels[on_host.trained] != IGNORED).all()
+        pairs += list(zip(tokens[on_host.trained].tolist(), labels[on_host.trained].tolist(), strict=True))
+    is_trained = whole.labels != IGNORED
+    assert sorted(pairs) == sorted(
+        zip(whole.tokens[is_trained].tolist(), whole.labels[is_trained].tolist(), strict=True)
+    )
+
+
+def test_rows_of_one_adapter_keep_their_own_tokens() -> None:
+    whole = collate([sequence(9, 0), sequence(12, 50)], pad_token_id=0, row_multiple=2)
+    part = whole.cut(token_order([[12], [12]], size=2), rank=1, size=2)
+    second = part.rows(1, 2)
+    assert second.order is not None
+    assert torch.equal(second.own_labels, part.own_labels[1:2])
+    assert second.num_trained_tokens == int((part.own_labels[1] != IGNORED).sum())
