@@ -74,6 +74,20 @@ def test_input_is_not_overwritten(name: str, pools: Callable[[int], Pool]) -> No
     assert all(pools(2).run(_leaves_input_alone, name))
 
 
+def _passed_on(size: int, step: int) -> list[float]:
+    axis = open_mesh(Topology(tp=size)).tp
+    found = collectives.receive_from_neighbour(torch.full((2, 3), -1.0), axis, step=step)
+    collectives.send_to_neighbour(found + 10 * axis.rank, axis, step=step)
+    return found.unique().tolist()
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, [[-1], [-1], [9]]), (-1, [[29], [19], [-1]])])
+def test_each_rank_goes_on_from_what_its_neighbour_has(
+    step: int, expected: list[list[float]], pools: Callable[[int], Pool]
+) -> None:
+    assert pools(3).run(_passed_on, 3, step) == expected
+
+
 def _direct_and_torchs(size: int, number: int, dtype: torch.dtype, has_links: bool) -> tuple[dict[str, float], Tensor]:
     """(by collective the worst difference between ours and torch's, relative; the bits of our sum).
 

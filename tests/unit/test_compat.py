@@ -89,6 +89,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 _BAMBA = "transformers.models.bamba.modeling_bamba"
 _LLAMA = "transformers.models.llama.modeling_llama"
+_CACHE = "transformers.cache_utils.Cache"
 _MODEL, _CONFIG = "transformers.PreTrainedModel", "transformers.PretrainedConfig"
 _REWRITE = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
 PRIVATE = [
@@ -125,6 +126,8 @@ PRIVATE = [
     Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
     Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
     Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
+    Private("keeps_inputs", f"{_CACHE}.update_conv_state", "to pass states over cp"),
+    Private("keeps_state", f"{_CACHE}.update_recurrent_state", "to pass states over cp"),
     Private(
         "checkpoint_with",
         "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",

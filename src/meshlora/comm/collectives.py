@@ -101,6 +101,29 @@ def exchange_rows(tensor: Tensor, axis: Axis, send: Sequence[int], receive: Sequ
     return result
 
 
+def receive_from_neighbour(like: Tensor, axis: Axis, *, step: int) -> Tensor:
+    """What the rank `step` before this one (1 or -1) gives `send_to_neighbour`; `like` as it is on the first rank.
+
+    like: has its shape, that of all ranks. Every rank calls this, then `send_to_neighbour`, with the same `step`: they
+    wait for each other in turn. Without a gradient.
+    """
+    before = axis.rank if step > 0 else axis.size - 1 - axis.rank
+    for turn in range(before):
+        receive = [0] * axis.size
+        receive[axis.rank - step] = len(like) * (turn == before - 1)
+        rows = exchange_rows(like[:0], axis, [0] * axis.size, receive)
+    return rows if before else like
+
+
+def send_to_neighbour(tensor: Tensor, axis: Axis, *, step: int) -> None:
+    """Give `tensor` to the rank `step` after this one (1 or -1), if there is one; see `receive_from_neighbour`."""
+    after = axis.size - 1 - axis.rank if step > 0 else axis.rank
+    for turn in range(after):
+        send = [0] * axis.size
+        send[axis.rank + step] = len(tensor) * (turn == 0)
+        exchange_rows(tensor[: sum(send)], axis, send, [0] * axis.size)
+
+
 def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """Overwrite `tensor` on every rank with the group's first rank's, which is sent without a copy."""
     if axis.size > 1:

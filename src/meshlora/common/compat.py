@@ -264,6 +264,16 @@ def calls_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
+def keeps_inputs(module: nn.Module) -> bool:
+    """Whether the forward of `module` goes on from earlier tokens' inputs in transformers' cache, as recurrences do."""
+    return "update_conv_state" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Whether the forward of `module` goes on from a recurrent state in transformers' cache."""
+    return "update_recurrent_state" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
 def checkpoint_with(layer: nn.Module, function: Callable[..., Any]) -> None:
     """Let a GradientCheckpointingLayer call `function(forward, *args)`. The public API takes one set of options of
     `torch.utils.checkpoint` for all layers, with a `context_fn` without arguments.

@@ -103,10 +103,16 @@ class HeldTokens:
 
 
 class ContextCut:
-    """The cut of a model's forwards over `axis`: whether, and how, the running one is cut. One object per model."""
+    """The cut of a model's forwards over `axis`: whether, and how, the running one is cut. One object per model.
+
+    Attributes:
+        balances: whether ranks are to get heads and tails of sequences, as the later tokens have more work, or
+            contiguous parts.
+    """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
+        self.balances = True
         self.held: HeldTokens | None = None
         self._next: np.ndarray | None = None
 
@@ -140,6 +146,8 @@ class ContextCut:
             return tuple(self.cut_argument(name, each) for each in value)
         if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
             return value
+        if name == "attention_mask" and value.ndim == 2:  # of recurrent mixers, 0 at padding
+            return held.cut(value, 1)
         dim = next((dim for word, dim in _TOKEN_DIMS.items() if word in name), None)
         if dim is None or value.shape[dim] != held.length:
             raise UnsupportedError(

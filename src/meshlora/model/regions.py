@@ -26,6 +26,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.context import ContextCut, hold_context
 from meshlora.layers.early_a import pack, unpack
 from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.passed_states import pass_states
 from meshlora.plan.rules import ModelPlan, Region
 
 
@@ -98,11 +99,22 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> ContextCut
     return context
 
 
+def sees_all(config: Any) -> bool:
+    """Whether a layer of a model of this configuration attends to all earlier tokens."""
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None)
+    return "full_attention" in types if types else not getattr(text, "sliding_window", None)
+
+
 def install_context(model: nn.Module, plan: ModelPlan, layers: nn.ModuleList, context: ContextCut) -> None:
     """Let the decoder layers attend over cp, and cut what they are called with besides the residual stream."""
     parts = plan.layers.split(".")
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
     hold_context(model, layers, context, parents=parents)
+    # A window has as much work everywhere, and a state goes from one token to the next.
+    context.balances = sees_all(model.config) and not plan.recurrent
+    for name, state in plan.recurrent.items():
+        pass_states(model.get_submodule(name), name, state, context)
     for layer in layers:
         names = list(inspect.signature(layer.forward).parameters)
 

@@ -113,6 +113,7 @@ def micro_batch_messages(
         yield from _of_regions(plan, flow, sizes, ranks)
         yield from _of_leaves(plan, flow, sizes, scaled)
         yield from _of_attentions(plan, flow, sizes)
+        yield from _of_recurrent(plan)
         yield from _of_ends(plan, flow, sizes)
     yield from _of_experts(plan, flow, sizes)
 
@@ -177,6 +178,15 @@ def _of_attentions(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
         yield name, Message("forward", "allgather", TOKENS, _own(plan, sizes) * flow.key_bytes[name])
         if name in flow.reached:
             yield name, Message("backward", "reducescatter", TOKENS, whole)
+
+
+def _of_recurrent(plan: ModelPlan) -> Named:
+    """Recurrent mixers under cp: the inputs before a rank's tokens, and a state from rank to rank."""
+    for name, state in plan.recurrent.items():
+        yield name, Message("forward", "allgather", TOKENS, 1)
+        yield name, Message("backward", "reducescatter", TOKENS, 1)
+        for phase in ("forward", "backward") if state else ():
+            yield name, Message(phase, "alltoall", TOKENS, 1, plan.topology.size_over(TOKENS) - 1)
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:

@@ -101,13 +101,15 @@ class _Planner:
             self._plan_layer(f"{self.layers_name}.{index}", layer, family)
         self._check_divisible()
         self._split_vocabulary()
+        attentions, recurrent = self._mixing()
         plan = replace(
             self.whole,
             layers=self.layers_name,
             regions=tuple(self.regions),
             linears=self.linears,
             parameters=self.parameters,
-            attentions=self._attentions(),
+            attentions=attentions,
+            recurrent=recurrent,
             wide_norms=self.wide_norms,
             after=self._modules_after(family),
         )
@@ -154,26 +156,43 @@ class _Planner:
             else:
                 self._split_block(prefix, path, child, inside, family)
 
-    def _attentions(self) -> tuple[str, ...]:
-        """The attentions of all layers, by which alone tokens of other cp ranks are seen."""
-        topology, found = self.whole.topology, list[str]()
+    def _mixing(self) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """(attentions, recurrent mixers) of all layers, by which alone tokens of other cp ranks are seen.
+
+        A layer without any, such as one that is an MLP alone, is of a type that has some in other layers.
+        """
+        topology = self.whole.topology
+        attentions, recurrent = list[str](), dict[str, tuple[str, ...]]()
         if topology.size_over(TOKENS) == 1:
-            return ()
+            return (), {}
         if topology.ring:
             raise UnsupportedError(f"topology {topology}", "the ring is not there yet", "leave it out")
+        known = set()
         for index, layer in enumerate(self.layers):
-            of_layer = [path for path, module in layer.named_modules() if compat.calls_attention(module)]
-            blocks = layer.named_children()
-            mixers = [path for path, block in blocks if mixer_of(self.config.get_text_config().model_type, path, block)]
-            if not of_layer or mixers:
-                what = type(layer.get_submodule(mixers[0]) if mixers else layer).__name__
-                raise UnsupportedError(
-                    f"{self.what} on {topology}",
-                    f"its {what} sees other tokens otherwise than by transformers' attention functions",
-                    "use dp, tp and sp, which keep sequences whole in it",
-                )
-            found += [f"{self.layers_name}.{index}.{path}" for path in of_layer]
-        return tuple(found)
+            for path, module in layer.named_modules():
+                mixer = mixer_of(self.config.get_text_config().model_type, path, module)
+                name, state = f"{self.layers_name}.{index}.{path}", mixer.state if mixer else ()
+                attends, reaches = compat.calls_attention(module), compat.keeps_inputs(module)
+                if attends and not reaches:
+                    attentions.append(name)
+                elif reaches and not attends and bool(state) == compat.keeps_state(module):
+                    recurrent[name] = state
+                elif mixer or reaches or compat.keeps_state(module):
+                    self._refuse_mixing(module)
+                else:
+                    continue
+                known.add(type(layer))
+        if strange := next((layer for layer in self.layers if type(layer) not in known), None):
+            self._refuse_mixing(strange)
+        return tuple(attentions), recurrent
+
+    def _refuse_mixing(self, module: nn.Module) -> None:
+        raise UnsupportedError(
+            f"{self.what} on {self.whole.topology}",
+            f"its {type(module).__name__} sees other tokens neither by transformers' attention functions alone nor by "
+            "a state that can be passed on",
+            "use dp, tp and sp, which keep sequences whole in it",
+        )
 
     def _is_token_wise(self, name: str, module: nn.Module) -> bool:
         """Whether a module beside experts is their router or a shared expert's gate, which are token-wise."""

@@ -164,6 +164,7 @@ class ModelPlan:
         linears: name -> rule of every linear of the model, split or whole.
         parameters: name -> rule of every other split parameter or buffer.
         attentions: modules that attend to other tokens, in the layers, by transformers' registry; empty if cp=1.
+        recurrent: recurrent mixers in the layers -> the attributes with the sizes of their state; empty if cp=1.
         wide_norms: name -> layout of the split width. With groups each of them is normalised by itself.
         text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.
         embedding, head: names of the input and output embeddings; head is empty if it is not a linear.
@@ -184,6 +185,7 @@ class ModelPlan:
     linears: Mapping[str, LinearRule]
     parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
     attentions: tuple[str, ...] = ()
+    recurrent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     wide_norms: Mapping[str, Layout] = field(default_factory=dict)
     text: str = ""
     embedding: str = ""

@@ -144,7 +144,8 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     heads.set_padding(model, run.pad_token_id)
     objective = run.config.train.objective
     size = run.config.train.micro_batch_size
-    batching = Batching(runtime(model).mesh, size, run.pad_token_id, only=objective.trained_row)
+    state, only = runtime(model), objective.trained_row
+    batching = Batching(state.mesh, size, run.pad_token_id, only=only, balances=state.context.balances)
     loss, number, means = mean_loss(model, run.data, objective, batching, batch_size=run.config.train.batch_size)
     adapter = run.blueprint.adapter
     found: dict[str, Any] = {

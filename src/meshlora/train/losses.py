@@ -205,7 +205,7 @@ def further_inputs(model: Any, more: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _held(model: Any, batch: Batch) -> Batch:
     """`batch` with the tokens of this cp rank as its own, for a loop that has not dealt them. The host waits."""
-    cp = runtime(model).mesh.cp
+    cp, context = runtime(model).mesh.cp, runtime(model).context
     if cp.size == 1:
         return batch
     length = batch.input_ids.shape[1]
@@ -220,7 +220,8 @@ def _held(model: Any, batch: Batch) -> Batch:
         starts = [(row == 0).nonzero().flatten().tolist() for row in batch.position_ids.cpu()]
         documents = [np.diff([*row, length]).tolist() for row in starts]
     on_host = dataclasses.replace(batch.to("cpu"), trained=None)
-    return on_host.cut(token_order(documents, size=cp.size), rank=cp.rank, size=cp.size).to(batch.input_ids.device)
+    order = token_order(documents, size=cp.size, is_balanced=context.balances)
+    return on_host.cut(order, rank=cp.rank, size=cp.size).to(batch.input_ids.device)
 
 
 def _forward(model: Any, batch: Batch) -> _Found:

@@ -63,7 +63,8 @@ class Trainer:
         set_padding(self.model, first.pad_token_id)
         row_length = first.config.data.max_length if first.config.data.packing else None
         only = options.objective.trained_row
-        self.batching = Batching(self.mesh, options.micro_batch_size, first.pad_token_id, row_length, only)
+        balances = runtime(self.model).context.balances
+        self.batching = Batching(self.mesh, options.micro_batch_size, first.pad_token_id, row_length, only, balances)
         recompute_layers(self.model, options.recompute)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()

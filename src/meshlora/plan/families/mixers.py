@@ -32,6 +32,7 @@ class Mixer:
         widths: attribute -> the pieces whose rows it counts.
         shared: the numbers of units that may be below tp.
         norm: path of an RMS norm over the rows of "x" in each group of "B"; "": its norm is over a single head.
+        state: attributes with the sizes of its recurrent state, `[B, ...]`.
     """
 
     pieces: Mapping[str, tuple[str, str | int]]
@@ -40,6 +41,7 @@ class Mixer:
     widths: Mapping[str, str]
     shared: tuple[str, ...] = ()
     norm: str = ""
+    state: tuple[str, ...] = ()
 
     def fits(self, module: nn.Module) -> bool:
         """Whether `module` has the linears of this form."""
@@ -111,11 +113,12 @@ _DELTA_PIECES: dict[str, tuple[str, str | int]] = {
     "a": _ONE,
 }
 _DELTA_PARAMETERS = {"conv1d.weight": (0, "q k v"), "dt_bias": (0, "a"), "A_log": (0, "a")}
+_DELTA_STATE = ("num_v_heads", "head_k_dim", "head_v_dim")
 _DELTA_WIDTHS = {"key_dim": "k", "value_dim": "v", "conv_dim": "q k v"}
 
 
 def _delta_net(leaves: Mapping[str, Leaf]) -> Mixer:
-    return Mixer(_DELTA_PIECES, leaves, _DELTA_PARAMETERS, _DELTA_WIDTHS, shared=("num_k_heads",))
+    return Mixer(_DELTA_PIECES, leaves, _DELTA_PARAMETERS, _DELTA_WIDTHS, ("num_k_heads",), state=_DELTA_STATE)
 
 
 # By key head: its query, itself, then the values and gates that it serves.
@@ -157,6 +160,7 @@ def _kimi_delta(*, decay: str, gate: str, dim: int) -> Mixer:
         },
         {"conv1d.weight": (0, "q k v"), "forget_gate.dt_bias": (0, "g"), "forget_gate.A_log": (dim, "b")},
         {"qkv_dim": "q", "conv_dim": "q k v"},
+        state=("num_heads", "head_dim", "head_dim"),
     )
 
 
@@ -173,6 +177,7 @@ _MAMBA2 = Mixer(
     {"intermediate_size": "x", "conv_dim": "x B C"},
     shared=("n_groups",),
     norm="norm",
+    state=("num_heads", "head_dim", "ssm_state_size"),
 )
 
 MIXERS: dict[str, tuple[str, Mixer]] = {

@@ -1,0 +1,46 @@
+"""Context parallelism trains what one process trains: attention, windows, sinks, recurrent mixers, experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshlora.common.errors import UnsupportedError
+from meshlora.verify.request import Request, prepare_proof
+from tests.conftest import Prove
+
+# Sizes of cp and tp differ where both are, so that neither is taken for the other.
+PROVED_HERE = {
+    "packed": ("llama", "cp=3", True),
+    "windows": ("gemma3_text", "dp=2,cp=2", True),
+    "window alone": ("mistral", "cp=3", False),
+    "sinks and experts": ("gpt_oss", "cp=2,ep=2", False),
+    "delta nets": ("qwen3_next", "cp=3", False),
+    "state spaces": ("bamba", "tp=2,sp,cp=2", False),
+    "convolutions": ("lfm2", "cp=3", False),
+    "per channel": ("kimi_linear", "cp=2,ep=2", False),
+}
+IN_MAKE_TEST = {"packed", "sinks and experts", "delta nets"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in IN_MAKE_TEST else pytest.mark.proof) for n in PROVED_HERE]
+)
+def test_cut_sequences_are_trained_as_whole_ones(name: str, prove: Prove) -> None:
+    family, topology, packing = PROVED_HERE[name]
+    (outcome,) = prove(family=family, packing=packing, topologies=(topology,), steps=1)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_layers_computed_twice_pass_on_keys_and_states_again(family: str, prove: Prove) -> None:
+    (outcome,) = prove(family=family, topologies=("cp=2",), steps=1, recompute=True)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("family", "module"), [("gptj", "GPTJBlock"), ("jamba", "JambaMambaMixer")], ids=["own attention", "mamba-1"]
+)
+def test_other_ways_to_see_tokens_are_refused_by_name(family: str, module: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"its {module} sees other tokens neither by"):
+        prepare_proof(Request(family=family, topologies=("cp=2",)))
