@@ -45,7 +45,7 @@ OF_ROUTING: dict[str, Fault] = {
     "slice_of_the_first_rank": Fault(
         "under sp a rank's choices are those of its own slice",
         _OF_RUN,
-        "self.mesh.own_tokens(whole)",
+        "self.mesh.own_tokens(batch.held(whole))",
         "whole.flatten().tensor_split(self.mesh.token_cut.size)[0]",
         f"{_TRAINING}::test_replayed_routing_decides_on_every_mesh[tp=2,sp,ep=2]",
     ),

@@ -17,7 +17,7 @@ from meshlora.loading import load
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.model import weights
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import Topology, axis_sets
 from tests.pool import Pool
 from tests.ranks.memory import growth_of_peak, in_a_process_of_its_own, model_of_zeros
 
@@ -29,7 +29,7 @@ def _grown_shard_and_largest(folder: Path, name: str) -> tuple[int, int, int]:
     def axis(ranks: Sequence[int]) -> groups.Axis:
         return groups.Axis(len(ranks), 0, tuple(ranks), None)
 
-    sets = [{n} for n in ("dp", "tp", "edp", "ep", "etp")] + [{"dp", "tp"}]
+    sets = [{n} for n in ("dp", "cp", "tp", "edp", "ep", "etp")] + [{"dp", "cp", "tp"}]
     axes = {frozenset(names): axis(topology.groups_over(names)[0]) for names in sets}
     # Everything but weights is imported and warm before the measurement starts.
     make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))

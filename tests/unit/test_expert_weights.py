@@ -20,7 +20,7 @@ from meshlora.model.inject import parallelize
 from meshlora.model.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import Topology, axis_sets
 from tests.blueprints import build_meta
 
 # family -> whether transformers saves its experts one by one.
@@ -58,7 +58,7 @@ def fuse(folder: Path, dtype: torch.dtype = torch.float32) -> None:
 def fake_mesh(topology: Topology, rank: int) -> Mesh:
     """The mesh that rank `rank` would have, without process groups."""
     axes = {}
-    for names in [{n} for n in ("dp", "tp", "edp", "ep", "etp")] + [set(topology.sizes)]:
+    for names in [{n} for n in ("dp", "cp", "tp", "edp", "ep", "etp")] + [set(topology.sizes)]:
         ranks = next(group for group in topology.groups_over(names) if rank in group)
         axes[frozenset(names)] = Axis(len(ranks), ranks.index(rank), tuple(ranks), None)
     return Mesh(topology, rank, torch.device("cpu"), axes)

@@ -133,9 +133,9 @@ class Topology:
         for flag, (needs, why) in FLAGS.items():
             if getattr(self, field_of(flag)) and self.size_over(needs) == 1:
                 sizes = " and ".join(f"{name}=1" for name in needs)
-                raise UserError(f"{flag} with {sizes}", why, f"raise {' or '.join(needs)}, or leave out {flag}")
+                raise UserError(f"{flag} with {sizes}", why, f"raise {' or '.join(needs)} or leave out {flag}")
         if self.world % (self.ep * self.etp):
-            whole = "*".join(DENSE_AXES)
+            whole = _product({name: getattr(self, name) for name in DENSE_AXES}, DENSE_AXES)
             raise UserError(
                 f"ep*etp={self.ep * self.etp} with {whole}={self.world}",
                 f"ep*etp must divide {whole}",
@@ -214,7 +214,7 @@ class Topology:
             raise UserError(
                 f"topology {topology} needs {topology.world} processes",
                 f"{world} were started",
-                f"start {topology.world}, or use sizes whose product {'*'.join(DENSE_AXES)} is {world}",
+                f"start {topology.world}, or use sizes whose product {_product(given, DENSE_AXES)} is {world}",
             )
         return topology
 
@@ -288,13 +288,18 @@ def _parse_flag(text: str, name: str, equals: str, value: str) -> bool:
     return flags[value.lower()]
 
 
+def _product(sizes: dict[str, Any], axes: Iterable[str]) -> str:
+    """`dp*tp`, for messages: the oldest two axes, and others that are in use."""
+    return "*".join(name for name in axes if name in (_REST, TP) or sizes.get(name, 1) > 1)
+
+
 def _missing(world: int | None, given: dict[str, Any]) -> int:
     """The size of the dense axis that follows from the others."""
     others, experts = (math.prod(given.get(name, 1) for name in names) for names in (_OTHERS, EXPERT_AXES[1:]))
     if world is None or others < 1:
         return max(1, experts // math.gcd(experts, others)) if others else 1
     if world % others:
-        what = "*".join(_OTHERS)
+        what = _product(given, _OTHERS)
         raise UserError(
             f"{what}={others} on {world} processes",
             f"{what} must divide the number of processes",

@@ -99,8 +99,11 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     else:
         each = zip(_per_adapter(model, found, own), own, strict=True)
         log_p = torch.cat([_log_probabilities(one, rows.own_labels, rows.trained) for one, (_, rows) in each])
+    if batch.own is None:
+        return log_p
     held = runtime(model).context.held
-    return log_p if held is None else held.gathered(log_p)
+    assert held is not None
+    return held.gathered(log_p)
 
 
 def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
