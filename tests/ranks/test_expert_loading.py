@@ -29,8 +29,7 @@ def _grown_shard_and_largest(folder: Path, name: str) -> tuple[int, int, int]:
     def axis(ranks: Sequence[int]) -> groups.Axis:
         return groups.Axis(len(ranks), 0, tuple(ranks), None)
 
-    sets = [{n} for n in ("dp", "cp", "tp", "edp", "ep", "etp")] + [{"dp", "cp", "tp"}]
-    axes = {frozenset(names): axis(topology.groups_over(names)[0]) for names in sets}
+    axes = {names: axis(topology.groups_over(names)[0]) for names in axis_sets((), has_experts=True)}
     # Everything but weights is imported and warm before the measurement starts.
     make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
     with mock.patch.object(load, "open_mesh", return_value=groups.Mesh(topology, 0, torch.device("cpu"), axes)):

@@ -58,9 +58,9 @@ def fuse(folder: Path, dtype: torch.dtype = torch.float32) -> None:
 def fake_mesh(topology: Topology, rank: int) -> Mesh:
     """The mesh that rank `rank` would have, without process groups."""
     axes = {}
-    for names in [{n} for n in ("dp", "cp", "tp", "edp", "ep", "etp")] + [set(topology.sizes)]:
+    for names in axis_sets((), has_experts=True):
         ranks = next(group for group in topology.groups_over(names) if rank in group)
-        axes[frozenset(names)] = Axis(len(ranks), ranks.index(rank), tuple(ranks), None)
+        axes[names] = Axis(len(ranks), ranks.index(rank), tuple(ranks), None)
     return Mesh(topology, rank, torch.device("cpu"), axes)
 
 
