@@ -126,6 +126,7 @@ PRIVATE = [
     Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
     Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
     Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
+    Private("calls_of_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS.get_interface", "to count its messages"),
     Private("keeps_inputs", f"{_CACHE}.update_conv_state", "to pass states over cp"),
     Private("keeps_state", f"{_CACHE}.update_recurrent_state", "to pass states over cp"),
     Private(
@@ -443,6 +444,14 @@ def test_a_layer_that_is_computed_twice_calls_the_given_function() -> None:
     compat.checkpoint_with(layer, twice)
     model(torch.zeros(1, 2, dtype=torch.int64))
     assert seen == [1]
+
+
+def test_calls_of_attention_are_counted() -> None:
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    each = [(LlamaAttention, 1), (DiffLlamaAttention, 2)]
+    assert [compat.calls_of_attention(kind.__new__(kind)) for kind, _ in each] == [number for _, number in each]
 
 
 def test_experts_are_gated_by_a_function_of_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,12 @@ def test_what_is_one_for_all_rows_is_cut_as_each_row_is() -> None:
     m_rope = torch.randn(3, 2, 36, 4)
     assert torch.equal(one.cut(m_rope, -2)[1], one.cut(m_rope[1], -2))
     assert torch.equal(one.cut(torch.arange(36).expand(3, 2, 36), -1)[2], one.own)
+    context = ContextCut(Axis(3, 1, (0, 1, 2), None), CPU)
+    context.next(token_order(PACKED, size=3))
+    context.begin()
+    for factor in (cos[..., :1], torch.randn(2, 36, 1)):  # beam's, of each query
+        found = context.cut_argument("attention_scaling", factor[:, None])
+        assert torch.equal(found, one.cut(factor, 1)[:, None])
 
 
 @pytest.mark.parametrize("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])
@@ -168,9 +175,20 @@ def test_a_mask_of_an_earlier_forward_is_not_used_with_other_tokens() -> None:
         mask.blocks(held(PACKED, size=2, rank=0))
 
 
-def test_code_that_reads_its_mask_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="its code reads shape of its attention mask"):
-        _ = mask_of("sdpa").shape
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (lambda mask: mask.shape, "reads shape of"),
+        (lambda mask: mask[:, :, :, :4], "slices"),
+        (lambda mask: ~mask, "inverts"),
+        (lambda mask: torch.ones(2, 2) + mask, "calls add with"),
+        (lambda mask: torch.where(mask, torch.ones(2), 0), "calls where with"),
+    ],
+    ids=["reads", "slices", "inverts", "adds", "where"],
+)
+def test_code_that_uses_its_mask_is_refused(does: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"its code {words} its attention mask"):
+        does(mask_of("sdpa"))
 
 
 def test_arguments_with_something_of_each_token_are_cut_or_refused() -> None:

@@ -18,6 +18,8 @@ PROVED_HERE = {
     "state spaces": ("bamba", "tp=2,sp,cp=2", False),
     "convolutions": ("lfm2", "cp=3", False),
     "per channel": ("kimi_linear", "cp=2,ep=2", False),
+    "two calls": ("diffllama", "cp=2", False),
+    "scaled queries": ("beam", "cp=3", True),
 }
 IN_MAKE_TEST = {"packed", "sinks and experts", "delta nets"}
 
@@ -39,8 +41,22 @@ def test_layers_computed_twice_pass_on_keys_and_states_again(family: str, prove:
 
 
 @pytest.mark.parametrize(
-    ("family", "module"), [("gptj", "GPTJBlock"), ("jamba", "JambaMambaMixer")], ids=["own attention", "mamba-1"]
+    ("family", "module"),
+    [("gptj", "GPTJBlock"), ("jamba", "JambaMambaMixer"), ("glm_moe_dsa", "GlmMoeDsaIndexer")],
+    ids=["own attention", "mamba-1", "indexer"],
 )
 def test_other_ways_to_see_tokens_are_refused_by_name(family: str, module: str) -> None:
     with pytest.raises(UnsupportedError, match=f"its {module} sees other tokens neither by"):
+        prepare_proof(Request(family=family, topologies=("cp=2",)))
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("llama4_text", "its Llama4TextAttention itself numbers the tokens"),  # its factors show from 8,192 tokens on
+        ("gpt2", "its decoder gives its output the shape of its input"),
+    ],
+)
+def test_families_that_need_all_tokens_of_a_sequence_are_refused_by_name(family: str, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
         prepare_proof(Request(family=family, topologies=("cp=2",)))

@@ -11,6 +11,7 @@ what a proof compares, and PEFT, transformers and rare parts of torch are import
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
@@ -262,6 +263,14 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
 def calls_attention(module: nn.Module) -> bool:
     """Whether the forward of `module` calls attention by transformers' registry. Nothing public tells it."""
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def calls_of_attention(module: nn.Module) -> int:
+    """How often that forward calls the function which it has from the registry: uses of the variable with it."""
+    code = list(dis.get_instructions(inspect.unwrap(type(module).forward)))
+    found = next(at for at, step in enumerate(code) if step.argval == "get_interface")
+    variable = next(step.argval for step in code[found:] if step.opname == "STORE_FAST")
+    return sum(step.opname == "LOAD_FAST" and step.argval == variable for step in code[found:])
 
 
 def keeps_inputs(module: nn.Module) -> bool:

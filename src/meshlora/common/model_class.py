@@ -44,7 +44,7 @@ def own_class(config: PretrainedConfig) -> Any:
 
 def take_quantization(config: PretrainedConfig) -> Any:
     """Remove `quantization_config` from a configuration, or from its text part (kimi_k25), and return it; else None."""
-    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config())]
+    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config(decoder=True))]
     return next((given for given in found if given), None)
 
 

@@ -34,8 +34,8 @@ from meshlora.common.transfer import to_device
 IMPLEMENTATIONS = ("sdpa", "eager")
 _OURS = "meshlora-"
 
-# Words in the name of an argument of decoder layers -> its dim of tokens.
-_TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1}
+# Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
+_TOKEN_DIMS = {"position_embeddings": (-3, -2), "position_ids": (-2, -1), "attention_scaling": (-4, -2)}
 
 # Queries of a block: the sixteenth of a row, within these. Blocks skip the keys that none of their queries sees.
 _FEWEST, _MOST, _PER_ROW = 8, 1024, 16
@@ -62,17 +62,21 @@ class HeldTokens:
         places = None if is_contiguous else torch.from_numpy(np.argsort(order, axis=1))
         self.places = None if places is None else to_device(places, device)
 
-    def cut(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's entries of `x` along `dim`, which has S entries; rows of the batch are along the dim before it,
-        or are one for all. The gradient is that of its own entries, 0 elsewhere.
+    def cut(self, x: Tensor, dim: int, *, rows: int | None = None) -> Tensor:
+        """This rank's entries of `x` along `dim`, which has S entries. The gradient is that of its own entries, 0
+        elsewhere.
+
+        rows: the dim of rows, before `dim`, next to it if None; they may be one for all.
         """
         dim %= x.ndim
         if self.is_uniform or dim == 0:
             return x.index_select(dim, self.own[0])
-        if x.shape[dim - 1] == 1:
-            x = x.expand(*x.shape[: dim - 1], self.rows, *x.shape[dim:])
-        index = self.own.view(*[1] * (dim - 1), self.rows, self.per_rank, *[1] * (x.ndim - dim - 1))
-        return x.gather(dim, index.expand(*x.shape[:dim], self.per_rank, *x.shape[dim + 1 :]))
+        rows = dim - 1 if rows is None else rows % x.ndim
+        shape, own = list(x.shape), [1] * x.ndim
+        shape[rows] = own[rows] = self.rows
+        x = x.expand(shape)
+        shape[dim] = own[dim] = self.per_rank
+        return x.gather(dim, self.own.view(own).expand(shape))
 
     def gathered(self, x: Tensor) -> Tensor:
         """`[B, S/cp, ...]` of each rank -> `[B, S, ...]` of all, in the order of the row; its gradient is summed."""
@@ -148,14 +152,14 @@ class ContextCut:
             return value
         if name == "attention_mask" and value.ndim == 2:  # of recurrent mixers, 0 at padding
             return held.cut(value, 1)
-        dim = next((dim for word, dim in _TOKEN_DIMS.items() if word in name), None)
-        if dim is None or value.shape[dim] != held.length:
+        rows, dim = next((dims for word, dims in _TOKEN_DIMS.items() if word in name), (0, 0))
+        if not dim or value.shape[dim] != held.length:
             raise UnsupportedError(
                 f"cp with a decoder layer that takes {name} {list(value.shape)}",
                 "it may hold something of each token, and it is not known where",
                 "use cp=1",
             )
-        return held.cut(value, dim)
+        return held.cut(value, dim, rows=rows if value.ndim >= -rows else None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContextCut:
         return self  # of a model and its layers
@@ -218,12 +222,29 @@ class RowsOfMask:
             }
         )
 
+    # Everything else that the code of a model may do with a mask is refused by name.
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedError(
-            "cp with this model", f"its code reads {name} of its attention mask, which is made in parts", "use cp=1"
-        )
+        raise _refused(f"reads {name} of")
+
+    def __getitem__(self, _: object) -> Any:
+        raise _refused("slices")
+
+    def __invert__(self) -> Any:
+        raise _refused("inverts")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """torch calls it for every function and operator that has such a mask beside a tensor."""
+        raise _refused(f"calls {function.__name__} with")
+
+
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        "cp with this model", f"its code {what} its attention mask, which is made in parts", "use cp=1"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ own: the data types of a plan (`plan.rules`), families (`plan.families.explicit`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         UnsupportedError: no exact split is known for the family, a style, a layer or a parameter.
         UserError: tp does not divide the heads or a width; the message names values that do.
     """
-    check_family(model)
+    check_family(model, topology)
     if topology.size_over(TOKENS) > 1 and task_of(model.config) != CAUSAL:
         raise UnsupportedError(
             f"{type(model).__name__} on {topology}",
@@ -173,8 +174,16 @@ class _Planner:
                 mixer = mixer_of(self.config.get_text_config().model_type, path, module)
                 name, state = f"{self.layers_name}.{index}.{path}", mixer.state if mixer else ()
                 attends, reaches = compat.calls_attention(module), compat.keeps_inputs(module)
+                if _numbers_tokens(module):
+                    raise UnsupportedError(
+                        f"{self.what} on {topology}",
+                        f"its {type(module).__name__} itself numbers the tokens that it is called with, from 0",
+                        "use dp, tp and sp, which keep sequences whole in it",
+                    )
+                if "Indexer" in type(module).__name__:  # chooses among all keys of a sequence
+                    self._refuse_mixing(module)
                 if attends and not reaches:
-                    attentions.append(name)
+                    attentions += [name] * compat.calls_of_attention(module)
                 elif reaches and not attends and bool(state) == compat.keeps_state(module):
                     recurrent[name] = state
                 elif mixer or reaches or compat.keeps_state(module):
@@ -341,6 +350,11 @@ class _Planner:
 def _returns_choice(router: nn.Module) -> bool:
     """Whether a router is a linear by inheritance only: its forward returns a choice of experts, not a product."""
     return type(router).forward is not nn.Linear.forward
+
+
+def _numbers_tokens(module: nn.Module) -> bool:
+    """Whether the forward of `module` gives tokens positions by how many it is called with."""
+    return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _router_matrices(

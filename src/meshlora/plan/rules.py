@@ -163,7 +163,8 @@ class ModelPlan:
         regions: in module order; empty if tp=1.
         linears: name -> rule of every linear of the model, split or whole.
         parameters: name -> rule of every other split parameter or buffer.
-        attentions: modules that attend to other tokens, in the layers, by transformers' registry; empty if cp=1.
+        attentions: modules that attend to other tokens, in the layers, by transformers' registry, once for each call;
+            empty if cp=1.
         recurrent: recurrent mixers in the layers -> the attributes with the sizes of their state; empty if cp=1.
         wide_norms: name -> layout of the split width. With groups each of them is normalised by itself.
         text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.

@@ -47,17 +47,25 @@ _REFUSED = {
     "xglm": "transformers itself overflows on it in float64, so that it cannot be proved",
 }
 
+# Decoders that cannot go on with a part of each sequence's tokens.
+_REFUSED_CONTEXT = dict.fromkeys(
+    ("gpt2", "gpt-sw3", "gpt_bigcode"), "its decoder gives its output the shape of its input, of all tokens"
+)
 
-def check_family(model: Any) -> None:
+
+def check_family(model: Any, topology: Topology) -> None:
     """Refuse families that no proof can make right. `model` may be on the meta device.
 
     Raises:
-        UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`.
+        UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
+            `_REFUSED_CONTEXT`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
     if config.model_type in _REFUSED:
         raise UnsupportedError(what, _REFUSED[config.model_type])
+    if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
+        raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
         raise UnsupportedError(
             "slow_but_exact", "it slices a weight past its adapter", "set it to false in config.json"
