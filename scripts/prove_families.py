@@ -5,9 +5,10 @@
 Each family's twin trains on the given topologies and is compared, tensor by tensor in float64, with transformers + peft
 on one process. What comes of it is printed and written to docs/support.md: proved (with the worst relative error),
 refused (with the reason that a user would read), or failed: accepted, and then different. Exit code 1 when one failed.
-With --record families with experts are proved on topologies with ep and etp too, and five families on every topology of
-up to four processes; the numbers are stored in src/meshlora/plan/families/proved.json, whose families `meshlora.load`
-accepts, and the tables of docs/proofs.md and README's sentence are written from them.
+With --record families with experts are proved on topologies with ep and etp too, and some families on more topologies
+of up to four processes; the numbers are stored in src/meshlora/plan/families/proved.json, whose families
+`meshlora.load` accepts, and the tables of docs/proofs.md and README's sentence are written from them. What is proved
+together is a `Part`, a column of docs/support.md; --record without --topology renews all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.console import Console
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.versions import versions
 from meshlora.plan.families.twin import language_model_types
+from meshlora.plan.topology import TOKENS, Topology
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 
@@ -46,13 +48,46 @@ SUMMARY = ROOT / "README.md", "<!-- summary: scripts/prove_families.py --record 
 AFTER = "<!-- published checkpoints: scripts/prove_published.py -->"
 
 DENSE, EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
-# These stand for all on every topology of up to four processes, and on those that experts make of them.
+# These stand for all on more topologies of up to four processes, and on those that experts make of them.
 EVERYWHERE = ("llama", "qwen3", "gemma2")
 EVERYWHERE_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "qwen2_moe", "llama4_text")
 WITH_EXPERTS = (
     *("dp=2,ep=2", "tp=2,ep=2", "tp=2,etp=2", *EXPERTS),
     *("dp=4,ep=2", "dp=2,tp=2,sp,ep=4", "dp=2,tp=2,sp,ep=2,etp=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage"),
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is proved and recorded together: a column of docs/support.md, and tables of docs/proofs.md.
+
+    dense, experts: the topologies of every family, and those besides of families with experts. everywhere,
+    everywhere_experts: those of `families`, and of those of them with experts.
+    """
+
+    name: str
+    dense: tuple[str, ...]
+    experts: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    everywhere_experts: tuple[str, ...]
+    families: tuple[str, ...] = EVERYWHERE
+    with_experts: tuple[str, ...] = EVERYWHERE_EXPERTS
+
+    def has(self, topology: str) -> bool:
+        """Whether the record of `topology` is of this part."""
+        return (Topology.parse(topology).size_over(TOKENS) > 1) == (self is CONTEXT)
+
+
+SPLIT = Part("tp, sp, ep, etp", DENSE, EXPERTS, ("auto",), WITH_EXPERTS)
+CONTEXT = Part(
+    "cp",
+    ("cp=2",),
+    ("cp=2,ep=2",),
+    ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2", "cp=2,tp=2,sp"),
+    ("cp=2,ep=2", "cp=4,ep=2", "dp=2,cp=2,ep=2", "cp=2,tp=2,ep=2", "cp=2,tp=2,sp,ep=2", "cp=2,tp=2,sp,etp=2"),
+    with_experts=tuple(name for name in EVERYWHERE_EXPERTS if name != "llama4_text"),
+)
+PARTS = (SPLIT, CONTEXT)
 _STATUSES = ("proved", "refused", "failed")
 
 
@@ -76,32 +111,45 @@ class Finding:
 
 def main() -> int:
     options = _options()
-    console = Console()
-    findings = []
+    failed = 0
     with Processes() as processes:
-        for family in options.family or language_model_types():
-            finding = _prove(family, tuple(options.topology), processes)
-            if options.record and finding.status == "proved" and finding.has_experts:
-                more = _prove(family, EXPERTS, processes)
-                finding = replace(more, errors=finding.errors | more.errors)
-            findings.append(finding)
-            line = f"{family:32} {finding.status:8} {finding.words}"
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-        all_of_them = options.record and not options.family
-        everywhere = [_prove(family, ("auto",), processes) for family in EVERYWHERE if all_of_them]
-        everywhere += [_prove(family, WITH_EXPERTS, processes) for family in EVERYWHERE_EXPERTS if all_of_them]
+        for part in PARTS if options.topology is None else (_part_of(options.topology),):
+            failed += _prove_part(part, options, processes)
+    return 1 if failed else 0
+
+
+def _prove_part(part: Part | None, options: argparse.Namespace, processes: Processes) -> int:
+    """Prove the families on `part`, or on the topologies asked for where they are of none. Returns how many failed."""
+    console, findings = Console(), list[Finding]()
+    topologies = tuple(options.topology or (part or SPLIT).dense)
+    for family in options.family or language_model_types():
+        finding = _prove(family, topologies, processes)
+        if part and options.record and finding.status == "proved" and finding.has_experts:
+            more = _prove(family, part.experts, processes)
+            finding = replace(more, errors=finding.errors | more.errors)
+        if part is CONTEXT and finding.status == "proved" and not any(map(SPLIT.has, _recorded().get(family, ()))):
+            finding = Finding(family, "refused", f"proved, but not on {SPLIT.dense[0]}: no record accepts it")
+        findings.append(finding)
+        line = f"{family:32} {finding.status:8} {finding.words}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     counts = {s: sum(f.status == s for f in findings) for s in _STATUSES}
-    console.print(", ".join(f"{n} {status}" for status, n in counts.items()), highlight=False)
-    if options.record:
+    console.print(f"{', '.join(topologies)}: " + ", ".join(f"{n} {s}" for s, n in counts.items()), highlight=False)
+    if part and options.record:
+        everywhere = []
+        if not options.family:
+            everywhere = [_prove(family, part.everywhere, processes) for family in part.families]
+            everywhere += [_prove(family, part.everywhere_experts, processes) for family in part.with_experts]
         assert all(finding.status == "proved" for finding in everywhere), everywhere
-        _record([*findings, *everywhere], keep=bool(options.family))
-    if not options.family or options.record:
-        page = Path(options.out)
-        before, _, after = (page.read_text(encoding="utf-8") if page.exists() else "").partition(AFTER)
-        text = _page((_rows(before) if options.family else {}) | _own_rows(findings), options.topology)
-        page.write_text(f"{text}\n{AFTER}{after}" if after else text, encoding="utf-8")
-        console.print(f"written: {page}", highlight=False)
-    return 1 if counts["failed"] else 0
+        record(part, [*findings, *everywhere], keep=bool(options.family))
+    if part and (not options.family or options.record):
+        write_page(part, findings, Path(options.out), keep=bool(options.family))
+        console.print(f"written: {options.out}", highlight=False)
+    return counts["failed"]
+
+
+def _part_of(topologies: list[str]) -> Part | None:
+    """The part that all of `topologies` are of."""
+    return next((part for part in PARTS if set(topologies) <= set(part.dense)), None)
 
 
 def _prove(family: str, topologies: tuple[str, ...], processes: Processes) -> Finding:
@@ -139,70 +187,106 @@ def worst(outcome: Outcome) -> float:
     return max(result.error for phase in phases for result in phase.results)
 
 
-def _own_rows(findings: list[Finding]) -> dict[str, tuple[str, str]]:
-    """Family -> (status, words)."""
-    return {finding.family: (finding.status, finding.words.replace("|", "\\|")) for finding in findings}
+def write_page(part: Part, findings: list[Finding], page: Path, *, keep: bool) -> None:
+    """Write the column of `part` of docs/support.md. keep: the cells of families that were not asked for, too."""
+    before, _, after = (page.read_text(encoding="utf-8") if page.exists() else "").partition(AFTER)
+    rows = rows_of(before)
+    if not keep:
+        rows = {family: cells | {part.name: ""} for family, cells in rows.items()}
+    for finding in findings:
+        cells = rows.setdefault(finding.family, dict.fromkeys((part.name for part in PARTS), ""))
+        cells[part.name] = f"{finding.status}: {finding.words}".replace("|", "\\|")
+    text = _page({family: cells for family, cells in rows.items() if any(cells.values())})
+    page.write_text(f"{text}\n{AFTER}{after}" if after else text, encoding="utf-8")
 
 
-def _rows(page: str) -> dict[str, tuple[str, str]]:
-    """The rows of docs/support.md, as in `_own_rows`."""
-    parts = [line.strip("|").split(" | ", 2) for line in page.splitlines() if line.startswith("| ")]
-    return {part[0].strip(): (part[1], part[2].strip()) for part in parts if len(part) == 3 and part[1] in _STATUSES}
+def rows_of(page: str) -> dict[str, dict[str, str]]:
+    """The rows of docs/support.md: family -> name of a part -> cell, "status: words"."""
+    found = {}
+    for line in (line for line in page.splitlines() if line.startswith("| ")):
+        family, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+        if len(cells) == len(PARTS) and any(cell.startswith(_STATUSES) for cell in cells):
+            same = [cell.replace(_ALIKE, cells[0]) for cell in cells]
+            found[family] = dict(zip((part.name for part in PARTS), same, strict=True))
+    return found
 
 
-def _page(rows: dict[str, tuple[str, str]], topologies: list[str]) -> str:
-    """docs/support.md."""
+_ALIKE = "refused: the same"
+
+
+def _page(rows: dict[str, dict[str, str]]) -> str:
+    """docs/support.md. rows: as in `rows_of`."""
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
     lines = [
         "# Which families are proved",
         "",
-        f"Written by `.venv/bin/python scripts/prove_families.py {' '.join(f'--topology {t}' for t in topologies)}`;",
-        f"{used}.",
+        f"Written by `.venv/bin/python scripts/prove_families.py --record`; {used}.",
         "",
-        "A family is *proved* when its twin (tiny, random weights, every kind of layer) trains on these topologies as",
-        "one process does: every module's output and gradient, every router's choice, the loss, every factor's",
-        "gradient (every expert's by itself) and what AdamW makes of it, the saved file; float64, limit 1e-11.",
-        f"Families with experts are recorded when they pass {' and '.join(EXPERTS)} too. Everything else is",
-        "*refused* before training where tp, ep or etp is above 1, with the message that stands here. With dp alone",
-        "the model's own code runs unchanged, and the preflight of `meshlora train` proves that.",
+        "A family is *proved* when its twin (tiny, random weights, every kind of layer) trains as one process does:",
+        "every module's output and gradient, every router's choice, the loss, every factor's gradient (every expert's",
+        "by itself) and what AdamW makes of it, the saved file; float64, limit 1e-11. The number is the worst relative",
+        "error. Everything else is *refused* before training on such a topology, with the message that stands here.",
+        "With dp alone the model's own code runs unchanged, and the preflight of `meshlora train` proves that.",
         "",
         "Composites (a vision or audio part beside a text part) train on text here: their text part is split, all else",
         "is whole on every rank.",
         "",
-        ", ".join(f"{sum(status == s for status, _ in rows.values())} {s}" for s in _STATUSES) + ".",
-        "",
-        "| family | | worst relative error, or why not |",
-        "|---|---|---|",
+        "| | topologies | with experts also | |",
+        "|---|---|---|---|",
     ]
-    lines += [f"| {family} | {status} | {words} |" for family, (status, words) in sorted(rows.items())]
+    for part in PARTS:
+        statuses = [cells[part.name].partition(":")[0] for cells in rows.values()]
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES)
+        lines.append(f"| {part.name} | {' and '.join(part.dense)} | {' and '.join(part.experts)} | {counts} |")
+    names = [part.name for part in PARTS]
+    lines += ["", "| family | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for family, cells in sorted(rows.items()):
+        first, *rest = (cells[name] for name in names)
+        rest = [_ALIKE if cell == first and cell.startswith("refused") else cell for cell in rest]
+        lines.append("| " + " | ".join((family, first, *rest)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _record(findings: list[Finding], *, keep: bool) -> None:
-    """Write the record. keep: families that were not asked for stay as they are."""
-    errors: dict[str, dict[str, float]] = {}
-    if keep:
-        asked = {finding.family for finding in findings}
-        known = json.loads(RECORD.read_text(encoding="utf-8"))["families"]
-        errors = {family: found for family, found in known.items() if family not in asked}
+def record(part: Part, findings: list[Finding], *, keep: bool) -> None:
+    """Renew what the record says of `part`. keep: families that were not asked for stay as they are."""
+    known = _recorded()
+    asked = {finding.family for finding in findings} if keep else set(known)
+    errors: dict[str, dict[str, float]] = {
+        family: {t: error for t, error in found.items() if family not in asked or not part.has(t)}
+        for family, found in known.items()
+    }
     for finding in findings:
         if finding.status == "proved":
             errors[finding.family] = errors.get(finding.family, {}) | finding.errors
-    errors = dict(sorted(errors.items()))
+    errors = {family: found for family, found in sorted(errors.items()) if any(map(SPLIT.has, found))}  # no other alone
     RECORD.write_text(json.dumps({"versions": versions(), "families": errors}, indent=2) + "\n", encoding="utf-8")
     for (page, begin, end), text in ((MATRIX, matrix(errors)), (SUMMARY, summary(errors))):
         before, _, rest = page.read_text(encoding="utf-8").partition(begin)
         page.write_text(f"{before}{begin}\n{text}{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
+def _recorded() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(RECORD.read_text(encoding="utf-8"))["families"]
+    return found
+
+
 def summary(errors: dict[str, dict[str, float]]) -> str:
     """README's sentence."""
-    dense, sparse = _kinds(errors)
-    text = f"{len(errors)} families of transformers (worst relative error in float64, limit 1e-11): " + ", ".join(
-        f"{len(families)} {words} ({max(errors[f][t] for f in families for t in common):.1e} on {' and '.join(common)})"
-        for words, families, common in (("dense", dense, DENSE), ("with experts", sparse, EXPERTS))
-    )
+    found = []
+    for part, words in ((SPLIT, "on tp, sp, ep and etp"), (CONTEXT, "on cp")):
+        (dense, of_dense), (sparse, of_sparse) = _proved(part, errors)
+        found.append(f"{words} {len(dense)} dense ({of_dense:.1e}) and {len(sparse)} with experts ({of_sparse:.1e})")
+    text = "Families of transformers, with the worst relative error in float64 (limit 1e-11): " + ", ".join(found)
     return textwrap.fill(f"{text}.", width=120, break_on_hyphens=False) + "\n"
+
+
+def _proved(part: Part, errors: dict[str, dict[str, float]]) -> list[tuple[list[str], float]]:
+    """(families, their worst error on the topologies of all) that are proved on `part`: dense, with experts."""
+    found = []
+    for families, common in zip(_kinds(errors), (part.dense, part.experts), strict=True):
+        proved = [family for family in families if errors[family].keys() >= {*common}]
+        found.append((proved, max(errors[family][t] for family in proved for t in common)))
+    return found
 
 
 def _kinds(errors: dict[str, dict[str, float]]) -> tuple[list[str], list[str]]:
@@ -213,13 +297,19 @@ def _kinds(errors: dict[str, dict[str, float]]) -> tuple[list[str], list[str]]:
 
 def matrix(errors: dict[str, dict[str, float]]) -> str:
     """The support matrix: the worst relative error of each family and topology, from proofs alone."""
-    dense, sparse = _kinds(errors)
-    topologies = list(dict.fromkeys(t for family in EVERYWHERE for t in errors[family]))
-    text = [_table(errors, EVERYWHERE, topologies, dense, DENSE), "With experts, and adapters on them:"]
-    text += [_table(errors, EVERYWHERE_EXPERTS, list(WITH_EXPERTS), sparse, EXPERTS)]
-    for words, families in (("dense families", dense), ("families with experts", sparse)):
-        text.append(textwrap.fill(f"The {len(families)} {words}: {', '.join(families)}.", width=120))
-    return "\n\n".join(text) + "\n"
+    kinds = _kinds(errors)
+    text = []
+    for part, title in ((SPLIT, ""), (CONTEXT, "The tokens of each sequence cut over cp:")):
+        seen = (t for family in part.families for t in errors[family] if part.has(t))
+        tables = [
+            _table(errors, part.families, list(dict.fromkeys(seen)), kinds[0], part.dense),
+            _table(errors, part.with_experts, list(part.everywhere_experts), kinds[1], part.experts),
+        ]
+        text += [title, tables[0], "With experts, and adapters on them:", tables[1]]
+        for words, (proved, _) in zip(("dense families", "families with experts"), _proved(part, errors), strict=True):
+            line = f"The {len(proved)} {words}: {', '.join(proved)}."
+            text.append(textwrap.fill(line, width=120, break_on_hyphens=False))
+    return "\n\n".join(filter(None, text)) + "\n"
 
 
 def _table(
@@ -231,7 +321,8 @@ def _table(
 ) -> str:
     """Rows for the families `shown`, and one for the worst of all `families` on the topologies `common`."""
     rows = {family: errors[family] for family in shown}
-    rows[f"the worst of all {len(families)} families"] = {t: max(errors[f][t] for f in families) for t in common}
+    proved = [errors[family] for family in families if errors[family].keys() >= {*common}]
+    rows[f"the worst of all {len(proved)} families"] = {t: max(found[t] for found in proved) for t in common}
     lines = ["| | " + " | ".join(topologies) + " |", "|---" * (len(topologies) + 1) + "|"]
     for name, found in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{found[t]:.1e}" if t in found else "" for t in topologies) + " |")
@@ -240,16 +331,22 @@ def _table(
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prove or refuse every language model family of transformers.")
-    parser.add_argument("--topology", action="append", metavar="T", help="may be repeated; default tp=2 and tp=2,sp")
+    parser.add_argument(
+        "--topology",
+        action="append",
+        metavar="T",
+        help="may be repeated; default tp=2 and tp=2,sp, with --record every part",
+    )
     parser.add_argument("--family", action="extend", nargs="+", metavar="MODEL_TYPE", help="only these")
     parser.add_argument("--out", default=str(ROOT / "docs/support.md"), metavar="FILE")
     parser.add_argument(
         "--record", action="store_true", help="renew the list of proved families, and what pages say of it"
     )
     options = parser.parse_args()
-    options.topology = options.topology or list(DENSE)
-    if options.record and set(options.topology) != set(DENSE):
-        parser.error("--record is of tp=2 and tp=2,sp")
+    if options.record and options.topology and not any(set(options.topology) == set(part.dense) for part in PARTS):
+        parser.error("--record is of " + ", or of ".join(" and ".join(part.dense) for part in PARTS))
+    if not options.record:
+        options.topology = options.topology or list(DENSE)
     return options
 
 
