@@ -107,6 +107,8 @@ PRIVATE = [
     Private("schema_of", "torch._ops.OpOverload._schema", "to know views", of=lambda: torch.ops.aten.mm.default),
     Private("storage_id", "torch.UntypedStorage._cdata", "to count the memory of each storage once"),
     Private("fused_attention", f"torch.ops.aten.{_FUSED}", "to simulate the attention of GPUs"),
+    Private("attention_with_sums", f"torch.ops.aten.{_FUSED}", "to attend to keys in parts"),
+    Private("attention_back", f"torch.ops.aten.{_FUSED}_backward", "to attend to keys in parts"),
     Private("is_dropout", "torch.nn.modules.dropout._DropoutNd", "to refuse dropouts that are not exact"),
     Private("own_parameter", "torch.nn.Module._parameters", "to find stacks of experts", of=nn.Module),
     Private("own_child", "torch.nn.Module._modules", "to find projections of experts", of=nn.Module),
@@ -316,6 +318,28 @@ def test_a_schema_tells_views_and_arguments() -> None:
 def test_tensors_are_mapped_wherever_they_are() -> None:
     found = compat.map_tensors(lambda t: t.shape, {"a": [torch.ones(2), 3], "b": (torch.ones(1, 4),)})
     assert found == {"a": [(2,), 3], "b": ((1, 4),)}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_to_two_parts_is_merged_by_their_sums_and_its_backward_is_that_of_each(is_causal: bool) -> None:
+    """Four heads of queries share two of keys; the second part is causal, or all of it is seen."""
+    query, k, v = (torch.randn(1, heads, 6, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    seen = torch.ones(6, 12, dtype=torch.bool).tril(6 if is_causal else 12)
+    more = [torch.cat([t, t.flip(2) + 1], 2).detach().requires_grad_() for t in (k, v)]
+    whole = F.scaled_dot_product_attention(query, *more, attn_mask=seen, scale=0.5, enable_gqa=True)
+    expected = torch.autograd.grad(whole.sum(), [query, *more])
+    with torch.no_grad():
+        parts = [[t[:, :, :6] for t in more], [t[:, :, 6:] for t in more]]
+        hows: list[Any] = [{"is_causal": False, "scale": 0.5}, {"is_causal": is_causal, "scale": 0.5}]
+        found = [compat.attention_with_sums(query, *part, **how) for part, how in zip(parts, hows, strict=True)]
+        sums = torch.logaddexp(found[0][1], found[1][1])
+        out = sum(part * (one - sums).exp().unsqueeze(-1) for part, one in found)
+        assert torch.allclose(out, whole, rtol=0, atol=1e-13)
+        given = torch.ones_like(whole), query
+        back = [compat.attention_back(*given, *p, whole, sums, **how) for p, how in zip(parts, hows, strict=True)]
+    of_queries, of_keys, of_values = zip(*back, strict=True)
+    for ours, theirs in zip((sum(of_queries), torch.cat(of_keys, 2), torch.cat(of_values, 2)), expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
 
 
 def test_storages_are_told_apart_without_memory() -> None:

@@ -124,6 +124,19 @@ def send_to_neighbour(tensor: Tensor, axis: Axis, *, step: int) -> None:
         exchange_rows(tensor[: sum(send)], axis, send, [0] * axis.size)
 
 
+def pass_on(tensor: Tensor, axis: Axis) -> Tensor:
+    """Each rank's `tensor` goes to the next rank of `axis`, the last one's to the first; without a gradient.
+
+    Returns the one of the rank before, of the same shape.
+    """
+    if axis.size == 1:
+        return tensor
+    number = tensor.shape[0]
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[(axis.rank + 1) % axis.size] = receive[axis.rank - 1] = number
+    return exchange_rows(tensor, axis, send, receive)
+
+
 def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     """Overwrite `tensor` on every rank with the group's first rank's, which is sent without a copy."""
     if axis.size > 1:

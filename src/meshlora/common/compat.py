@@ -131,6 +131,37 @@ def fused_attention(
     return out
 
 
+def attention_with_sums(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Fused attention on a CPU, `[B, h, n, d]`, and the log of each query's sum of exponentials, `[B, h, n]`, which the
+    public function keeps to itself. Causal: query i sees the keys up to the i-th. h is a multiple of the heads of keys.
+    """
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, sums = fused(query, key, value, 0.0, is_causal, scale=scale)
+    return out, sums
+
+
+def attention_back(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `attention_with_sums`. With `out` and `sums` of more keys than these,
+    they are the terms of these keys.
+    """
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    given = grad, query, key, value, out, sums
+    of_query, of_key, of_value = fused(*given, 0.0, is_causal, scale=scale)
+    return of_query, of_key, of_value
+
+
 # ---- torch: modules
 
 
