@@ -81,7 +81,7 @@ def _count_micro_batch(
     whole = {} if "target_modules" in options else {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}
     lora = LoraConfig(**{"init_lora_weights": False, **whole, **options})
     model = meshlora.load(twin_config(family), lora=lora, topology=topology)
-    ids = torch.arange(3, 35).view(2, 16)
+    ids = torch.arange(3, 51).view(2, 24)
     counter = CollectiveCounter()
     hooks = [
         model.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "forward"), prepend=True),
@@ -116,6 +116,40 @@ def test_a_micro_batch_costs_what_the_plan_says(
 ) -> None:
     """Layers, embedding, head and loss: the whole of it, and no call less than planned either."""
     for counted, budget in pools(2).run(_count_micro_batch, family, topology, options):
+        assert counted == budget
+
+
+def _bytes_of_attention(topology: str) -> tuple[dict[str, float], int]:
+    """(what a rank gives the collectives of keys and values, in units of its own pair, by phase; layers)."""
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model = meshlora.load(twin_config("llama"), lora=lora, topology=topology)
+    ids, counter = torch.arange(3, 51).view(2, 24), CollectiveCounter()
+    counter.phase = "forward"
+    with counter:
+        loss = language_model_loss(model, ids, None, ids.roll(-1, 1))
+        counter.phase = "backward"
+        loss.backward()
+    config = model.config
+    pair = 2 * config.num_key_value_heads * config.head_dim * 4 * ids.numel() // runtime(model).mesh.cp.size
+    sent = {phase: counter.sent[phase, "alltoall"] / pair for phase in ("forward", "backward")}
+    return sent, config.num_hidden_layers
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_passes_keys_and_values_on_and_in_the_backward_their_gradients_too(
+    size: int, pools: Callable[[int], Pool]
+) -> None:
+    """In the backward keys and values go as far as in the forward, and their gradients as far: home at last."""
+    for sent, layers in pools(size).run(_bytes_of_attention, f"cp={size},ring"):
+        assert sent == {"forward": layers * (size - 1), "backward": layers * 2 * (size - 1)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("flag", ["", ",ring"], ids=["gathered", "ring"])
+def test_a_micro_batch_of_cut_sequences_costs_what_the_plan_says(
+    flag: str, size: int, pools: Callable[[int], Pool]
+) -> None:
+    for counted, budget in pools(size).run(_count_micro_batch, "llama", f"cp={size}{flag}", {}):
         assert counted == budget
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import AttentionMaskInterface
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     causal_mask_function,
     packed_sequence_compatibility_function,
@@ -21,7 +26,9 @@ from meshlora.common.errors import UnsupportedError
 from meshlora.data import IGNORED, collate, joined, with_positions
 from meshlora.data.context import token_order
 from meshlora.data.tokenization import Sequence
-from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask
+from meshlora.layers import context
+from meshlora.layers.attention_parts import How
+from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask, _compare
 
 CPU = torch.device("cpu")
 PACKED = [[13, 7, 1, 15], [2, 30, 3, 1]]  # documents and padding of two rows of 36
@@ -192,18 +199,18 @@ def test_code_that_uses_its_mask_is_refused(does: Callable[[Any], Any], words: s
 
 
 def test_arguments_with_something_of_each_token_are_cut_or_refused() -> None:
-    context = ContextCut(Axis(2, 1, (0, 1), None), CPU)
+    running = ContextCut(Axis(2, 1, (0, 1), None), CPU)
     cos = torch.randn(2, 36, 4)
-    assert context.cut_argument("position_embeddings", cos) is cos  # nobody has cut this forward
-    context.next(token_order(PACKED, size=2))
-    context.begin()
-    found = context.cut_argument("position_embeddings", (cos, -cos))
+    assert running.cut_argument("position_embeddings", cos) is cos  # nobody has cut this forward
+    running.next(token_order(PACKED, size=2))
+    running.begin()
+    found = running.cut_argument("position_embeddings", (cos, -cos))
     assert [tuple(part.shape) for part in found] == [(2, 18, 4)] * 2
-    assert context.cut_argument("scale", torch.ones(2, 3)).shape == (2, 3)
+    assert running.cut_argument("scale", torch.ones(2, 3)).shape == (2, 3)
     with pytest.raises(UnsupportedError, match=r"takes memory \[2, 36, 7\]"):
-        context.cut_argument("memory", torch.ones(2, 36, 7))
-    context.begin()  # the next forward is whole again
-    assert context.cut_argument("position_embeddings", cos) is cos
+        running.cut_argument("memory", torch.ones(2, 36, 7))
+    running.begin()  # the next forward is whole again
+    assert running.cut_argument("position_embeddings", cos) is cos
 
 
 def sequence(length: int, first: int) -> Sequence:
@@ -244,3 +251,97 @@ def test_rows_of_one_adapter_keep_their_own_tokens() -> None:
     assert second.order is not None
     assert torch.equal(second.own_labels, part.own_labels[1:2])
     assert second.num_trained_tokens == int((part.own_labels[1] != IGNORED).sum())
+
+
+def eager_attention_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    """An attention without softmax, of a family of its own."""
+    return (query @ key.transpose(-1, -2) @ value).transpose(1, 2), None
+
+
+class Linear(nn.Module):
+    """Its forward has the globals of this file, where its eager attention is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meshlora_context = ContextCut(Axis(2, 0, (0, 1), None), CPU, is_ring=True)
+
+    def forward(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "unknown"),
+    [
+        ("eager", {}, "what its eager attention computes"),
+        ("eager", {"position_bias": torch.zeros(1)}, "position_bias"),
+        ("eager", {"dropout": 0.1}, "dropout"),
+        ("sdpa", {"s_aux": torch.zeros(2)}, "s_aux"),
+        ("sdpa", {"position_bias": torch.zeros(1), "memory": torch.zeros(1)}, "position_bias, memory"),
+    ],
+)
+def test_attention_that_the_ring_does_not_know_is_refused_by_name(
+    implementation: str, options: dict[str, Any], unknown: str
+) -> None:
+    module, part = Linear(), torch.randn(2, 2, 18, 4)
+    module.meshlora_context.next(token_order(PACKED, size=2))
+    module.meshlora_context.begin()
+    attend: Any = AttentionInterface()[f"meshlora-{implementation}"]
+    with pytest.raises(UnsupportedError, match=f"the ring with Linear: .* does not know {unknown}; leave out ring"):
+        attend(module, part, part, part, mask_of(implementation), scaling=0.5, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {}), ("gemma2", {"softcap": 0.9}), ("gpt_oss", {"s_aux": torch.randn(4)})]
+)
+def test_eager_attention_is_compared_with_what_the_ring_computes(family: str, options: dict[str, Any]) -> None:
+    code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    module = Linear()
+    module.num_key_value_groups, module.sinks = 2, options.get("s_aux")  # type: ignore[assignment]
+    call = functools.partial(code.eager_attention_forward, module)
+    query, pair, how = torch.randn(1, 4, 18, 8), torch.randn(1, 18, 2, 16), How(0.5, options.get("softcap"), 8)
+    _compare(module, call, query, pair, how, {"scaling": 0.5, **options})
+    for wrong in (dataclasses.replace(how, scale=0.51), dataclasses.replace(how, softcap=0.8)):
+        with pytest.raises(UnsupportedError, match="does not know what its eager attention computes"):
+            _compare(module, call, query, pair, wrong, {"scaling": 0.5, **options})
+
+
+@pytest.mark.parametrize("function", ["causal", "window", "padded"])
+@pytest.mark.parametrize("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_show_each_query_the_keys_of_the_whole_mask_and_no_others(
+    rows: list[list[int]], function: str, size: int
+) -> None:
+    """Gathered, and of each rank in the ring; rows that are dealt alike and see otherwise, together or each alone."""
+    whole = mask_of("eager", function=function).whole[:, 0] == 0
+    for rank, in_ring, alone in itertools.product(range(size), (False, True), (1, 128)):
+        one = held(rows, size=size, rank=rank)
+        with mock.patch.object(context, "_ALONE", alone):
+            parts = mask_of("eager", function=function).parts(one, in_ring=in_ring)
+        for step, of_step in enumerate(parts):
+            keys = torch.from_numpy(one.of_rank((rank - step) % size)) if in_ring else torch.arange(36).expand(2, -1)
+            found = torch.zeros(2, 36 // size, keys.shape[1], dtype=torch.int64)
+            for part in of_step:
+                shape = part.queries.stop - part.queries.start, part.keys.stop - part.keys.start
+                seen = torch.ones(1, *shape, dtype=torch.bool) if part.mask is None else part.mask[:, 0]
+                found[part.rows, part.queries, part.keys] += seen.tril() if part.is_causal else seen
+            for row in range(2):
+                assert torch.equal(found[row], whole[row][one.own[row]][:, keys[row]].long())
+
+
+def test_plain_causal_rows_are_cut_up_without_a_look_at_their_mask() -> None:
+    given = mask_of("sdpa").given | {"batch_size": 1, "q_length": 96, "kv_length": 96}
+    causal = RowsOfMask(lambda **_: pytest.fail("a mask is made"), given | {"mask_function": causal_mask_function})
+    (gathered,) = causal.parts(held([[96]], size=2, rank=0), in_ring=False)
+    assert [(p.queries, p.keys, p.is_causal) for p in gathered] == [
+        (slice(0, 24), slice(0, 24), True),
+        (slice(24, 48), slice(0, 72), False),
+        (slice(24, 48), slice(72, 96), True),
+    ]
+    padded = RowsOfMask(
+        AttentionMaskInterface()["sdpa"], causal.given | {"attention_mask": torch.arange(96)[None] < 80}
+    ).parts(held([[96]], size=2, rank=0), in_ring=False)[0]
+    assert [(p.queries, p.keys, p.is_causal) for p in padded] == [
+        (slice(0, 24), slice(0, 24), True),
+        (slice(24, 32), slice(0, 72), False),
+        (slice(24, 32), slice(72, 80), True),
+        (slice(32, 48), slice(0, 80), False),
+    ]

@@ -33,6 +33,33 @@ def test_cut_sequences_are_trained_as_whole_ones(name: str, prove: Prove) -> Non
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+# Attention in parts: keys that pass by, and sdpa's on a CPU.
+IN_PARTS = {
+    "ring": ("llama", "cp=3,ring", "eager", True),
+    "gathered": ("llama", "cp=3", "sdpa", True),
+    "gathered, padded": ("qwen3", "dp=2,cp=2", "sdpa", False),
+    "ring, padded": ("qwen3", "tp=2,sp,cp=2,ring", "sdpa", False),
+    "windows": ("gemma3_text", "cp=3,ring", "eager", True),
+    "windows, sdpa": ("gemma3_text", "cp=3", "sdpa", True),
+    "sinks": ("gpt_oss", "cp=3,ring", "eager", False),
+    "soft caps": ("gemma2", "cp=2,ring", "eager", True),
+    "experts": ("qwen3_moe", "cp=2,ep=2,ring", "eager", False),
+    "keys wider than values": ("deepseek_v3", "cp=2,ring", "eager", True),
+    "states beside": ("qwen3_next", "cp=2,ring", "eager", False),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ("ring", "gathered") else pytest.mark.proof) for n in IN_PARTS],
+)
+def test_attention_in_parts_trains_what_whole_attention_trains(name: str, prove: Prove) -> None:
+    family, topology, implementation, packing = IN_PARTS[name]
+    options = {"packing": packing, "attn_implementation": implementation, "steps": 1}
+    (outcome,) = prove(family=family, topologies=(topology,), **options)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_layers_computed_twice_pass_on_keys_and_states_again(family: str, prove: Prove) -> None:

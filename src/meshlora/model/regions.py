@@ -66,7 +66,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> ContextCut
 
     Returns the cut of its forwards over cp.
     """
-    context = ContextCut(mesh.cp, mesh.device)
+    context = ContextCut(mesh.cp, mesh.device, is_ring=plan.topology.ring)
     if plan.topology.is_whole:
         return context
     tp, cut, sp = mesh.tp, TokenCut(mesh.tp), plan.topology.sp

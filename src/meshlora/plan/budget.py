@@ -36,6 +36,7 @@ class Message:
         num_bytes: input of one rank. calls: per micro-batch, or per step if phase is step.
         layer: the kind of its decoder layer; None outside the layers.
         is_ahead: whether it is prefetched before its layer runs, so that its time may be hidden.
+        to_one: of an all-to-all, whether a rank sends all of it to one other.
     """
 
     phase: str
@@ -45,6 +46,7 @@ class Message:
     calls: int = 1
     layer: int | None = None
     is_ahead: bool = False
+    to_one: bool = False
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends, with ring or pairwise algorithms."""
@@ -53,7 +55,7 @@ class Message:
             "allreduce": 2 * share * self.num_bytes,
             "allgather": (ranks - 1) * self.num_bytes,
             "reducescatter": share * self.num_bytes,
-            "alltoall": share * self.num_bytes,
+            "alltoall": self.num_bytes if self.to_one else share * self.num_bytes,
         }[self.kind]
 
 
@@ -172,10 +174,22 @@ def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str
 
 
 def _of_attentions(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
-    """Keys and values of all cp ranks, gathered together, and their gradients' way back."""
+    """Keys and values of all cp ranks, gathered together, and their gradients' way back.
+
+    In a ring they are passed on from rank to rank, in the backward once more: alone, then with their gradients, which
+    go one rank further alone.
+    """
+    size = plan.topology.size_over(TOKENS)
     for name in plan.attentions:
-        whole = sizes.tokens * flow.key_bytes[name]
-        yield name, Message("forward", "allgather", TOKENS, _own(plan, sizes) * flow.key_bytes[name])
+        whole, own = sizes.tokens * flow.key_bytes[name], _own(plan, sizes) * flow.key_bytes[name]
+        if plan.topology.ring:
+            yield name, Message("forward", "alltoall", TOKENS, own, size - 1, to_one=True)
+            if name in flow.reached:
+                yield name, Message("backward", "alltoall", TOKENS, own, 2, to_one=True)
+                for _ in range(size - 2):
+                    yield name, Message("backward", "alltoall", TOKENS, 2 * own, to_one=True)
+            continue
+        yield name, Message("forward", "allgather", TOKENS, own)
         if name in flow.reached:
             yield name, Message("backward", "reducescatter", TOKENS, whole)
 

@@ -166,8 +166,6 @@ class _Planner:
         attentions, recurrent = list[str](), dict[str, tuple[str, ...]]()
         if topology.size_over(TOKENS) == 1:
             return (), {}
-        if topology.ring:
-            raise UnsupportedError(f"topology {topology}", "the ring is not there yet", "leave it out")
         known = set()
         for index, layer in enumerate(self.layers):
             for path, module in layer.named_modules():
