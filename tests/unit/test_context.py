@@ -22,13 +22,18 @@ from transformers.masking_utils import (
 )
 
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UnsupportedError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import IGNORED, collate, joined, with_positions
 from meshlora.data.context import token_order
 from meshlora.data.tokenization import Sequence
 from meshlora.layers import context
 from meshlora.layers.attention_parts import How
 from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask, _compare
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import Topology
+from meshlora.train.prepare import check_fits
+from tests.unit.records import make_tokenizer
 
 CPU = torch.device("cpu")
 PACKED = [[13, 7, 1, 15], [2, 30, 3, 1]]  # documents and padding of two rows of 36
@@ -345,3 +350,16 @@ def test_plain_causal_rows_are_cut_up_without_a_look_at_their_mask() -> None:
         (slice(24, 32), slice(72, 80), True),
         (slice(32, 48), slice(0, 80), False),
     ]
+
+
+@pytest.mark.parametrize(("topology", "multiple"), [("cp=3", "cp=3"), ("cp=3,tp=2,sp", "cp=3*tp=2 under sp")])
+def test_sequences_that_padding_makes_too_long_are_refused(topology: str, multiple: str) -> None:
+    """127 tokens fit in 128 positions, but not with padding to what both axes divide."""
+    blueprint = make_blueprint(
+        twin_config("llama", vocab_size=320), Topology.parse(topology), BaseOptions(dtype="float32")
+    )
+    check_fits(make_tokenizer(), blueprint, max_length=126)
+    with pytest.raises(UserError) as caught:
+        check_fits(make_tokenizer(), blueprint, max_length=127)
+    assert caught.value.given == f"data.max_length=127, padded to a multiple of {multiple}"
+    assert caught.value.way_out == "use at most 126"

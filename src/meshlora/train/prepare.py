@@ -345,7 +345,9 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
     limit = getattr(text_config, "max_position_embeddings", None)
     multiple = topology.size_over(topology.token_cut)  # sequences are padded to a length that can be cut
     if limit and math.ceil(max_length / multiple) * multiple > limit:
-        padded = f", padded to a multiple of tp={multiple} under sp" if multiple > 1 else ""
+        cut = {axis: size for axis, size in topology.sizes.items() if axis in topology.token_cut and size > 1}
+        sizes = "*".join(f"{axis}={size}" for axis, size in cut.items())
+        padded = f", padded to a multiple of {sizes}{' under sp' * topology.sp}" if multiple > 1 else ""
         raise UserError(
             f"data.max_length={max_length}{padded}",
             f"the model has {limit} positions",
