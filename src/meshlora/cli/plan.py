@@ -102,7 +102,7 @@ def _choose(options: argparse.Namespace) -> None:
     console = Console()
     console.print(show.ranking(problem, choice))
     console.print(show.breakdown(problem, best))
-    for line in show.why_not(problem, choice):
+    for line in (*show.why_best(choice), *show.why_not(choice)):
         console.say(line)
     console.say(show.assumptions(problem))
     for note in notes_of_whole(problem.blueprint.on(best.topology).plan):

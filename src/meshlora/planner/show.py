@@ -11,6 +11,7 @@ import yaml
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from meshlora.plan.topology import TOKENS
 from meshlora.planner.choose import Choice, Prediction
 from meshlora.planner.communication import grouped
 from meshlora.planner.problem import Problem
@@ -76,22 +77,41 @@ def memory_parts(prediction: Prediction) -> dict[str, int]:
     }
 
 
-def why_not(problem: Problem, choice: Choice) -> list[str]:
+def why_best(choice: Choice) -> list[str]:
+    """Why the best cuts tokens inside attention: what the best topology that does not would cost. Empty if it does not,
+    if there is no other, or if it does not fit either.
+    """
+    best = choice.ranked[0]
+    others = [other for other in choice.ranked if other.topology.size_over(TOKENS) == 1]
+    if not others or not best.fits or best.topology.size_over(TOKENS) == 1:
+        return []
+    cut = ",".join(f"{axis}={best.topology.size_over({axis})}" for axis in sorted(TOKENS))
+    other = others[0]
+    if not other.fits:
+        return [f"why {cut}: without it nothing fits; {_lack(other)}"]
+    return [f"why {cut}: the best without it, {other.topology}, takes {_cost(best, other)}"]
+
+
+def _lack(other: Prediction) -> str:
+    missing = other.memory_bytes - other.usable_bytes
+    return (
+        f"{other.topology}: does not fit by {missing / _GB:,.1f} GB, even with micro-batches of "
+        f"{other.micro_batch} and recompute {other.recompute}"
+    )
+
+
+def _cost(best: Prediction, other: Prediction) -> str:
+    """How much longer `other` takes, and in which parts."""
+    more = {name: other.parts_s[name] - best.parts_s[name] for name in best.parts_s}
+    worst = sorted((name for name in more if more[name] > 0.05 * (other.time_s - best.time_s)), key=more.get)  # type: ignore[arg-type]
+    words = ", ".join(f"{_time(more[name])} more {name}" for name in reversed(worst)) or "about the same"
+    return f"{other.time_s / best.time_s:.2f} x the time: {words}"
+
+
+def why_not(choice: Choice) -> list[str]:
     """For each topology but the best, why it is worse."""
     best = choice.ranked[0]
-    found = []
-    for other in choice.ranked[1:]:
-        if not other.fits:
-            missing = other.memory_bytes - other.usable_bytes
-            found.append(
-                f"{other.topology}: does not fit by {missing / _GB:,.1f} GB, even with micro-batches of "
-                f"{other.micro_batch} and recompute {other.recompute}"
-            )
-            continue
-        more = {name: other.parts_s[name] - best.parts_s[name] for name in best.parts_s}
-        worst = sorted((name for name in more if more[name] > 0.05 * (other.time_s - best.time_s)), key=more.get)  # type: ignore[arg-type]
-        words = ", ".join(f"{_time(more[name])} more {name}" for name in reversed(worst)) or "about the same"
-        found.append(f"{other.topology}: {other.time_s / best.time_s:.2f} x the time: {words}")
+    found = [f"{other.topology}: {_cost(best, other)}" if other.fits else _lack(other) for other in choice.ranked[1:]]
     by_reason: dict[str, list[str]] = {}
     for topology, why in choice.left_out:
         by_reason.setdefault(why, []).append(topology)
@@ -127,7 +147,8 @@ def as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
         "quantization": problem.quantization,
         "topologies": [_prediction_json(problem, prediction) for prediction in choice.ranked],
         "left_out": [{"topology": topology, "why": why} for topology, why in choice.left_out],
-        "why_not": why_not(problem, choice),
+        "why": why_best(choice),
+        "why_not": why_not(choice),
     }
 
 
