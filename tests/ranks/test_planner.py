@@ -26,7 +26,7 @@ from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from tests.pool import Pool
 
-ROWS, TOKENS = 2, 16
+ROWS, TOKENS = 2, 24
 Totals = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -115,6 +115,10 @@ def _planned(family: str, topology: str, quantization: str | None) -> tuple[Tota
         ("llama", "dp=2,dp_shard", "nf4"),
         ("llama", "dp=3,dp_shard", None),
         ("llama", "dp=2,tp=2,dp_shard", "int8"),
+        ("llama", "cp=3", None),
+        ("llama", "cp=3,ring", None),
+        ("llama", "cp=2,tp=2,sp", None),
+        ("gpt_oss", "dp=2,cp=2,dp_shard", None),
     ],
 )
 def test_real_ranks_send_what_is_planned(

@@ -162,7 +162,7 @@ def test_every_topology_is_looked_at_whole_and_sharded_and_the_faster_is_first()
     times = {str(p.topology): p.time_s for p in choice.ranked}
     assert list(times.values()) == sorted(times.values())
     sharded = [name for name in times if "dp_shard" in name]
-    assert len(sharded) == 3
+    assert len(sharded) >= 3
     memory = {str(p.topology): p.states.weights for p in choice.ranked}
     for name in sharded:
         whole = name.replace(",dp_shard", "")
@@ -211,8 +211,9 @@ def test_what_training_refuses_is_not_planned() -> None:
     pissa = {"init_lora_weights": "pissa"}
     # Also where the same split was looked at before with the base whole.
     choice = choose(problem_of("llama", 2, lora=pissa))
-    assert {str(p.topology) for p in choice.ranked} == {"dp=2", "tp=2", "tp=2,sp"}
-    assert [name for name, _ in choice.left_out] == ["dp=2,dp_shard"]
+    assert {str(p.topology) for p in choice.ranked} >= {"dp=2", "tp=2", "tp=2,sp"}
+    assert "dp=2,dp_shard" in [name for name, _ in choice.left_out]
+    assert not [found for found in choice.ranked if found.topology.dp_shard]
     with pytest.raises(UnsupportedError, match="pissa"):
         choose(problem_of("llama", 2, lora=pissa, quantization="nf4", config=BLOCKS), [Topology.parse("dp=2")])
 

@@ -395,7 +395,7 @@ def _attention(
             context.compared.add(type(module))
     else:
         pair = held.gathered(pair)
-    if context.is_ring or (base == "sdpa" and not unknown and not query.is_cuda):
+    if context.is_ring or (base == "sdpa" and not unknown and query.is_cpu):
         parts = attention_mask.parts(held, in_ring=context.is_ring)
         return attend(query, pair, kwargs.get("s_aux"), parts, how, held.axis), None
     keys, values = pair.transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)

@@ -66,7 +66,8 @@ class Flow:
     Attributes:
         reached: modules whose input requires grad; for row-parallel linears and whole regions, whose output does.
         top_k: experts module -> experts per token. weight_bytes: experts module -> bytes of a routing weight.
-        key_bytes: attention -> bytes of the key and value of a token, of the heads of a rank.
+        key_bytes: attention -> bytes of the key and value of a token, of the heads of a rank. keys_reached: attentions
+            whose keys or values require grad, or under ring queries: the first layer's may, though its input does not.
         is_trained_before: whether the input of the first layer requires grad.
     """
 
@@ -74,6 +75,7 @@ class Flow:
     top_k: Mapping[str, int] = field(default_factory=dict)
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
     key_bytes: Mapping[str, int] = field(default_factory=dict)
+    keys_reached: frozenset[str] = frozenset()
     is_trained_before: bool = False
 
     @classmethod
@@ -81,7 +83,8 @@ class Flow:
         """The flow in which gradients reach every module."""
         names = {*(region.name for region in plan.regions), *plan.linears, *plan.wide_norms, *plan.experts}
         ones = dict.fromkeys(plan.experts, 1)
-        return cls(frozenset({*names, *plan.attentions}), ones, ones, dict.fromkeys(plan.attentions, 1), True)
+        keys = dict.fromkeys(plan.attentions, 1)
+        return cls(frozenset(names), ones, ones, keys, frozenset(keys), is_trained_before=True)
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,13 @@ def _of_attentions(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
         whole, own = sizes.tokens * flow.key_bytes[name], _own(plan, sizes) * flow.key_bytes[name]
         if plan.topology.ring:
             yield name, Message("forward", "alltoall", TOKENS, own, size - 1, to_one=True)
-            if name in flow.reached:
+            if name in flow.keys_reached:
                 yield name, Message("backward", "alltoall", TOKENS, own, 2, to_one=True)
                 for _ in range(size - 2):
                     yield name, Message("backward", "alltoall", TOKENS, 2 * own, to_one=True)
             continue
         yield name, Message("forward", "allgather", TOKENS, own)
-        if name in flow.reached:
+        if name in flow.keys_reached:
             yield name, Message("backward", "reducescatter", TOKENS, whole)
 
 

@@ -18,7 +18,7 @@ from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Message, Sizes
 from meshlora.plan.families.proved import check_proved
-from meshlora.plan.topology import DATA, TP, Topology, dense_sizes, divisors
+from meshlora.plan.topology import DATA, TOKENS, TP, Topology, dense_sizes, divisors
 from meshlora.planner.communication import Traffic, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware
@@ -40,7 +40,7 @@ class Prediction:
 
     Attributes:
         micro_batch: sequences per dp rank and micro-batch. micro_batches: per step. tokens: per sequence, padded to a
-            multiple that sp can split.
+            multiple that cp and sp can split.
         messages: including those of recomputation. traffic: link -> totals of a step.
         chunk_bytes: local logits of one chunk of the loss.
         parts_s: seconds of each part of a step. The parts run one after another: only gathers of sharded weights
@@ -113,10 +113,12 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
 
 
 def all_topologies(problem: Problem) -> Iterator[Topology]:
-    """Every shape of both meshes, each with the base replicated and, if dp > 1, sharded over dp."""
+    """Every shape of both meshes, each with the base replicated and, if ranks have different tokens, sharded over
+    them.
+    """
     for shape in _shapes(problem):
         yield shape
-        if shape.dp > 1:
+        if shape.size_over(DATA) > 1:
             yield dataclasses.replace(shape, dp_shard=True)
 
 
@@ -194,9 +196,12 @@ def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
 
 
 def _compute_s(
-    problem: Problem, traces: tuple[Trace, Trace], rows: int, tokens: int
+    problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int
 ) -> tuple[float, dict[int, float], dict[int, float]]:
-    """Seconds of a micro-batch's kernels; kind -> seconds of a layer's forward; kind -> of its backward."""
+    """Seconds of a micro-batch's kernels; kind -> seconds of a layer's forward; kind -> of its backward.
+
+    own: the tokens of a sequence that a rank has.
+    """
     gpu, order, two = problem.gpu, problem.shrunk.order, traces[1]
 
     def seconds(part: str) -> float:
@@ -208,7 +213,7 @@ def _compute_s(
     compute_s = sum(seconds(part) for part in ("before", "after", "back"))
     # The larger of the two traced chunks stands for all of them.
     chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
-    compute_s += chunk_s * rows * tokens
+    compute_s += chunk_s * rows * own
     forward_s = {k: seconds(f"layer {k}") for k in per_kind}
     backward_s = {k: seconds(f"layer {k} back") for k in per_kind}
     compute_s += sum(n * (forward_s[k] + backward_s[k]) for k, n in per_kind.items())
@@ -229,12 +234,13 @@ def _prediction(
     micro_batches = -(-problem.global_batch // (topology.dp * rows))
     recomputed, shards = recomputed_layers(recompute, len(shrunk.order)), topology.size_over(DATA)
     vocab, width = model_vocab(problem.model), problem.model.get_input_embeddings().embedding_dim
-    chunk_tokens = tokens_of_chunk(vocab, dtype, rows * tokens)
+    own = tokens // topology.size_over(TOKENS)
+    chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
     peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=shards)
     sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
     messages = messages_of(shrunk, small, one.flow, sizes, states, recomputed=recomputed)
-    compute_s, forward_s, backward_s = _compute_s(problem, traces, rows, tokens)
+    compute_s, forward_s, backward_s = _compute_s(problem, traces, rows, own)
     twice = Counter(kind for kind, again in zip(shrunk.order, recomputed, strict=True) if again)
     gather_s = gathers_s(
         messages,

@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from meshlora.common.compat import (
     schema_of,
     storage_id,
 )
+from meshlora.layers.context import Block, RowsOfMask
 from meshlora.model.regions import tensors_in
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
@@ -91,11 +93,13 @@ class FakeRun(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._replaced = contextlib.ExitStack()
+        self._is_off = False
 
     def __enter__(self) -> FakeRun:
         # On the meta device torch would choose the attention that materialises all pairs of tokens, which no GPU runs.
         # Not a TorchFunctionMode: that is off while a backward recomputes forwards.
         self._replaced.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+        self._replaced.enter_context(replaced(RowsOfMask, "_block", lambda *given: self._block(*given)))
         # Freeing and reallocating the memory of a live tensor, as for gathered weights, is not an operator.
         resize = self._resized(torch.UntypedStorage.resize_)
         self._replaced.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
@@ -124,6 +128,8 @@ class FakeRun(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_off:
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         given = list(tensors_in((args, kwargs)))
@@ -146,8 +152,21 @@ class FakeRun(TorchDispatchMode):
             self._hold(tensor)
         if self._section is not None and made and not _is_view(func):
             moved = sum(t.nbytes for t in (*given, *made))
-            self._section.work[Work(_flops(name, given, made), moved)] += 1
+            is_causal = any(arg is True for arg in (*args, *kwargs.values()))  # of attention, its only flag
+            self._section.work[Work(_flops(name, given, made, is_causal=is_causal), moved)] += 1
         return found
+
+    def _block(self, masks: RowsOfMask, rows: slice, own: slice, positions: np.ndarray) -> Block:
+        """Replacement of `RowsOfMask._block`, which reads the columns of a mask: here from the first that the first
+        query sees to the last that the last one sees, in rows without padding.
+        """
+        self._is_off = True
+        here = RowsOfMask(masks.make, masks.given | {"device": "cpu", "attention_mask": None})
+        ends = here._rows(rows, positions[[0, -1]])
+        columns = (ends if ends.dtype == torch.bool else ends == 0).flatten(0, 2).any(0).nonzero().flatten()
+        self._is_off = False
+        keys = slice(int(columns[0]), int(columns[-1]) + 1)
+        return Block(rows, own, keys, masks._rows(rows, positions)[..., keys].contiguous())
 
     def _hold(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` until it is freed."""
@@ -266,14 +285,16 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _flops(name: str, given: list[Tensor], made: list[Tensor]) -> int:
+def _flops(name: str, given: list[Tensor], made: list[Tensor], *, is_causal: bool) -> int:
     """Floating-point operations of a matrix product or an attention; 0 for other, memory-bound operators."""
     short = name.partition("::")[2]
     if short in _PRODUCTS:
         left = given[1] if short.startswith(("addmm", "baddbmm")) else given[0]
         return 2 * made[0].numel() * left.shape[-1]
     if "scaled_dot_product" in short:
-        # Causal: half the pairs. Backward: the first product again, and two for each of the forward's.
+        # Two products, each 2 operations a number, of half the pairs if causal, else of all that the kernel is given.
+        # Backward: the first product again, and two for each of the forward's.
         query, key = (given[1], given[2]) if "backward" in short else (given[0], given[1])
-        return (5 if "backward" in short else 2) * query.numel() * key.shape[-2]
+        products = 5 if "backward" in short else 2
+        return products * (1 if is_causal else 2) * query.numel() * key.shape[-2]
     return 0

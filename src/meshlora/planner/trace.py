@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from meshlora.adapter import attach
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.common.compat import replaced
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import wide_dtype
+from meshlora.data.context import token_order
+from meshlora.layers import context
+from meshlora.layers.context import HeldTokens
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.module import ParallelExperts
 from meshlora.layers.head.loss import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
@@ -36,7 +40,7 @@ from meshlora.plan.budget import Flow
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology, axis_sets
+from meshlora.plan.topology import TOKENS, Topology, axis_sets
 from meshlora.planner.fake import FakeRun, Section, Work
 from meshlora.planner.memory import LayerMemory, Phase, StepMemory, packed_like
 
@@ -77,7 +81,7 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     Called inside `run`, which then counts the states. With `plan.units` the groups of `mesh` must be real.
     """
     plan, adapter = blueprint.plan, blueprint.trained
-    context = parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
+    cut = parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
     for name in sorted(plan.quantized):
         leaf = model.get_submodule(name)
         assert isinstance(leaf, FrozenMatrix)
@@ -87,7 +91,7 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     model.tie_weights()
     finish_sharding(model, plan, mesh)
     run.hold(model)
-    model.meshlora = attach.Runtime(plan, mesh, None, context)
+    model.meshlora = attach.Runtime(plan, mesh, None, cut)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
 
@@ -108,17 +112,28 @@ def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
     A simulated job of any size must be open.
 
     Raises:
-        UnsupportedError: a model without an ordinary head.
+        UnsupportedError: a model without an ordinary head; recurrent mixers under cp.
     """
     plan = dataclasses.replace(small.plan, units=())
+    if plan.recurrent:
+        raise UnsupportedError(
+            f"model_type {plan.model_type!r} on {plan.topology}",
+            "its recurrent mixers run on one cp rank after the other, and it is not planned how long they wait",
+            "plan it without cp",
+        )
     run = FakeRun()
-    chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, rows * tokens)
+    own = rows * tokens // plan.topology.size_over(TOKENS)
+    chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own)
     with run:
         mesh = fake_mesh(plan.topology, plan.copies, has_experts=bool(plan.experts))
         model = assemble(copy.deepcopy(small.model), dataclasses.replace(small, plan=plan), mesh, run)
         watch = _Watch(run, model, plan)
         run.begin("before")
-        loss = _loss(run, model, plan, mesh, rows, tokens, chunk_tokens)
+        with (
+            replaced(HeldTokens, "gathered", watch.gathering(HeldTokens.gathered)),
+            replaced(context, "attend", watch.attending(context.attend)),
+        ):
+            loss = _loss(run, model, plan, mesh, rows, tokens, chunk_tokens)
         run.end()
         watch.release_outputs()
         run.begin("back")
@@ -163,9 +178,13 @@ def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, toke
             f"model_type {plan.model_type!r}", "its head is not an ordinary one", "it is not planned"
         )
     head.is_lazy = True
+    if mesh.cp.size > 1:
+        cut = model.meshlora.context
+        cut.next(token_order([[tokens]] * rows, size=mesh.cp.size, is_balanced=cut.balances))
     recipe = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    labels = torch.full_like(ids, IGNORED).flatten()
+    hidden = recipe.hidden.flatten(0, -2)
+    labels = torch.full((len(hidden),), IGNORED, dtype=torch.int64)
     labels[:num_trained] = 0
 
     def local_logits(hidden: Tensor) -> Tensor:
@@ -173,7 +192,6 @@ def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, toke
         logits: Tensor = recipe.replay(head.local_logits(hidden))
         return logits
 
-    hidden = recipe.hidden.flatten(0, -2)
     return summed_cross_entropy_from_hidden(
         hidden, local_logits, labels, trained, axis=mesh.tp, vocab=head.rule.out_features
     )
@@ -191,6 +209,7 @@ class _Watch:
         self.top_k: dict[str, int] = {}
         self.weight_bytes: dict[str, int] = {}
         self.key_bytes: dict[str, int] = {}
+        self.keys_reached: set[str] = set()
         self.is_trained_before = False
         layers = decoder_layers(model)[1]
         for number, layer in enumerate(layers):
@@ -200,12 +219,52 @@ class _Watch:
         left = [region.name for region in plan.regions if not region.is_split]
         for name in (*left, *(name for name, rule in plan.linears.items() if rule.split is Split.ROW)):
             model.get_submodule(name).register_forward_hook(self._note(name, of_output=True))
+        self._attention = ""
+        for name in plan.attentions:
+            model.get_submodule(name).register_forward_pre_hook(self._enter_attention(name))
         for name in plan.experts:
             model.get_submodule(name).register_forward_pre_hook(self._experts(name))
 
     def flow(self) -> Flow:
         """The recorded flow."""
-        return Flow(frozenset(self.reached), self.top_k, self.weight_bytes, self.key_bytes, self.is_trained_before)
+        return Flow(
+            frozenset(self.reached),
+            self.top_k,
+            self.weight_bytes,
+            self.key_bytes,
+            frozenset(self.keys_reached),
+            self.is_trained_before,
+        )
+
+    def gathering(self, gathered: Callable[[HeldTokens, Tensor], Tensor]) -> Callable[[HeldTokens, Tensor], Tensor]:
+        """`HeldTokens.gathered`, which also records the keys and values of an attention."""
+
+        def record(held: HeldTokens, pair: Tensor) -> Tensor:
+            self._note_keys(pair, [pair])
+            return gathered(held, pair)
+
+        return record
+
+    def attending(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`attend`, which also records the keys and values that are passed round a ring, with their gradients."""
+
+        def record(query: Tensor, pair: Tensor, sinks: Tensor | None, parts: Sequence[Any], *rest: Any) -> Tensor:
+            if len(parts) > 1:
+                self._note_keys(pair, [query, pair, sinks])
+            return attend(query, pair, sinks, parts, *rest)
+
+        return record
+
+    def _note_keys(self, pair: Tensor, given: Sequence[Tensor | None]) -> None:
+        self.key_bytes[self._attention] = pair[0, 0].nbytes
+        if _has_gradient(given):
+            self.keys_reached.add(self._attention)
+
+    def _enter_attention(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            self._attention = name
+
+        return hook
 
     def release_outputs(self) -> None:
         """Release the layers' outputs, and record which are still alive, saved by the next layer for its backward."""

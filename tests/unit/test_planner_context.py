@@ -1,0 +1,134 @@
+"""What the planner says of context parallelism, against simulated steps and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig
+
+from meshlora.comm.groups import simulated_job
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.plan.topology import TOKENS, Topology
+from meshlora.planner.choose import Prediction, all_topologies, choose
+from meshlora.planner.hardware import GPUS
+from meshlora.planner.problem import Problem
+from meshlora.planner.show import why_best
+from meshlora.planner.trace import trace
+from tests.unit.test_planner import SHAPE, problem_of, simulated
+
+
+@pytest.mark.parametrize(
+    ("family", "topology", "options"),
+    [
+        # Of the first layer's input nobody wants a gradient, but of its keys.
+        pytest.param("llama", "cp=3", {"seq": 66, "batch": 2, "micro_batch": 2}, id="cp"),
+        pytest.param("llama", "cp=3,tp=2,sp", {"seq": 66, "batch": 1}, id="sp"),
+        pytest.param("llama", "cp=2", {"lora": {"target_modules": ["q_proj"]}}, id="no_gradient_of_the_first_keys"),
+        pytest.param("llama", "cp=2,tp=8", {"dtype": torch.bfloat16}, id="heads_on_two_ranks"),
+        pytest.param("llama", "dp=2,cp=2,dp_shard", {"recompute": "full"}, id="sharded_recomputed"),
+        pytest.param("gpt_oss", "cp=2,ep=2", {}, id="windows_experts"),
+        pytest.param("llama", "cp=3,ring", {"seq": 66, "batch": 2, "micro_batch": 2}, id="ring"),
+        pytest.param(
+            "llama", "cp=2,ring", {"lora": {"target_modules": ["q_proj"]}}, id="ring_of_keys_without_gradient"
+        ),
+        pytest.param("deepseek_v3", "cp=2,tp=2,sp", {}, id="values_narrower_than_keys", marks=pytest.mark.proof),
+        pytest.param("qwen3_moe", "tp=2,cp=2,ep=2,etp=2,two-stage", {}, id="two_stage", marks=pytest.mark.proof),
+        pytest.param("llama", "dp=512,cp=4,tp=8,sp", {}, id="16384", marks=pytest.mark.proof),
+    ],
+)
+def test_simulated_step_is_as_predicted(family: str, topology: str, options: dict[str, Any]) -> None:
+    """Shapes, states, numbers and bytes of collectives exactly, the peak within 5 %."""
+    shape = Topology.parse(topology)
+    simulation = simulated(problem_of(family, shape.world, **options), topology)
+    assert not list(simulation.differences())
+    kind = "alltoall" if shape.ring else "allgather"
+    assert any(call.kind == kind and call.ranks == shape.size_over(TOKENS) for call in simulation.calls)
+
+
+def _predicted(problem: Problem, topology: str) -> Prediction:
+    (prediction,) = choose(problem, [Topology.parse(topology)]).ranked
+    return prediction
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["v_proj"]])
+def test_keys_and_values_are_gathered_once_a_layer_and_their_gradients_scattered(targets: list[str]) -> None:
+    """Of two layers' keys and values, 2 heads of 16 features each; the first layer's have a gradient if trained."""
+    problem = problem_of("llama", 2, seq=64, batch=2, micro_batch=2, lora={"target_modules": targets}, recompute="none")
+    config = problem.model.config
+    token_bytes = 2 * config.num_key_value_heads * config.head_dim * 4
+    assert config.num_hidden_layers == 2
+    found = Counter[tuple[str, str, int]]()
+    for message in _predicted(problem, "cp=2").messages:
+        if message.axes == TOKENS:
+            found[message.phase, message.kind, message.num_bytes] += message.calls
+    assert found == {
+        ("forward", "allgather", 64 * token_bytes): 2,
+        ("backward", "reducescatter", 2 * 64 * token_bytes): 2 if targets == ["v_proj"] else 1,
+    }
+
+
+def test_a_rank_has_its_share_of_the_activations_and_of_causal_attention() -> None:
+    """Twice as long sequences on two ranks: as many activations but for what is of whole rows, and twice the work of
+    attention.
+    """
+    one, two = (problem_of("llama", n, seq=64 * n, batch=1, recompute="none") for n in (1, 2))
+    whole, cut = _predicted(one, "dp=1"), _predicted(two, "cp=2")
+    config = one.model.config
+    keys, residual = 2 * config.num_key_value_heads * config.head_dim, config.hidden_size
+    assert (whole.states.kept, whole.states.gradients) == (cut.states.kept, cut.states.gradients)
+    assert whole.chunk_bytes == cut.chunk_bytes
+    # The 64 tokens of the other rank in the embedding, and their keys and values in two layers, in float32.
+    assert cut.peak.activations > whole.peak.activations + 64 * 4 * (residual + 2 * keys)
+    flops = []
+    for problem, topology in ((one, "dp=1"), (two, "cp=2")):
+        small = problem.small.on(Topology.parse(topology)).with_adapter(problem.lora)
+        with simulated_job(2):
+            work = trace(small, rows=1, tokens=problem.seq).work["layer 1"]
+        flops.append(sum(each.flops * number for each, number in work.items()))
+    causal = 2 * config.num_attention_heads * config.head_dim * 64**2
+    # Blocks of 8 queries take the keys that the last of them sees: at most 8 of 64 in the mean are too many.
+    assert 2 * causal <= flops[1] - (flops[0] - causal) <= 2 * causal * 72 / 64
+
+
+def test_sequences_are_padded_to_what_both_axes_cut() -> None:
+    problem = problem_of("llama", 6, seq=61, batch=1)
+    assert _predicted(problem, "cp=3,tp=2,sp").tokens == 66
+    assert _predicted(problem, "cp=3,tp=2").tokens == 63
+
+
+def test_long_sequences_are_cut_and_the_reason_is_said() -> None:
+    """Of a 70B model keys and values are a quarter of the residual stream, which tp sends four times as often."""
+    config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
+    base, lora = (
+        make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16")),
+        LoraConfig(target_modules="all-linear"),
+    )
+    problem = Problem(base, lora, gpus=8, gpu=GPUS["h200"], seq=131_072, global_batch=1)
+    topologies = [Topology.parse(text) for text in ("cp=8,dp_shard", "tp=8,sp")]
+    choice = choose(problem, topologies)
+    assert [str(found.topology) for found in choice.ranked] == ["cp=8,dp_shard", "tp=8,sp"]
+    (why,) = why_best(choice)
+    assert why.startswith("why cp=8: the best without it, tp=8,sp, takes ")
+    assert "more messages inside nodes" in why
+    (why,) = why_best(choose(problem, [topologies[0], Topology.parse("tp=8")]))
+    assert why.startswith("why cp=8: without it nothing fits; tp=8: does not fit by ")
+    assert not why_best(choose(problem, topologies[:1]))
+
+
+def test_every_way_to_cut_tokens_is_planned_with_the_base_whole_and_sharded() -> None:
+    found = [str(topology) for topology in all_topologies(problem_of("llama", 4))]
+    assert len(found) == len(set(found))
+    assert {"cp=4", "cp=4,dp_shard", "dp=2,cp=2", "cp=2,tp=2", "cp=2,tp=2,sp,dp_shard"} <= set(found)
+    assert sum(Topology.parse(text).size_over(TOKENS) > 1 for text in found) == 8
+
+
+def test_recurrent_mixers_are_left_out_with_the_reason() -> None:
+    problem = problem_of("bamba", 2, batch=2)
+    choice = choose(problem, [Topology.parse(text) for text in ("dp=2", "cp=2")])
+    assert [str(found.topology) for found in choice.ranked] == ["dp=2"]
+    assert [(name, "one cp rank after the other" in why) for name, why in choice.left_out] == [("cp=2", True)]
