@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
+from meshlora.common import compat
 from meshlora.layers import attention_parts
-from meshlora.layers.attention_parts import How, Part, Seen, attend, groups_of
+from meshlora.layers.attention_parts import How, Part, Seen, agrees, attend, groups_of, has_kernel
 
 ALONE = Axis(1, 0, (0,), None)
 EXACT = torch.float64
@@ -162,3 +164,45 @@ def test_neither_masks_nor_probabilities_nor_repeated_keys_are_kept() -> None:
         attend(query, pair, None, [parts_of(documents(400, 112), np.arange(number))], How(0.25, None, 16), ALONE)
     out, sums = query.nbytes, 4 * 8 * number
     assert sum(saved) == query.nbytes + pair.nbytes + out + sums
+
+
+def test_a_kernel_whose_sums_or_gradients_are_wrong_is_not_used() -> None:
+    """On a GPU nothing public says what the kernel's sums are, so that it is tried once; here on a CPU."""
+    tried = functools.partial(agrees.__wrapped__, torch.device("cpu"), torch.bfloat16, 16)
+    assert tried()
+
+    def other_sums(*given: Any, **how: Any) -> Any:
+        out, sums = forward(*given, **how)
+        return out, sums / 0.6931  # of powers of 2
+
+    def other_keys(*given: Any, **how: Any) -> Any:
+        of_query, of_key, of_value = back(*given, **how)
+        return of_query, of_key.flip(1), of_value
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    forward, back = compat.attention_with_sums, compat.attention_back
+    wrong = ("attention_with_sums", other_sums), ("attention_back", other_keys), ("attention_with_sums", none)
+    for name, function in wrong:
+        with mock.patch.object(compat, name, function):
+            assert not tried(), function
+
+
+def test_the_kernel_of_gpus_is_called_as_torch_declares_it() -> None:
+    """Shapes alone, on the meta device: each of two heads of queries shares one of keys."""
+    query = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    pair = torch.empty(2, 24, 2, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    parts = [
+        Part(slice(None), slice(0, 16), slice(0, 8)),
+        Part(slice(None), slice(0, 16), slice(8, 24), is_causal=True),
+    ]
+    assert has_kernel(query)
+    assert not has_kernel(query.float())
+    with mock.patch.object(compat, "attention_back", wraps=compat.attention_back) as back:
+        out = attend(query, pair, None, [parts], How(0.3, None, 8), ALONE)
+        out.sum().backward()
+    assert back.call_count == 2
+    assert out.shape == (2, 16, 4, 8)
+    assert query.grad is not None
+    assert pair.grad is not None

@@ -87,6 +87,7 @@ def _named_in(cls: type) -> Callable[[], Any]:
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+_ON_GPU = "_scaled_dot_product_flash_attention"
 _BAMBA = "transformers.models.bamba.modeling_bamba"
 _LLAMA = "transformers.models.llama.modeling_llama"
 _CACHE = "transformers.cache_utils.Cache"
@@ -109,6 +110,8 @@ PRIVATE = [
     Private("fused_attention", f"torch.ops.aten.{_FUSED}", "to simulate the attention of GPUs"),
     Private("attention_with_sums", f"torch.ops.aten.{_FUSED}", "to attend to keys in parts"),
     Private("attention_back", f"torch.ops.aten.{_FUSED}_backward", "to attend to keys in parts"),
+    Private("attention_with_sums", f"torch.ops.aten.{_ON_GPU}", "to attend to keys in parts on GPUs"),
+    Private("attention_back", f"torch.ops.aten.{_ON_GPU}_backward", "to attend to keys in parts on GPUs"),
     Private("is_dropout", "torch.nn.modules.dropout._DropoutNd", "to refuse dropouts that are not exact"),
     Private("own_parameter", "torch.nn.Module._parameters", "to find stacks of experts", of=nn.Module),
     Private("own_child", "torch.nn.Module._modules", "to find projections of experts", of=nn.Module),

@@ -134,11 +134,15 @@ def fused_attention(
 def attention_with_sums(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Fused attention on a CPU, `[B, h, n, d]`, and the log of each query's sum of exponentials, `[B, h, n]`, which the
-    public function keeps to itself. Causal: query i sees the keys up to the i-th. h is a multiple of the heads of keys.
+    """Fused attention, `[B, h, n, d]`, and the log of each query's sum of exponentials, `[B, h, n]`, which the public
+    function keeps to itself. Causal: query i sees the keys up to the i-th. h is a multiple of the heads of keys.
     """
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, sums = fused(query, key, value, 0.0, is_causal, scale=scale)
+    aten = torch.ops.aten
+    if query.is_cpu:
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        return out, sums
+    given = query, key.contiguous(), value.contiguous()
+    out, sums, *_ = aten._scaled_dot_product_flash_attention(*given, 0.0, is_causal, scale=scale)
     return out, sums
 
 
@@ -156,9 +160,17 @@ def attention_back(
     """The gradients of query, key and value of `attention_with_sums`. With `out` and `sums` of more keys than these,
     they are the terms of these keys.
     """
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = grad, query, key, value, out, sums
-    of_query, of_key, of_value = fused(*given, 0.0, is_causal, scale=scale)
+    aten = torch.ops.aten
+    if query.is_cpu:
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options: tuple[Any, ...] = (0.0, is_causal)
+    else:
+        # The kernel reads the sums without strides, and keys as torch's own context parallelism gives them. Its last
+        # two are a random state, read for dropout alone.
+        key, value, sums = key.contiguous(), value.contiguous(), sums.contiguous()
+        back, state = aten._scaled_dot_product_flash_attention_backward, sums.new_zeros(2, dtype=torch.int64)
+        options = None, None, query.shape[-2], key.shape[-2], 0.0, is_causal, state, state[:0]
+    of_query, of_key, of_value = back(grad, query, key, value, out, sums, *options, scale=scale)
     return of_query, of_key, of_value
 
 

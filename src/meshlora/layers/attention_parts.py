@@ -7,8 +7,8 @@ Owns: which keys are seen as slices and which by a mask (`parts_of`), attention 
 A softmax over all keys is one over each part, `out_i` and `lse_i = log sum exp` of it, summed with the weights
 `exp(lse_i - lse)`. With the whole `lse` and `out` known, the backward of a part needs no other: `p = exp(s - lse)`,
 `ds = p * (dout v^T - sum(dout * out))`. So queries, keys, values, out and lse are kept, and neither masks in numbers
-nor probabilities. On CPUs keys seen as slices take torch's fused kernel; all else is a few products, some queries at a
-time.
+nor probabilities. Keys seen as slices take torch's fused kernel, on a GPU in two-byte dtypes; all else is a few
+products, some queries at a time.
 
 Sink logits (gpt_oss) are one more part, without values. Soft caps (gemma2) are applied to the scores of each part.
 """
@@ -16,6 +16,7 @@ Sink logits (gpt_oss) are one more part, without values. Soft caps (gemma2) are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from meshlora.comm.collectives import pass_on
 from meshlora.comm.groups import Axis
 from meshlora.common import compat
 from meshlora.common.float64 import wide_dtype
+from meshlora.common.transfer import to_device
 
 # Fewer queries than this that see the same slice take a mask together with their neighbours.
 _FEWEST = 4
@@ -251,8 +253,54 @@ def _split(pair: Tensor, how: How) -> tuple[Tensor, Tensor]:
 
 def _is_fused(part: Part, query: Tensor, value: Tensor, how: How) -> bool:
     """Whether torch has one kernel for `part`, which gives the sums and takes them back."""
-    is_plain = part.mask is None and how.softcap is None and value.shape[-1] == how.key_width
-    return is_plain and query.dtype in _DTYPES and (query.is_cpu or query.is_meta)
+    return part.mask is None and how.softcap is None and value.shape[-1] == how.key_width and has_kernel(query)
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Whether torch has a kernel for plain attention of `query`, with values as wide as keys. The meta device is taken
+    for a GPU.
+    """
+    if query.is_cpu:
+        return query.dtype in _DTYPES
+    width = query.shape[-1]
+    fits = query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return fits and (query.is_meta or agrees(query.device, query.dtype, width))
+
+
+@functools.cache
+def agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether torch's kernel is on `device` and computes what its definition says, as its sums are not public. A few
+    queries, and of other keys only their part in the sums: two e-folds.
+    """
+    generator, scale, number = torch.Generator().manual_seed(0), width**-0.5, 24
+    given = [torch.randn(2, heads, number, width, generator=generator) for heads in (4, 4, 2, 2)]
+    grad, query, key, value = (to_device(tensor.to(dtype), device) for tensor in given)
+    for is_causal in (False, True):
+        try:
+            out, sums = compat.attention_with_sums(query, key, value, is_causal=is_causal, scale=scale)
+            of_part = grad, query, key, value, out, sums + 2
+            found = out, sums, *compat.attention_back(*of_part, is_causal=is_causal, scale=scale)
+        except RuntimeError:  # no such kernel here
+            return False
+        expected = _by_definition(grad.double(), query.double(), key.double(), value.double(), is_causal, scale)
+        if not all(torch.allclose(a.double(), b, rtol=0.02, atol=0.02) for a, b in zip(found, expected, strict=True)):
+            return False
+    return True
+
+
+def _by_definition(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """out, sums, and the gradients of query, key and value with sums that are larger by 2; twice the heads of keys."""
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = query @ key.transpose(-1, -2) * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    sums = scores.logsumexp(-1)
+    out, share = scores.softmax(-1) @ value, (scores - sums.unsqueeze(-1) - 2).exp()
+    score_grad = share * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+    of_keys = (score_grad.transpose(-1, -2) @ query, share.transpose(-1, -2) @ grad)
+    return out, sums, score_grad @ key, *(each.unflatten(1, (-1, 2)).sum(2) for each in of_keys)
 
 
 def _small(parts: Sequence[Part], query: Tensor, how: How, value: Tensor) -> Iterator[Part]:

@@ -9,7 +9,8 @@ transformers calls attention and makes masks through two registries of functions
 of their own, `meshlora-sdpa` and `meshlora-eager`: a mask is made when a layer asks for it, for its own queries and the
 keys that they see, and attention runs block by block of queries on gathered keys and values. So windows, sinks,
 soft caps and packing are those of the model, in its own code. sdpa on CPUs, where torch would keep a mask in numbers of
-each block, and the ring take attention in parts in place of that code.
+each block, plain causal rows on GPUs, where a mask would keep keys for each head, and the ring take attention in parts
+in place of that code.
 
 Keys and values are gathered once, together, and their gradients reduce-scattered once. In the ring they pass by one
 rank's at a time. A forward that nobody has cut (`ContextCut.next`) runs whole on every cp rank: what generation does.
@@ -33,7 +34,7 @@ from meshlora.comm.groups import Axis
 from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.transfer import to_device
-from meshlora.layers.attention_parts import How, Part, Seen, attend, groups_of
+from meshlora.layers.attention_parts import How, Part, Seen, attend, groups_of, has_kernel
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 _OURS = "meshlora-"
@@ -273,7 +274,7 @@ class RowsOfMask:
         positions = held.own_on_host[row]
         number = np.searchsorted(keys[row], positions, side="right")
         own = np.where(keys[row][number - 1] == positions, number - 1, -1)
-        if self._is_causal:
+        if self.is_causal:
             yield Seen(np.zeros_like(number), number - 1, number, own)
             return
         rows = slice(None) if held.is_uniform else slice(row, row + 1)
@@ -285,7 +286,7 @@ class RowsOfMask:
         yield from (Seen.joined(of_row) for of_row in zip(*masks, strict=True))
 
     @functools.cached_property
-    def _is_causal(self) -> bool:
+    def is_causal(self) -> bool:
         """Whether each token sees all before it and itself, without looking at any."""
         padding = self.given["attention_mask"]
         return self.given["mask_function"] is causal_mask_function and (padding is None or bool(padding.all()))
@@ -395,7 +396,9 @@ def _attention(
             context.compared.add(type(module))
     else:
         pair = held.gathered(pair)
-    if context.is_ring or (base == "sdpa" and not unknown and query.is_cpu):
+    # Of other rows than plain causal ones a GPU's own kernel takes the mask, block by block.
+    is_plain = query.is_cpu or (attention_mask.is_causal and key.shape == value.shape and has_kernel(query))
+    if context.is_ring or (base == "sdpa" and not unknown and is_plain):
         parts = attention_mask.parts(held, in_ring=context.is_ring)
         return attend(query, pair, kwargs.get("s_aux"), parts, how, held.axis), None
     keys, values = pair.transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
