@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from typing import Any
@@ -132,3 +133,12 @@ def test_recurrent_mixers_are_left_out_with_the_reason() -> None:
     choice = choose(problem, [Topology.parse(text) for text in ("dp=2", "cp=2")])
     assert [str(found.topology) for found in choice.ranked] == ["dp=2"]
     assert [(name, "one cp rank after the other" in why) for name, why in choice.left_out] == [("cp=2", True)]
+
+
+def test_a_ring_is_looked_at_where_gathered_keys_and_values_do_not_fit() -> None:
+    problem = problem_of("llama", 2, seq=128, batch=1)
+    assert not [found for found in choose(problem).ranked if found.topology.ring]
+    small = dataclasses.replace(problem.gpu, memory_gb=1e-6)
+    found = {str(found.topology): found for found in choose(dataclasses.replace(problem, gpu=small)).ranked}
+    assert {"cp=2,ring", "cp=2,dp_shard,ring"} < found.keys()
+    assert found["cp=2,ring"].memory_bytes < found["cp=2"].memory_bytes

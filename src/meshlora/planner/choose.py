@@ -89,7 +89,7 @@ class Choice:
 
 
 def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
-    """Predict and rank `topologies`, by default all.
+    """Predict and rank `topologies`, by default all, with a ring those that do not fit without.
 
     Raises:
         UserError: no topology can be predicted.
@@ -98,13 +98,18 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     left_out: list[tuple[str, str]] = []
     traces: Traces = {}
     with simulated_job(2):
-        for topology in topologies or all_topologies(problem):
+        waiting = list(topologies or all_topologies(problem))
+        for topology in waiting:
             try:
                 found.append(predict(problem, topology, traces))
             except UserError as error:
                 if len(topologies) == 1:
                     raise
                 left_out.append((str(topology), error.rule))
+                continue
+            # A ring sends more, and holds fewer keys and values.
+            if not topologies and not found[-1].fits and topology.size_over(TOKENS) > 1 and not topology.ring:
+                waiting.append(dataclasses.replace(topology, ring=True))
     if not found:
         name, why = left_out[0]
         raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")

@@ -36,7 +36,9 @@ def ranking(problem: Problem, choice: Choice) -> Table:
         rows = f"{prediction.micro_batches} x {prediction.micro_batch}"
         memory = f"{prediction.memory_bytes / _GB:,.1f}"
         speed = f"{prediction.tokens_per_s(problem.global_batch, problem.seq):,.0f}"
-        rest = (f"{prediction.time_s:,.2f}", speed, f"{calls:,}") if prediction.fits else ("-", "no room", "-")
+        time_s = f"{prediction.time_s:,.2f}" if prediction.time_s < 1000 else f"{prediction.time_s:,.0f}"
+        number = f"{calls:,}" if calls < 10_000 else f"{calls / 1000:,.0f}k"
+        rest = (time_s, speed, number) if prediction.fits else ("-", "no room", "-")
         table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, *rest)
     return table
 
