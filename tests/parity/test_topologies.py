@@ -7,9 +7,11 @@ has each form of a plan on two ranks, and `tests/parity/test_heads.py` on four. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.proof import Outcome
 from tests.conftest import Prove
 
@@ -54,4 +56,28 @@ def test_low_precision_stays_within_the_references_own_rounding(
     dtype: str, topology: str, steps: int, prove: Prove
 ) -> None:
     for outcome in prove(family="llama", topologies=(topology,), dtype=dtype, steps=steps):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("topologies", "options"),
+    [
+        (("pp=2,tp=2,sp",), {"family": "llama", "steps": 2}),
+        *(
+            pytest.param(topologies, options, marks=pytest.mark.proof)
+            for topologies, options in (
+                (("pp=3,tp=2,sp", "pp=2,dp=3"), {"family": "llama", "overrides": {"num_hidden_layers": 5}}),
+                (("pp=2,cp=2", "pp=2,tp=2"), {"family": "llama", "packing": True, "resume": True}),
+                (("pp=2", "pp=2,tp=2,sp"), {"family": "llama", "objective": PROVED["dpo"]}),
+                (("pp=2,dp=2",), {"family": "llama", "objective": PROVED["policy"]}),
+                (("pp=2,interleave=2", "pp=2,dp=2,interleave=2"), {"family": "llama"}),
+                (("pp=2", "pp=2,tp=2,sp,interleave=2"), {"family": "qwen3_moe"}),
+                (("pp=2",), {"family": "llama", "adapters": 2}),
+                (("pp=2",), {"family": "gemma2"}),
+            )
+        ),
+    ],
+)
+def test_stages_train_what_one_process_trains(topologies: tuple[str, ...], options: Any, prove: Prove) -> None:
+    for outcome in prove(topologies=topologies, **options):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)

@@ -33,7 +33,7 @@ from tests.run_files import copy_tokenizer, untimed_metrics_of
 
 __all__ = ["folder"]  # a fixture
 
-WORLD = {"": 1, "tp=2,sp": 2, "dp=2": 2, "dp=2,tp=2,sp": 4}
+WORLD = {"": 1, "tp=2,sp": 2, "dp=2": 2, "dp=2,tp=2,sp": 4, "pp=2": 2, "cp=2": 2}
 STEPS, STOPPED = 5, 2  # the second epoch begins with step 4
 
 
@@ -96,6 +96,9 @@ def test_on_the_same_topology_every_bit_is_that_of_the_run_that_was_not_stopped(
     ("first", "second"),
     [
         ("tp=2,sp", "dp=2"),
+        ("tp=2,sp", "pp=2"),
+        pytest.param("pp=2", "cp=2", marks=pytest.mark.proof),
+        pytest.param("pp=2", "", marks=pytest.mark.proof),
         pytest.param("", "dp=2,tp=2,sp", marks=pytest.mark.proof),
         pytest.param("dp=2,tp=2,sp", "tp=2,sp", marks=pytest.mark.proof),
     ],
@@ -122,7 +125,7 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 
 def _stopped_after(step: int | None, file: Path, world: int, resume: str | None) -> None:
     """Every rank of the pool: the last one gets SIGTERM in the second micro-batch of `step`, from 1."""
-    train_step, backward, now = trainer.Trainer.train_step, trainer.Trainer._backward, [0]
+    train_step, forward, now = trainer.Trainer.train_step, trainer.Trainer._forward, [0]
 
     def noticed(self: Any, adapters: Any) -> Any:
         now[0] = adapters[0].done + 1
@@ -133,11 +136,11 @@ def _stopped_after(step: int | None, file: Path, world: int, resume: str | None)
             os.kill(os.getpid(), signal.SIGTERM)
             while not self.stop.is_set():
                 time.sleep(0.001)
-        return backward(self, number, batch, is_only=is_only)
+        return forward(self, number, batch, is_only=is_only)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "train_step", noticed)
-        patch.setattr(trainer.Trainer, "_backward", asked)
+        patch.setattr(trainer.Trainer, "_forward", asked)
         run_and_keep_groups(file, world, resume)
 
 

@@ -14,6 +14,7 @@ from meshlora.plan.topology import (
     DENSE_AXES,
     EXPERT_AXES,
     FEATURES,
+    LAYERS,
     SEQUENCES,
     TOKENS,
     TP,
@@ -31,7 +32,7 @@ BY_NAME = {"plan/topology.py"}
 
 
 def test_no_other_file_names_an_axis_that_cuts_sequences_or_tokens() -> None:
-    names = {*DATA, EXPERT_AXES[0], "dp_shard"}
+    names = {*DATA, *LAYERS, EXPERT_AXES[0], "dp_shard"}
     found = set()
     for file in SOURCE.rglob("*.py"):
         path = str(file.relative_to(SOURCE))
@@ -62,15 +63,16 @@ def test_tokens_of_a_batch_are_cut_in_as_many_parts_as_padding_must_divide_by(te
 
 
 @pytest.mark.parametrize(
-    ("text", "is_whole"), [("dp=4,dp_shard", True), ("dp=2,tp=2", False), ("dp=4,ep=2", True), ("cp=2", False)]
+    ("text", "is_whole"),
+    [("dp=4,dp_shard", True), ("pp=2", False), ("dp=2,tp=2", False), ("dp=4,ep=2", True), ("cp=2", False)],
 )
 def test_layers_are_whole_where_only_sequences_and_experts_are_cut(text: str, is_whole: bool) -> None:
     assert Topology.parse(text).is_whole == is_whole
 
 
 def test_every_dense_axis_is_asked_for_by_one_thing_that_it_cuts() -> None:
-    assert sorted([*SEQUENCES, *TOKENS, *FEATURES]) == sorted(DENSE_AXES)
-    assert {DENSE_AXES[0]} == SEQUENCES, "the axis that takes the ranks that are left is that of sequences"
+    assert sorted([*LAYERS, *SEQUENCES, *TOKENS, *FEATURES]) == sorted(DENSE_AXES)
+    assert len(SEQUENCES) == 1, "the axis that takes the ranks that are left is that of sequences"
 
 
 def test_the_judge_knows_sizes_and_places_and_not_what_an_axis_cuts() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshlora.adapter.initialization import WHOLE_MATRIX, draw_factors, take_out_of_base
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
-from meshlora.comm.collectives import all_gather
+from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.float64 import wide_dtype
@@ -28,6 +28,7 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import adopt, parallel_leaves
+from meshlora.model.stages import Pipeline
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
 
@@ -45,11 +46,20 @@ class Adapter:
         return self.plan.targets
 
 
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A model on the meta device and its plan, before the split: what a new adapter is planned on."""
+
+    model: Any
+    plan: ModelPlan
+
+
 @dataclass
 class Runtime:
     """The state of a parallel model.
 
-    context: the cut of its forwards over cp. base: the base parameters that adapters have copies of. dropout: the
+    plan: of what this rank's stage has. context: the cut of its forwards over cp. pipeline: their way through this
+    stage. whole: all stages. base: the base parameters that adapters have copies of. dropout: the
     tokens of the running forward, and the adapter of each.
     """
 
@@ -57,6 +67,8 @@ class Runtime:
     mesh: Mesh
     source: str | None
     context: ContextCut
+    pipeline: Pipeline
+    whole: Whole
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -93,7 +105,8 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
     Raises:
         UserError: the name is taken, or the configuration does not fit the model.
     """
-    draw_adapter(model, name, plan_adapter(model, runtime(model).plan, config), seed=seed)
+    whole = runtime(model).whole
+    draw_adapter(model, name, plan_adapter(whole.model, whole.plan, config), seed=seed)
 
 
 def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
@@ -120,6 +133,8 @@ def attach(
     config = planned.config
     _check_name(state, name, config)
     for target in planned.targets.values():
+        if not state.plan.holds(target.name):
+            continue
         leaf = adopt(model, state.plan, target.name, mesh.tp)
         values = full(target) if full is not None else {}
         if config.init_lora_weights in WHOLE_MATRIX:
@@ -142,12 +157,13 @@ def attach(
             leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
     copies: dict[str, nn.Parameter] = {}
     copied: dict[str, list[str]] = {}
-    for of_base in planned.copies:
+    own_copies = [of_base for of_base in planned.copies if state.plan.holds(of_base)]
+    for of_base in own_copies:
         owner, _, leaf_name = of_base.rpartition(".")
         copied.setdefault(owner, []).append(leaf_name)
     for owner, names in copied.items():
         _take_any_dtype(owner, model.get_submodule(owner), names, model.dtype)
-    for of_base in planned.copies:
+    for of_base in own_copies:
         value = state.base.setdefault(of_base, model.get_parameter(of_base)).detach().to(dtype).clone()
         if trained is not None:
             value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
@@ -284,12 +300,23 @@ def gather_adapter(model: Any, adapter: str, *, only_rank: int | None = None) ->
 
     only_rank: the rank to keep them; others return an empty dict and hold at most one factor at a time.
     """
-    mesh = runtime(model).mesh
-    found = {}
-    for factor in adapter_factors(model, adapter):
-        full = full_factor(factor.parameter.detach(), factor.rule, mesh)
-        if only_rank in (None, mesh.rank):
-            found[factor.name] = full.to("cpu", copy=True)
+    held = {factor.name: factor.parameter.detach() for factor in adapter_factors(model, adapter)}
+    return gather_values(model, adapter, held, only_rank=only_rank)
+
+
+def gather_values(
+    model: Any, adapter: str, held: Mapping[str, Tensor], *, only_rank: int | None = None
+) -> dict[str, Tensor]:
+    """`gather_adapter` of values in place of the factors, `held` by name on this rank."""
+    state, found = runtime(model), {}
+    for name, trained in state.adapters[adapter].plan.parameters.items():
+        full = full_factor(held[name], trained.rule, state.mesh) if name in held else None
+        if state.plan.stages:
+            like = torch.empty(trained.shape, dtype=wide_dtype(model.dtype), device="meta")
+            full = broadcast_of(full, like, state.mesh.pp, source=state.plan.rank_of(name), device=state.mesh.device)
+        assert full is not None, name
+        if only_rank in (None, state.mesh.rank):
+            found[name] = full.to("cpu", copy=True)
     return found
 
 

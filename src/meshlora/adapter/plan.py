@@ -36,6 +36,7 @@ from meshlora.plan.grads import (
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.stages import check_trained
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def plan_adapter(
         for part, shape in target.shapes.items()
     }
     parameters |= {name: Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name)) for name in copies}
+    check_trained(model, plan, parameters, copies)
     return AdapterPlan(config, stored, targets, parameters, tuple(copies), folder)
 
 

@@ -144,6 +144,42 @@ def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor
 
 
+def broadcast_of(tensor: Tensor | None, like: Tensor, axis: Axis, *, source: int, device: torch.device) -> Tensor:
+    """`tensor` of rank `source` of `axis`, the others of which give None, on all of them. like: its shape and dtype."""
+    own = torch.empty_like(like, device=device) if tensor is None else tensor
+    rows = own.reshape(1, -1)
+    number = [int(rank == source) for rank in range(axis.size)]
+    send_to = [int(axis.rank == source)] * axis.size
+    every = torch.cat([rows] * axis.size) if axis.rank == source else rows[:0]
+    return exchange_rows(every, axis, send_to, number).view(like.shape)
+
+
+def open_channel(axis: Axis) -> None:
+    """Open the sockets of `axis`, if it has any, before its first message. Collective over its ranks."""
+    if axis.is_direct:
+        direct.links_of(axis)
+
+
+def send(tensor: Tensor, axis: Axis) -> None:
+    """Send `tensor` to the other of the two ranks of `axis`, and do not wait until it has arrived."""
+    with axis.arrivals.at("send", axis.ranks):
+        if axis.is_direct and tensor.is_cpu:
+            direct.send(tensor.contiguous(), axis)
+        else:
+            dist.isend(tensor.contiguous(), group=axis.group, group_dst=1 - axis.rank)
+
+
+def receive_like(like: Tensor, axis: Axis) -> Tensor:
+    """A tensor from the other of the two ranks of `axis`, of the shape and dtype of `like`."""
+    found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    with axis.arrivals.at("receive", axis.ranks):
+        if axis.is_direct and found.is_cpu:
+            direct.receive(found, axis)
+        else:
+            dist.recv(found, group=axis.group, group_src=1 - axis.rank)
+    return found
+
+
 def _share(tensor: Tensor, axis: Axis) -> int:
     assert tensor.shape[0] % axis.size == 0, (tuple(tensor.shape), axis.size)
     return tensor.shape[0] // axis.size
@@ -224,3 +260,50 @@ def exchange_each_to_each(x: Tensor, axis: Axis, send: Sequence[int], receive: S
     return _move(
         x, axis, lambda t, a: exchange_rows(t, a, send, receive), lambda t, a: exchange_rows(t, a, receive, send)
     )
+
+
+class _HandOn(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wants_gradient: Tensor, there: Axis, back: Axis) -> Tensor:
+        ctx.back, ctx.like = back, torch.empty_like(x, device="meta")
+        ctx.device = x.device
+        send(x.detach(), there)
+        return x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None, None]:
+        return receive_like(torch.empty_like(ctx.like, device=ctx.device), ctx.back), None, None, None
+
+
+def hand_on(x: Tensor, there: Axis | None, back: Axis | None) -> Tensor:
+    """`[]`, 0. forward: send x over `there`; backward: receive its gradient over `back`, whatever that of the 0 is.
+
+    Each side of `hand_on` and `take_over` calls it once for each of the same tensors, and so their backwards.
+    """
+    assert there is not None
+    found: Tensor = _HandOn.apply(x, _signal(x), there, back)
+    return found
+
+
+class _TakeOver(Function):
+    @staticmethod
+    def forward(ctx: Any, wants_gradient: Tensor, like: Tensor, there: Axis, back: Axis) -> Tensor:
+        ctx.back = back
+        return receive_like(like, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        send(grads[0], ctx.back)
+        return None, None, None, None
+
+
+def take_over(like: Tensor, there: Axis | None, back: Axis | None) -> Tensor:
+    """The other side of `hand_on`. forward: receive a tensor like `like` over `there`; backward: send its gradient."""
+    assert there is not None
+    found: Tensor = _TakeOver.apply(_signal(like), like.detach(), there, back)
+    return found
+
+
+def _signal(x: Tensor) -> Tensor:
+    """What makes autograd call the backward of a function whose inputs may need no gradient."""
+    return torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())

@@ -127,6 +127,22 @@ def broadcast(tensor: Tensor, axis: Axis) -> None:
         _exchange([nothing] * axis.size, [flat, *[nothing] * (axis.size - 1)], axis)
 
 
+@_operator("send(Tensor tensor, str group) -> ()")
+def send(tensor: Tensor, axis: Axis) -> None:
+    """`tensor`, contiguous, to the other of two ranks. A thread waits for it to leave."""
+    links_of(axis)  # here: it needs the other rank, which opens them too
+    nothing, other = tensor.new_empty(0), 1 - _rank(axis)
+    outgoing = [tensor if rank == other else nothing for rank in range(2)]
+    axis.outbox.put(lambda: _exchange(outgoing, [nothing] * 2, axis))
+
+
+@_operator("receive_(Tensor(a!) tensor, str group) -> ()")
+def receive(tensor: Tensor, axis: Axis) -> None:
+    """Into `tensor`, contiguous, what the other of two ranks has sent."""
+    nothing, other = tensor.new_empty(0), 1 - _rank(axis)
+    _exchange([nothing] * 2, [tensor if rank == other else nothing for rank in range(2)], axis)
+
+
 def _rank(axis: Axis) -> int:
     """This process' rank in the group, from the group itself: message routing relies on nothing else."""
     assert axis.group is not None

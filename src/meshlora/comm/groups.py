@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshlora.comm.links import Links
+from meshlora.comm.links import Links, Outbox
 from meshlora.comm.who_is_missing import Arrivals, Board, telling_the_others
 from meshlora.common import compat
 from meshlora.common.errors import UserError
-from meshlora.plan.topology import DATA, FEATURES, SEQUENCES, TOKENS, Topology, axis_sets
+from meshlora.plan.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
 # Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
@@ -87,6 +87,7 @@ class Axis:
         ranks: their global ranks, in order. group: the process group, None if size is 1.
         arrivals: this rank's arrivals at the collectives of all its groups.
         links: the sockets to the other ranks, or None if there are none; empty until first needed.
+        outbox: messages that leave while this rank computes.
     """
 
     size: int
@@ -95,6 +96,7 @@ class Axis:
     group: dist.ProcessGroup | None
     arrivals: Arrivals = field(default_factory=Arrivals, compare=False)
     links: list[Links | None] = field(default_factory=list, compare=False, repr=False)
+    outbox: Outbox = field(default_factory=Outbox, compare=False, repr=False)
 
     @functools.cached_property
     def is_direct(self) -> bool:
@@ -107,12 +109,32 @@ class Axis:
         return DeviceMesh.from_group(self.group, device_type)
 
 
+@dataclass(frozen=True)
+class Channels:
+    """Groups of two ranks: this one and that at its place in the stage before or after. Each is used in one direction,
+    so that no message waits behind one the other way. None where there is no such stage.
+    """
+
+    from_before: Axis | None = None
+    to_before: Axis | None = None
+    from_next: Axis | None = None
+    to_next: Axis | None = None
+    in_order: tuple[Axis, ...] = ()  # in which all ranks open them
+
+
 class Mesh:
     """A topology with open process groups. Made by `open_mesh`; passed down, never looked up."""
 
-    def __init__(self, topology: Topology, rank: int, device: torch.device, axes: dict[frozenset[str], Axis]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        axes: dict[frozenset[str], Axis],
+        channels: Channels | None = None,
+    ) -> None:
         self.topology, self.rank, self.device = topology, rank, device
-        self._axes = axes
+        self._axes, self.channels = axes, channels or Channels()
 
     @property
     def tp(self) -> Axis:
@@ -136,8 +158,23 @@ class Mesh:
 
     @property
     def same_rows(self) -> Axis:
-        """The ranks that receive the same rows as this one."""
-        return self.over(frozenset(self.topology.sizes) - SEQUENCES)
+        """The ranks of this stage that receive the same rows as this one."""
+        return self.over(frozenset(self.topology.sizes) - SEQUENCES - LAYERS)
+
+    @property
+    def pp(self) -> Axis:
+        """The pipeline-parallel group of this rank: each of its ranks has its own decoder layers."""
+        return self.over(LAYERS)
+
+    @property
+    def stage(self) -> Axis:
+        """All ranks of this stage."""
+        return self.over(frozenset(self.topology.sizes) - LAYERS)
+
+    @property
+    def losses(self) -> Axis:
+        """The ranks over which losses are summed: those with distinct tokens, of all stages, of which one has them."""
+        return self.over(DATA | LAYERS)
 
     @property
     def token_cut(self) -> Axis:
@@ -148,6 +185,11 @@ class Mesh:
     def world(self) -> Axis:
         """All ranks."""
         return self.over(set(self.topology.sizes))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank's tokens count in sums over `losses`: all stages see them, the last has their loss."""
+        return self.pp.rank == self.pp.size - 1
 
     def over(self, axes: set[str] | frozenset[str]) -> Axis:
         """The group spanning `axes`: the ranks that agree with this one on all other axes; this rank alone for none."""
@@ -373,7 +415,23 @@ def open_mesh(
         if key not in opened:
             opened[key] = _open_axis(groups, rank, world, arrivals)
         axes[names] = opened[key]
-    return Mesh(topology, rank, device or torch.device("cpu"), axes)
+    return Mesh(topology, rank, device or torch.device("cpu"), axes, _open_channels(topology, rank, arrivals))
+
+
+def _open_channels(topology: Topology, rank: int, arrivals: Arrivals) -> Channels:
+    """The groups between neighbouring stages, opened in one order on every rank."""
+    stride, found, size = topology.per_stage, dict[str, Axis](), topology.size_over(LAYERS)
+    # With several stages a rank the last rank's are followed by the first rank's.
+    for place in range(size - 1 if topology.interleave == 1 else size):
+        starts = range(place * stride, (place + 1) * stride)
+        follower = {first: (first + stride) % topology.world for first in starts}
+        pairs = [sorted(pair) for pair in follower.items()]
+        own = next((pair for pair in pairs if rank in pair), None)
+        for here, there in (("to_next", "from_before"), ("from_next", "to_before")):
+            group, _ = dist.new_subgroups_by_enumeration(pairs)
+            if own is not None:
+                found[here if rank in follower else there] = Axis(2, own.index(rank), tuple(own), group, arrivals)
+    return Channels(**found, in_order=tuple(found.values()))
 
 
 def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrivals) -> Axis:

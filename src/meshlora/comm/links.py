@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import secrets
 import select
 import shutil
 import socket
 import struct
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -143,6 +145,36 @@ class Links:
             events = (select.POLLOUT if rank in sending else 0) | (select.POLLIN if rank in receiving else 0)
             poll.register(self._sockets[rank], events)
         return bool(poll.poll(1e3 * min(max(left, 0.0), _LONGEST_POLL_S))) or left > _LONGEST_POLL_S
+
+
+class Outbox:
+    """Messages to one rank, sent one after the other by a thread of its own, which begins with the first."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, send: Callable[[], None]) -> None:
+        """Call `send` in turn.
+
+        Raises:
+            RuntimeError: an earlier message could not be sent.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"{self._error}") from self._error
+        if self._thread is None:
+            # A daemon: a rank that fails does not wait at its end for others to take what it has sent.
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._waiting.put(send)
+
+    def _run(self) -> None:
+        while self._error is None:
+            try:
+                self._waiting.get()()
+            except (RuntimeError, OSError) as error:  # raised where the next message is put
+                self._error = error
 
 
 class Meeting:

@@ -64,7 +64,7 @@ class RmsNormFunction(Function):
 def own_gradients_of_norms(model: nn.Module) -> None:
     """Give the backward above to every norm of `model` whose code is known."""
     for module in model.modules():
-        if is_known(type(module)):
+        if is_known(type(module)) and "forward" not in vars(module):  # else it is of another stage
             module.forward = MethodType(_forward, module)
 
 

@@ -28,6 +28,7 @@ from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.weights import StateDictSource, checkpoint_files, extra_weights, fill
 from meshlora.plan.families.proved import check_proved_here
+from meshlora.plan.stages import check_options, plan_of_rank
 from meshlora.plan.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def load(
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
+    check_options(shape, {"meshlora.load": True})  # whose loops are the caller's: stages need the order of a schedule
     options = BaseOptions(
         dtype="auto" if dtype is None else dtype,  # type: ignore[arg-type] # a wrong one is refused by its name
         attn_implementation=attn_implementation,
@@ -103,23 +105,26 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     """The model of `blueprint` on the mesh of this job, its adapter active. Every rank calls this. The caller checks
     that the family is proved.
     """
-    plan, model = blueprint.plan, copy.deepcopy(blueprint.model)
+    whole, model = blueprint.plan, copy.deepcopy(blueprint.model)
     if blueprint.source is not None:
         checkpoint_files(blueprint.source)
-    mesh = open_mesh(plan.topology, device=join(device), copies=plan.copies, has_experts=bool(plan.experts))
+    mesh = open_mesh(whole.topology, device=join(device), copies=whole.copies, has_experts=bool(whole.experts))
+    plan = plan_of_rank(whole, mesh.pp.rank)
     source: Any = (
         StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
         if blueprint.source is None
         else blueprint.weights()
     )
     targets = blueprint.adapter.targets if blueprint.adapter is not None else {}
-    context = parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype)
+    cuts = parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype)
+    of_stage = blueprint.model if plan.stages else None
     unused = blueprint.options.allow_unused_weights
-    fill(model, plan, source, mesh, allow_unused=unused, fresh=blueprint.fresh, seed=seed)
-    model.tie_weights()
+    fill(model, plan, source, mesh, whole=of_stage, allow_unused=unused, fresh=blueprint.fresh, seed=seed)
+    if of_stage is None:  # else no stage has both of what could be tied
+        model.tie_weights()
     finish_sharding(model, plan, mesh)
     source_of = None if blueprint.source is None else str(blueprint.source)
-    model.meshlora = attach.Runtime(plan, mesh, source_of, context)
+    model.meshlora = attach.Runtime(plan, mesh, source_of, *cuts, attach.Whole(blueprint.model, whole))
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
     compare_first_tokens(model, mesh.same_rows)

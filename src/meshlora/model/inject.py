@@ -19,6 +19,7 @@ from meshlora.layers.gate_recompute import watch_activations
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rms_norm import own_gradients_of_norms, widen_norm
 from meshlora.model.regions import install_borders
+from meshlora.model.stages import Pipeline, take_out, take_turns
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
 
@@ -30,11 +31,14 @@ def parallelize(
     *,
     targets: set[str],
     dtype: torch.dtype,
-) -> ContextCut:
+) -> tuple[ContextCut, Pipeline]:
     """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
-    The base is frozen. Everything else stays the model's own. Returns the cut of its forwards over cp.
+    The base is frozen. Everything else stays the model's own. Returns the cut of its forwards over cp, and their
+    way through this stage.
     """
+    pipeline = Pipeline(mesh, plan)
+    take_out(model, pipeline)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     tied = _tied(model, plan)
@@ -69,7 +73,9 @@ def parallelize(
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     watch_activations(model, plan.owners)
     own_gradients_of_norms(model)
-    return install_borders(model, plan, mesh)
+    context = install_borders(model, plan, mesh, pipeline)
+    take_turns(model, pipeline)
+    return context, pipeline
 
 
 ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter

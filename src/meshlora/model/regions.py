@@ -27,6 +27,7 @@ from meshlora.layers.context import ContextCut, hold_context
 from meshlora.layers.early_a import pack, unpack
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.passed_states import pass_states
+from meshlora.model.stages import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
 
 
@@ -61,7 +62,7 @@ class TokenCut:
         return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
 
 
-def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> ContextCut:
+def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pipeline) -> ContextCut:
     """Install the borders of `plan` on `model`; there are none if each rank runs whole layers.
 
     Returns the cut of its forwards over cp.
@@ -87,15 +88,19 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> ContextCut
     if context.axis.size > 1:
         install_context(model, plan, layers, context)
     if sp or context.axis.size > 1:
-        map_input(layers[0], "the first decoder layer", own)
+        if plan.holds(f"{plan.layers}.0"):
+            map_input(layers[0], "the first decoder layer", lambda x: own(x) if pipeline.stage == 0 else x)
+        pipeline.enter = own
         cut_deepstack(model, own)
+    if not plan.has_last_stage:
+        return context
     # Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits stay
     # split, but the gradient on each rank is that of its own part of the vocabulary. Without a vocabulary all ranks
     # compute all of it.
     if sp:
-        map_output(layers[-1], lambda x: cut.whole(x, terms=plan.has_vocabulary))
+        map_output(layers[-1], lambda x: cut.whole(x, terms=plan.has_vocabulary) if pipeline.is_last else x)
     elif plan.has_vocabulary:
-        map_output(layers[-1], lambda x: copy_one_to_each(x, tp))
+        map_output(layers[-1], lambda x: copy_one_to_each(x, tp) if pipeline.is_last else x)
     return context
 
 
@@ -111,11 +116,14 @@ def install_context(model: nn.Module, plan: ModelPlan, layers: nn.ModuleList, co
     parts = plan.layers.split(".")
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
     hold_context(model, layers, context, parents=parents)
-    # A window has as much work everywhere, and a state goes from one token to the next.
+    # A window has as much work everywhere, and a state goes from one token to the next: on all stages alike.
     context.balances = sees_all(model.config) and not plan.recurrent
     for name, state in plan.recurrent.items():
-        pass_states(model.get_submodule(name), name, state, context)
-    for layer in layers:
+        if plan.holds(name):
+            pass_states(model.get_submodule(name), name, state, context)
+    for index, layer in enumerate(layers):
+        if not plan.holds(f"{plan.layers}.{index}"):
+            continue
         names = list(inspect.signature(layer.forward).parameters)
 
         def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:

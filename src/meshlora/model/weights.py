@@ -203,18 +203,21 @@ def fill(
     source: Source,
     mesh: Mesh,
     *,
+    whole: Any = None,
     allow_unused: bool = False,
     fresh: Collection[str] = (),
     seed: int = 0,
 ) -> None:
     """Give every parameter and buffer of `model` (meta device) its local part of `source`, on the mesh's device.
 
-    fresh: names that need not be in `source`: of a new head, drawn from `seed`.
+    whole: the model before its split, if `model` is a stage of it. fresh: names that need not be in `source`: of a new
+        head, drawn from `seed`.
 
     Raises:
         UserError: as `check_checkpoint`; a value that is not finite, on the ranks that read it.
     """
-    aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused, fresh=fresh)
+    checked, of_plan = (model, plan) if whole is None else (whole, None)
+    aliases = check_checkpoint(checked, source, plan=of_plan, allow_unused=allow_unused, fresh=fresh)
     # Buffers first: a module's own initialization also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, plan, source, mesh)
     made: dict[int, nn.Parameter] = {}

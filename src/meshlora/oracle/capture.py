@@ -54,11 +54,21 @@ class MicroBatchCapture:
 class Capture:
     """Hooks on a Hugging Face causal LM. A context manager; `micro_batches` grows by one with each forward.
 
-    held: the positions of the rank's tokens in the running forward.
+    held: the positions of the rank's tokens in the running forward. is_absent: whether a rank says that the module of
+    this name is another's in the running forward; what it passes on is not recorded.
+
+    Attributes:
+        number: of the micro-batch whose forward may come in parts; None: each forward is one of its own.
     """
 
-    def __init__(self, model: nn.Module, held: Callable[[], Tensor | None] = lambda: None) -> None:
-        self.model, self.held = model, held
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Callable[[], Tensor | None] = lambda: None,
+        is_absent: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        self.model, self.held, self.is_absent = model, held, is_absent
+        self.number: int | None = None
         self.micro_batches: list[MicroBatchCapture] = []
         self.is_forward = False
         self._calls: Counter[str] = Counter()
@@ -92,7 +102,9 @@ class Capture:
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held = self.held()
         held = held if held is None else copy(held)
-        self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs), held))
+        if self.number is None or self.number >= len(self.micro_batches):
+            self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs), held))
+        self._current = self.micro_batches[-1 if self.number is None else self.number]
         self.is_forward = True
         self._calls.clear()
         self._without_graph.clear()
@@ -100,6 +112,9 @@ class Capture:
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensor = first_tensor(output)
+            if self.is_absent(name):
+                self.is_forward = self.is_forward and name != ""
+                return
             if name == "" and not _has_values(tensor):  # placeholder logits
                 self.is_forward = False
             if tensor is None or not _has_values(tensor) or not tensor.is_floating_point() or not self.micro_batches:
@@ -117,7 +132,7 @@ class Capture:
         return hook
 
     def _keep(self, name: str, key: str, tensor: Tensor) -> None:
-        micro = self.micro_batches[-1]
+        micro = self._current
         if name.endswith(_BASE):
             micro.base[name.removesuffix(_BASE)] = copy(tensor)
             return
@@ -134,14 +149,14 @@ class Capture:
 
         def keep(scores: Tensor, choices: Tensor) -> None:
             if self.is_forward:
-                self.micro_batches[-1].forward[f"{name}{SCORES}"] = copy(scores)
-                self.micro_batches[-1].forward[f"{name}{CHOICES}"] = copy(choices)
+                self._current.forward[f"{name}{SCORES}"] = copy(scores)
+                self._current.forward[f"{name}{CHOICES}"] = copy(choices)
 
         return keep
 
     def _watch_gradient(self, key: str, tensor: Tensor) -> None:
         """Copy an output's gradient when it arrives. If the first forward had no graph, a recomputed output has one."""
-        micro = self.micro_batches[-1]
+        micro = self._current
         self._without_graph.discard(key)
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: micro.backward.__setitem__(key, copy(grad)))

@@ -103,10 +103,11 @@ class _Judge:
 
     def sequences(self) -> list[TensorResult]:
         """Each sequence of the step is taken by one dp rank, on all its ranks; the count of trained tokens is right."""
-        results, sharing = [], self.topology.sharing
+        results = list[TensorResult]()
+        places = [self.topology.place_of_rows(rank) for rank in range(self.topology.world)]
         for index, sequence in enumerate(self.tokens.sequences):
             takers = [sum(sequence == s for m in trace.micro_batches for s in sequences_of(m)) for trace in self.ranks]
-            times = {sum(takers[place::sharing]) for place in range(sharing)}
+            times = {sum(n for n, own in zip(takers, places, strict=True) if own == place) for place in places}
             note = "" if times == {1} else f"taken {' or '.join(map(str, sorted(times)))} times"
             results.append(as_wanted(f"sequence {index}", note))
         for step, number in enumerate(self.reference.num_tokens):
@@ -147,7 +148,8 @@ class _Judge:
                 results += [replace(r, limit=1e-6) for r in found] if wholes is magnitudes else found
             unknown = {name for r in ranks for name in r} - drawn.keys() - of_base.keys()
             results += missing(unknown, ())
-        every = [saved.fresh_scalings, *(t.scalings for t in self.ranks), *(t.fresh_scalings for t in self.ranks)]
+        of_ranks = [_of_all([getattr(t, k) for t in self.ranks]) for k in ("scalings", "fresh_scalings")]
+        every = [saved.fresh_scalings, *of_ranks]
         if (wrong := self._scaled_otherwise(*every)) or saved.fresh_note:
             note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
             results.append(as_wanted(f"{FRESH}/{CONFIG}", note))
@@ -250,8 +252,8 @@ class _Judge:
         """No rank makes more calls than the plan allows."""
         results = []
         for key in sorted({k for t in self.ranks for k in (*t.collectives, *t.budget)}):
-            used = max(trace.collectives.get(key, 0) for trace in self.ranks)
-            budget = min(trace.budget.get(key, 0) for trace in self.ranks)
+            calls = [(trace.collectives.get(key, 0), trace.budget.get(key, 0)) for trace in self.ranks]
+            used, budget = max(calls, key=lambda call: call[0] - call[1])  # stages have plans of their own
             note = f"{used} calls, the plan has {budget}"
             results.append(TensorResult(key, max(0, used - budget) / max(budget, 1), 0.0, note=note))
         return results
@@ -271,7 +273,7 @@ class _Judge:
             except ShapeError as error:
                 results.append(as_wanted(shown, str(error)))
                 continue
-            if phase == "backward" and name.partition("#")[0] in self.ranks[0].terms:
+            if phase == "backward" and any(name.partition("#")[0] in trace.terms for trace in self.ranks):
                 pieces = summed_where_unequal(pieces, found[0])
             results.append(self._compare(shown, pieces, found[0], floor, phase))
         if names and names[0] in self.reference.order and names != [""]:
@@ -282,8 +284,11 @@ class _Judge:
 
     def _bits(self, file: str, stored: dict[str, Tensor], holders: list[dict[str, Tensor]]) -> list[TensorResult]:
         """Empty if the file equals `holders` (one per rank, or one for all) to the bit; else one failed result."""
-        ours = holders if len(holders) > 1 else holders * self.topology.world
-        wrong = [r.name for r in self._factors(ours, stored) if not r.passed]
+        if len(holders) == self.topology.world:
+            wrong = [r.name for r in self._factors(holders, stored) if not r.passed]
+        else:
+            (whole,) = holders
+            wrong = [name for name in stored if name not in whole or not torch.equal(stored[name], whole[name])]
         note = f"{len(wrong)} of its tensors are not what the ranks hold, to the bit, first {min(wrong, default='')}"
         return [as_wanted(f"{file}/{WEIGHTS}", note)] if wrong else []
 
@@ -386,6 +391,14 @@ class _Judge:
             return as_wanted(name, "one process itself computes values that are not finite")
         limit = _NOISE * max(noises) + torch.finfo(getattr(torch, self.evidence.case.dtype)).eps
         return TensorResult(name, relative(pieces, whole, largest=True), limit, whole, pieces)
+
+
+def _of_all(found: list[dict[str, float]]) -> dict[str, float]:
+    """Module -> the number that every rank with it has; NaN if they differ."""
+    joined: dict[str, float] = {}
+    for name, value in (item for one in found for item in one.items()):
+        joined[name] = value if joined.get(name, value) == value else math.nan
+    return joined
 
 
 def _largest(values: Tensor) -> float:

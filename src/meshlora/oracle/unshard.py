@@ -224,14 +224,18 @@ class Ownership:
 
 
 def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, layout: Layout) -> list[Piece]:
-    """The ranks' pieces of the module output `name`.
+    """The ranks' pieces of the module output `name`: of all ranks of a stage that has it.
 
     Raises:
-        ShapeError: a rank has no such output, or one whose shape cannot be a part.
+        ShapeError: no stage has such an output, a rank of one lacks it, or its shape cannot be a part.
     """
-    pieces, topology = [], ownership.topology
+    pieces, topology = list[Piece](), ownership.topology
+    has = [any(name in getattr(micro, phase) for micro in trace.micro_batches) for trace in ownership.ranks]
+    stages = {topology.stage_of(rank) for rank, is_there in enumerate(has) if is_there}
     for rank, trace in enumerate(ownership.ranks):
-        tp_rank, place = topology.coordinates(rank)["tp"], rank % topology.sharing
+        if stages and topology.stage_of(rank) not in stages:
+            continue
+        tp_rank, place = topology.coordinates(rank)["tp"], topology.place_of_rows(rank)
         what = f"rank {rank}: {name}"
         for micro, row in zip(trace.micro_batches, ownership.rows[rank], strict=True):
             value = getattr(micro, phase).get(name)
@@ -257,17 +261,22 @@ def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, lay
 
 
 def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: str, whole: Tensor) -> list[Piece]:
-    """The ranks' pieces of the trained parameter `name`, or of its gradient: one copy per dp rank.
+    """The ranks' pieces of the trained parameter `name`, or of its gradient: one copy per dp rank of its stage.
 
     A factor of one expert has pieces on the ranks that hold the expert, one copy per edp rank.
 
     Raises:
-        ShapeError: as above, or an expert is missing on ranks that should hold it.
+        ShapeError: as above, two stages have it, or an expert is missing on ranks that should hold it.
     """
+    stages = sorted({ownership.topology.stage_of(rank) for rank, factors in enumerate(ranks) if name in factors})
+    if len(stages) > 1:
+        raise ShapeError(f"stages {' and '.join(map(str, stages))} both have {name}")
     pieces: list[Piece] = []
     module, kinds = _sides(name)
     is_expert, is_shared = ownership.is_of_experts(module), module in ownership.reference.stacks
     for rank, factors in enumerate(ranks):
+        if stages and ownership.topology.stage_of(rank) not in stages:
+            continue
         if name not in factors and is_expert and not is_shared:
             continue
         if name not in factors:
@@ -282,7 +291,7 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
     if is_expert:
         copies = {piece.copy for piece in pieces}
         is_split = any(piece.dim is not None for piece in pieces)
-        for rank in range(len(ranks)):
+        for rank in (rank for rank in range(len(ranks)) if ownership.topology.stage_of(rank) in stages):
             wanted = ownership.copy_of(rank, module, is_split=is_split)
             if wanted not in copies:
                 raise ShapeError(f"no rank like {rank} has {name}")

@@ -19,7 +19,7 @@ from meshlora.common.float64 import wide_dtype
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import DATA, EP, ETP, FEATURES, TOKENS
+from meshlora.plan.topology import DATA, EP, ETP, FEATURES, LAYERS, TOKENS
 
 # How many forwards compare tokens between tp ranks: the first ones with gradients, and the first ones without.
 COMPARED_FORWARDS = 2
@@ -56,6 +56,8 @@ class Message:
             "allgather": (ranks - 1) * self.num_bytes,
             "reducescatter": share * self.num_bytes,
             "alltoall": self.num_bytes if self.to_one else share * self.num_bytes,
+            "send": self.num_bytes,
+            "receive": 0,
         }[self.kind]
 
 
@@ -209,13 +211,17 @@ def _of_recurrent(plan: ModelPlan) -> Named:
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     """Messages of the embedding, sp's scatter and gather around the layers, the modules after them, and the loss."""
     topology, each = plan.topology, sizes.token_bytes
-    yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)  # the embedding is of all tokens
     tokens = _own(plan, sizes)
+    yield from _of_stages(plan, tokens // (topology.tp if topology.sp else 1) * each)
+    if plan.has_first_stage:
+        yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)  # the embedding is of all tokens
+        if topology.sp and flow.is_trained_before:
+            yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
+    if not plan.has_last_stage:
+        return
     if topology.sp:
         yield "", Message("forward", "allgather", FEATURES, tokens // topology.tp * each)
         yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
-        if flow.is_trained_before:
-            yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
     else:
         yield "", Message("backward", "allreduce", FEATURES, tokens * each)
     exact = wide_dtype(sizes.dtype).itemsize
@@ -223,6 +229,18 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     yield "", Message("loss", "allgather", FEATURES, 4 * sizes.chunk_tokens * exact, whole)
     if last:
         yield "", Message("loss", "allgather", FEATURES, 4 * last * exact)
+
+
+def _of_stages(plan: ModelPlan, num_bytes: int) -> Named:
+    """The residual stream from the stage before and to the next one, and its gradients' way back."""
+    stages = len(plan.own_stages) if plan.stages else 0
+    for kind, back, number in (
+        ("receive", "send", stages - plan.has_first_stage),
+        ("send", "receive", stages - plan.has_last_stage),
+    ):
+        if number > 0:
+            yield "", Message("forward", kind, LAYERS, num_bytes, number)
+            yield "", Message("backward", back, LAYERS, num_bytes, number)
 
 
 def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:

@@ -29,6 +29,7 @@ from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
+from meshlora.plan.stages import with_stages
 from meshlora.plan.topology import TOKENS, Topology, divisors, set_of
 
 _ADAPTED = {"q", "k", "v", "gate", "up"}
@@ -117,7 +118,7 @@ class _Planner:
         for name, rule in self.linears.items():
             domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
             self.linears[name] = replace(rule, domain=domain)
-        return plan
+        return with_stages(self.model, plan)
 
     def _plan_layer(self, prefix: str, layer: nn.Module, family: FamilyPlan) -> None:
         if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertRule, LinearRule, ParameterRule
-from meshlora.plan.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, TP, copies_axis
+from meshlora.plan.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, LAYERS, TP, copies_axis
 
 
 class Side(StrEnum):
@@ -88,7 +88,7 @@ class FactorRule:
     @property
     def replicas(self) -> frozenset[str]:
         """The axes along which all ranks hold the same values."""
-        return frozenset(EXPERT_AXES if self.is_expert else DENSE_AXES) - {cut.axis for cut in self.cuts}
+        return frozenset(EXPERT_AXES if self.is_expert else DENSE_AXES) - {cut.axis for cut in self.cuts} - LAYERS
 
     @property
     def split_dim(self) -> int | None:
@@ -213,7 +213,7 @@ def embedding_rule(rule: ParameterRule, side: Side) -> FactorRule:
 
 def _rule(axes: tuple[str, ...], *cuts: Cut, alike: frozenset[str] = frozenset()) -> FactorRule:
     """The rule of a parameter on the mesh of `axes`. Its gradient is partial along every axis that neither cuts it nor
-    has ranks that compute it `alike`.
+    has ranks that compute it `alike`. Stages of layers hold other parameters altogether.
     """
-    terms = frozenset(axes) - {cut.axis for cut in cuts} - alike
+    terms = frozenset(axes) - {cut.axis for cut in cuts} - alike - LAYERS
     return FactorRule(cuts, terms, alike, is_expert=axes is EXPERT_AXES)

@@ -29,7 +29,7 @@ from functools import cached_property
 
 from meshlora.common.tasks import CAUSAL, HEADS
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.topology import FEATURES, Topology, copies_axis
+from meshlora.plan.topology import FEATURES, LAYERS, Topology, copies_axis
 
 
 class Domain(StrEnum):
@@ -176,6 +176,8 @@ class ModelPlan:
         quantized: name -> packing of every linear and projection of experts that is held in few bits. quantization:
             the kind, or "keep".
         task: of the model, as PEFT names it.
+        stages: (first layer, layer after the last) of each stage of a pipeline; empty without one.
+        pp_rank: the rank whose part of the model the plan is about; None: all of it.
     """
 
     model_type: str
@@ -198,6 +200,46 @@ class ModelPlan:
     quantized: Mapping[str, Packing] = field(default_factory=dict)
     quantization: str | None = None
     task: str = CAUSAL
+    stages: tuple[tuple[int, int], ...] = ()
+    pp_rank: int | None = None
+
+    def stage_of(self, name: str) -> int:
+        """The stage that has the module or parameter `name`. What is around the layers is finished on the last."""
+        if not self.stages:
+            return 0
+        last = len(self.stages) - 1
+        if name.startswith(f"{self.layers}."):
+            layer = int(name.removeprefix(f"{self.layers}.").partition(".")[0])
+            return next(index for index, (_, stop) in enumerate(self.stages) if layer < stop)
+        is_around = not name or f"{self.layers}.".startswith(f"{name}.")
+        after = (*self.after, self.head) if self.head else self.after
+        is_after = any(name == module or name.startswith(f"{module}.") for module in after)
+        return last if is_around or is_after else 0
+
+    def holds(self, name: str) -> bool:
+        """Whether the part of the model that the plan is about has the module or parameter `name`."""
+        return self.pp_rank is None or self.rank_of(name) == self.pp_rank
+
+    def rank_of(self, name: str) -> int:
+        """The pp rank that has the module or parameter `name`."""
+        return self.stage_of(name) % self.topology.size_over(LAYERS)
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages that the plan is about, in order; one of all layers without a pipeline."""
+        if self.pp_rank is None:
+            return (0,)
+        return tuple(range(self.pp_rank, len(self.stages), self.topology.size_over(LAYERS)))
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether what this plan is about begins with the tokens."""
+        return not self.pp_rank
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether what this plan is about ends with the model's output."""
+        return self.pp_rank is None or self.own_stages[-1] == len(self.stages) - 1
 
     @property
     def has_vocabulary(self) -> bool:

@@ -6,10 +6,13 @@ gradient reductions that follow (`plan.grads`), process groups (`comm.groups`).
 
 The same ranks form two meshes, each in the order of its table, the last axis fastest, so that the ranks of a
 tensor-parallel group are neighbours. The axes of the two meshes are independent but for the number of ranks; a set of
-axes is within one mesh. The size of a mesh's first axis is the number of ranks divided by the other sizes.
+axes is within one mesh. Stages of layers are outermost: each is a block of neighbouring ranks, as a rule whole nodes.
+Between them go messages of two ranks each, and nothing that all ranks wait for; every other axis, the expert mesh too,
+is within a stage. The size of the axis of sequences, and of the expert mesh's first, follows from the others.
 
 | cuts      | each rank along it has       | parameters | gradient of a parameter it does not cut        |
 |-----------|------------------------------|------------|------------------------------------------------|
+| layers    | its own decoder layers       | by layer   | full: it is on one stage alone                 |
 | sequences | its own rows                 | equal      | sum over it                                    |
 | tokens    | its own tokens of equal rows | equal      | sum over it                                    |
 | features  | its own part of matrices     | by layout  | sum over it, or mean, by domain (`plan.grads`) |
@@ -21,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -31,6 +34,7 @@ from meshlora.common.errors import UserError, did_you_mean
 class Cuts(StrEnum):
     """What differs between the ranks along an axis."""
 
+    LAYERS = "layers"
     SEQUENCES = "sequences"
     TOKENS = "tokens"
     FEATURES = "features"
@@ -41,7 +45,7 @@ class Cuts(StrEnum):
 TP, EP, ETP = "tp", "ep", "etp"
 
 # Name -> what it cuts, in mesh order.
-DENSE = {"dp": Cuts.SEQUENCES, "cp": Cuts.TOKENS, TP: Cuts.FEATURES}
+DENSE = {"pp": Cuts.LAYERS, "dp": Cuts.SEQUENCES, "cp": Cuts.TOKENS, TP: Cuts.FEATURES}
 # The expert mesh. The ranks along edp hold copies of the same experts, each with its own tokens.
 EXPERTS = {"edp": Cuts.TOKENS, EP: Cuts.EXPERTS, ETP: Cuts.FEATURES}
 # Options of an axis, on or off: name -> (the axis, which needs several ranks, or another that will do; why).
@@ -51,12 +55,16 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "ring": (("cp",), "keys and values are passed from one cp rank to the next"),
     "two-stage": ((ETP,), "it is a way to the etp ranks of an expert"),
 }
+# Options of an axis that are numbers: name -> (the axis, which needs several ranks; why).
+NUMBERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "interleave": (("pp",), "it is the number of stages of layers on each of its ranks"),
+}
 DENSE_AXES, EXPERT_AXES = tuple(DENSE), tuple(EXPERTS)
 
 # The dense axes by what they cut. Ranks read different rows along those that cut sequences, the same along all others.
-SEQUENCES, TOKENS, FEATURES = (
+LAYERS, SEQUENCES, TOKENS, FEATURES = (
     frozenset(name for name, cuts in DENSE.items() if cuts is what)
-    for what in (Cuts.SEQUENCES, Cuts.TOKENS, Cuts.FEATURES)
+    for what in (Cuts.LAYERS, Cuts.SEQUENCES, Cuts.TOKENS, Cuts.FEATURES)
 )
 # Along these, ranks have different tokens and equal parameters: gradients, losses and counts are summed over them.
 DATA = SEQUENCES | TOKENS
@@ -95,14 +103,17 @@ def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
 
 # The size of the first expert axis follows from the others, and is never given.
 _SIZES = (*DENSE_AXES, *EXPERT_AXES[1:])
-_REST, *_OTHERS = DENSE_AXES
+(_REST,) = SEQUENCES
+_OTHERS = tuple(name for name in DENSE_AXES if name != _REST)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes. `world == dp * cp * tp == edp * ep * etp`.
+    """Sizes of the axes. `world == pp * dp * cp * tp == pp * edp * ep * etp`.
 
     Attributes:
+        pp: pipeline-parallel size. Each pp rank has 1/pp of the decoder layers; see `plan.stages`.
+        interleave: stages of layers on each pp rank, which take turns: shorter ones, so that ranks wait less.
         dp: data-parallel size. Each dp rank sees its own sequences.
         cp: context-parallel size. Each cp rank has 1/cp of the tokens of every sequence, inside attention too.
         tp: tensor-parallel size. Each tp rank holds 1/tp of every split weight.
@@ -115,6 +126,7 @@ class Topology:
         ring: keys and values of other cp ranks pass by one rank's at a time, instead of being gathered.
     """
 
+    pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
@@ -124,28 +136,38 @@ class Topology:
     two_stage: bool = False
     dp_shard: bool = False
     ring: bool = False
+    interleave: int = 1
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in (*_SIZES, *NUMBERS):
             size = getattr(self, name)
             if size < 1:
                 raise UserError(f"{name}={size}", "the size of an axis is at least 1", f"use {name}=1 to leave it out")
-        for flag, (needs, why) in FLAGS.items():
-            if getattr(self, field_of(flag)) and self.size_over(needs) == 1:
+        given = [flag for flag in FLAGS if getattr(self, field_of(flag))]
+        given += [name for name in NUMBERS if getattr(self, name) > 1]
+        for flag in given:
+            needs, why = {**FLAGS, **NUMBERS}[flag]
+            if self.size_over(needs) == 1:
                 sizes = " and ".join(f"{name}=1" for name in needs)
                 raise UserError(f"{flag} with {sizes}", why, f"raise {' or '.join(needs)} or leave out {flag}")
-        if self.world % (self.ep * self.etp):
-            whole = _product({name: getattr(self, name) for name in DENSE_AXES}, DENSE_AXES)
+        if self.per_stage % (self.ep * self.etp):
+            inside = [name for name in DENSE_AXES if name not in LAYERS]
+            whole = _product({name: getattr(self, name) for name in inside}, inside)
             raise UserError(
-                f"ep*etp={self.ep * self.etp} with {whole}={self.world}",
+                f"ep*etp={self.ep * self.etp} with {whole}={self.per_stage}",
                 f"ep*etp must divide {whole}",
-                f"use ep*etp in {set_of(divisors(self.world))}",
+                f"use ep*etp in {set_of(divisors(self.per_stage))}",
             )
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.sizes.values())
+
+    @property
+    def per_stage(self) -> int:
+        """Number of ranks that together hold a stage of layers."""
+        return self.world // self.size_over(LAYERS)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -155,7 +177,7 @@ class Topology:
     @property
     def edp(self) -> int:
         """Expert-data-parallel size: the number of ranks that hold each part of an expert."""
-        return self.world // (self.ep * self.etp)
+        return self.per_stage // (self.ep * self.etp)
 
     @property
     def expert_sizes(self) -> dict[str, int]:
@@ -163,14 +185,30 @@ class Topology:
         return {name: getattr(self, name) for name in EXPERT_AXES}
 
     @property
-    def sharing(self) -> int:
-        """The number of neighbouring ranks that read the same rows."""
-        return self.world // self.size_over(SEQUENCES)
+    def of_a_stage(self) -> Topology:
+        """The topology of the ranks of one stage."""
+        return self.with_stages(1)
+
+    def with_stages(self, pp: int) -> Topology:
+        """This topology with pp ranks along the axis of layers."""
+        return replace(self, pp=pp, interleave=self.interleave if pp > 1 else 1)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of layers. Stage i is on pp rank i modulo pp."""
+        return self.size_over(LAYERS) * self.interleave
+
+    def place_of_rows(self, rank: int) -> int:
+        """The index of `rank` among the ranks that read the same rows, the last axis fastest."""
+        index = 0
+        for name, place in self.coordinates(rank).items():
+            index = index if name in SEQUENCES else index * getattr(self, name) + place
+        return index
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank runs whole layers (experts aside) on whole sequences, with the model's code unchanged."""
-        return self.sharing == 1
+        """Whether each rank runs all layers, whole (experts aside), on whole sequences: the model's code, unchanged."""
+        return self.world == self.size_over(SEQUENCES)
 
     @property
     def token_cut(self) -> frozenset[str]:
@@ -187,7 +225,7 @@ class Topology:
     def parse(cls, text: str, *, world: int | None = None) -> Self:
         """Read `"dp=2,tp=2,sp"`, `"dp=4,ep=2,etp=2,two-stage"`, `"dp=8,dp_shard"`.
 
-        A missing dp becomes `world / (cp * tp)` if `world` is given, else the smallest with which ep*etp divides them.
+        A missing dp becomes `world / (pp * cp * tp)` if `world` is given, else the smallest that ep*etp allows.
 
         Raises:
             UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
@@ -199,8 +237,9 @@ class Topology:
                 raise UserError(f"topology {text!r}", f"{name} is given twice", "give each axis once")
             if name in FLAGS:
                 given[field_of(name)] = _parse_flag(text, name, equals, value)
-            elif name not in _SIZES:
-                raise UserError(f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, [*_SIZES, *FLAGS]))
+            elif name not in (*_SIZES, *NUMBERS):
+                known = [*_SIZES, *FLAGS, *NUMBERS]
+                raise UserError(f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, known))
             elif not value.isdecimal():
                 raise UserError(
                     f"topology {text!r}", f"{name} needs a whole number, as in {name}=2", f"it has {value!r}"
@@ -222,16 +261,25 @@ class Topology:
         parts = []
         for axes in (DENSE_AXES, EXPERT_AXES[1:]):
             parts += [f"{name}={getattr(self, name)}" for name in axes if getattr(self, name) > 1]
+            parts += [
+                f"{name}={getattr(self, name)}"
+                for name, (needs, _) in NUMBERS.items()
+                if needs[0] in axes and getattr(self, name) > 1
+            ]
             parts += [flag for flag, (needs, _) in FLAGS.items() if needs[0] in axes and getattr(self, field_of(flag))]
         return ",".join(parts) or f"{_REST}=1"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` on the dense mesh: `{"dp": i, "cp": j, "tp": k}`."""
+        """Coordinates of `rank` on the dense mesh: `{"pp": h, "dp": i, "cp": j, "tp": k}`."""
         return self._place(rank, self.sizes)
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` on the expert mesh: `{"edp": i, "ep": j, "etp": k}`."""
+        """Coordinates of `rank` on the expert mesh of its stage: `{"edp": i, "ep": j, "etp": k}`."""
         return self._place(rank, self.expert_sizes)
+
+    def stage_of(self, rank: int) -> int:
+        """The place of `rank` along the axis of layers."""
+        return rank // self.per_stage
 
     def _place(self, rank: int, sizes: dict[str, int]) -> dict[str, int]:
         assert 0 <= rank < self.world, (rank, self)
@@ -254,7 +302,9 @@ class Topology:
         by_place: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             place = self.expert_coordinates(rank) if of_experts else self.coordinates(rank)
-            if not of_experts:
+            if of_experts:
+                place |= dict.fromkeys(LAYERS, self.stage_of(rank))
+            else:
                 place[DENSE_AXES[-1]] //= copies
             by_place.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
         return list(by_place.values())
@@ -265,10 +315,11 @@ class Topology:
 
 
 def dense_sizes(world: int) -> Iterator[dict[str, Any]]:
-    """All sizes of the dense axes for `world` ranks."""
-    for sizes in itertools.product(divisors(world), repeat=len(_OTHERS)):
+    """All sizes of the dense axes for `world` ranks, in one stage: what stages cost nobody predicts yet."""
+    others = [name for name in _OTHERS if name not in LAYERS]
+    for sizes in itertools.product(divisors(world), repeat=len(others)):
         if world % math.prod(sizes) == 0:
-            yield {_REST: world // math.prod(sizes), **dict(zip(_OTHERS, sizes, strict=True))}
+            yield {_REST: world // math.prod(sizes), **dict(zip(others, sizes, strict=True))}
 
 
 def divisors(number: int) -> list[int]:
@@ -297,7 +348,8 @@ def _missing(world: int | None, given: dict[str, Any]) -> int:
     """The size of the dense axis that follows from the others."""
     others, experts = (math.prod(given.get(name, 1) for name in names) for names in (_OTHERS, EXPERT_AXES[1:]))
     if world is None or others < 1:
-        return max(1, experts // math.gcd(experts, others)) if others else 1
+        inside = math.prod(given.get(name, 1) for name in _OTHERS if name not in LAYERS)
+        return max(1, experts // math.gcd(experts, inside)) if others else 1
     if world % others:
         what = _product(given, _OTHERS)
         raise UserError(

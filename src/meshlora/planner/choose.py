@@ -18,6 +18,7 @@ from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Message, Sizes
 from meshlora.plan.families.proved import check_proved
+from meshlora.plan.stages import check_options
 from meshlora.plan.topology import DATA, TOKENS, TP, Topology, dense_sizes, divisors
 from meshlora.planner.communication import Traffic, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
@@ -153,6 +154,7 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     Raises:
         UserError: the model cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: unproved.
     """
+    check_options(topology, {"a prediction": True})
     share = -(-problem.global_batch // topology.dp)
     if topology.dp > problem.global_batch:
         raise UserError(

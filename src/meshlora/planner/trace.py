@@ -81,7 +81,7 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     Called inside `run`, which then counts the states. With `plan.units` the groups of `mesh` must be real.
     """
     plan, adapter = blueprint.plan, blueprint.trained
-    cut = parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
+    cuts = parallelize(model, plan, mesh, targets={*adapter.targets, *plan.quantized}, dtype=model.dtype)
     for name in sorted(plan.quantized):
         leaf = model.get_submodule(name)
         assert isinstance(leaf, FrozenMatrix)
@@ -91,7 +91,7 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     model.tie_weights()
     finish_sharding(model, plan, mesh)
     run.hold(model)
-    model.meshlora = attach.Runtime(plan, mesh, None, cut)
+    model.meshlora = attach.Runtime(plan, mesh, None, *cuts, attach.Whole(model, plan))
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
 

@@ -23,7 +23,7 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.errors import UnsupportedError
 from meshlora.data import Batch
 from meshlora.plan.families.styles import text_decoder
-from meshlora.plan.topology import DATA
+from meshlora.plan.topology import DATA, LAYERS
 from meshlora.train.batches import MicroBatch
 
 
@@ -33,11 +33,11 @@ class LoadBalancing:
     def __init__(self, model: Any, *, coef: float) -> None:
         state = runtime(model)
         self.coef, self.plan, self.mesh = coef, state.plan, state.mesh
-        # The ranks whose routers see different tokens.
-        self.axis = state.mesh.over(DATA | state.plan.topology.token_cut)
-        self.num_experts = max(rule.num_experts for rule in state.plan.experts.values())
+        # The ranks whose routers see different tokens, or are of other layers.
+        self.axis = state.mesh.over(DATA | LAYERS | state.plan.topology.token_cut)
+        self.num_experts = max(rule.num_experts for rule in state.whole.plan.experts.values())
         self.top_k = int(getattr(model, "num_experts_per_tok", 0) or model.config.get_text_config().num_experts_per_tok)
-        self.routers = _routers(model)
+        self.routers = _routers(model) if state.plan.experts else []  # a stage may have dense layers only
         self._logits: list[Tensor] = []
         self._probabilities = torch.zeros(self.num_experts, dtype=torch.float64, device=state.mesh.device)
         self._shares, self._rows, self._tokens = self._probabilities, 1.0, 1.0
@@ -74,7 +74,9 @@ class LoadBalancing:
 
     def term(self, batch: Batch) -> Tensor:
         """Contribution of the micro-batch just run inside `watching` to a loss summed over tokens."""
-        assert self._logits, "no router has run"
+        assert self._logits or self.plan.stages, "no router has run"
+        if not self._logits:
+            return self._probabilities.new_zeros(())
         mask = self._own_tokens(batch)
         sums = torch.stack([torch.softmax(logits, -1).float()[mask].sum(0) for logits in self._logits]).sum(0)
         self._logits.clear()
@@ -104,7 +106,8 @@ class LoadBalancing:
             chosen = torch.softmax(logits.detach(), -1).topk(self.top_k, -1).indices[mask]
             found[:-2] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
             found[-2] += len(chosen)
-        found[-1] = batch.num_trained_tokens * self.mesh.cp.size / self.mesh.token_cut.size
+        # Of one stage: all see the same tokens.
+        found[-1] = batch.num_trained_tokens * self.mesh.cp.size / self.mesh.token_cut.size * self.mesh.is_counted
         return found
 
     def _own_tokens(self, batch: Batch) -> Tensor:

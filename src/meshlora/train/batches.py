@@ -43,6 +43,7 @@ class Batching:
     """How the examples of an optimizer step become the micro-batches of one dp rank.
 
     row_length: sequences are packed into rows of at most so many tokens; None: one sequence per row.
+    multiple: of the number of micro-batches, filled up with empty ones.
     only: index of the row to take of each example; None: all. balances: whether cp ranks get equal work of causal
         attention, or contiguous parts of each row.
     """
@@ -53,6 +54,7 @@ class Batching:
     row_length: int | None = None
     only: int | None = None
     balances: bool = True
+    multiple: int = 1
 
     def rows(self, steps: Sequence[Step], *, dp_rank: int | None = None) -> list[list[Row]]:
         """The rows of each micro-batch of this rank, or of `dp_rank`; rows of one adapter are adjacent.
@@ -60,7 +62,10 @@ class Batching:
         Every rank gets the same number of micro-batches. Without packing, examples are dealt to the ranks round-robin
         across adapters, so ranks differ by at most one example, whatever the batch sizes are.
         """
-        rank = self.mesh.dp.rank if dp_rank is None else dp_rank
+        found = self._rows(steps, self.mesh.dp.rank if dp_rank is None else dp_rank)
+        return found + [[] for _ in range(-len(found) % self.multiple)]
+
+    def _rows(self, steps: Sequence[Step], rank: int) -> list[list[Row]]:
         if self.row_length is not None:
             of_ranks = [self._packed(steps, self.row_length, other) for other in range(self.mesh.dp.size)]
             starts = range(0, max(map(len, of_ranks)), self.micro_batch_size)

@@ -68,14 +68,14 @@ def mean_loss(
                 base = base_log_probabilities(model, batch) if objective.needs_base else None
                 ((loss, values),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
             sums[0] += loss
-            sums[1] += count(objective, batch)
+            sums[1] += count(objective, batch) * mesh.is_counted
             if objective.task != CAUSAL:
                 for name, value in values.items():
                     others[name] = others.get(name, 0) + value.double()
             advance()
     model.train(is_training)
-    total, number = all_reduce_sum(sums, mesh.data).tolist()
-    summed = {name: all_reduce_sum(value, mesh.data) for name, value in others.items()}
+    total, number = all_reduce_sum(sums, mesh.losses).tolist()
+    summed = {name: all_reduce_sum(value, mesh.losses) for name, value in others.items()}
     return total / number, int(number), heads.means(summed, number)
 
 

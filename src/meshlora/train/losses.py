@@ -67,6 +67,8 @@ def language_model_loss(
 
 def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothing: float) -> Sequence[Tensor]:
     """`language_model_loss` of the rows of each of K adapters, from one forward; the head runs once unless trained."""
+    if (signal := _before_last(model, batch)) is not None:
+        return [signal] * len(own)
     found = _forward(model, batch)
     if len(own) == 1 or isinstance(found, Tensor) or found[2]["parameters"]:
         each = zip(_per_adapter(model, found, own), own, strict=True)
@@ -88,11 +90,13 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     """log p(label) of each token, `[B, S]`, 0 where untrained. own: the rows of each of several adapters.
 
     Under cp every rank has those of all tokens. Their gradients are summed over cp, so that a loss of theirs is to be
-    counted by one rank (`Batch.counts_rows`).
+    counted by one rank (`Batch.counts_rows`). Stages of a pipeline before the last have zeros.
 
     Raises:
         UserError: as in `language_model_loss`.
     """
+    if (signal := _before_last(model, batch)) is not None:
+        return signal.expand(batch.labels.shape)
     found = _forward(model, batch)
     if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
         log_p = _log_probabilities(found, batch.own_labels, batch.trained)
@@ -225,6 +229,22 @@ def _held(model: Any, batch: Batch) -> Batch:
     on_host = dataclasses.replace(batch.to("cpu"), trained=None)
     order = token_order(documents, size=cp.size, is_balanced=context.balances)
     return on_host.cut(order, rank=cp.rank, size=cp.size).to(batch.input_ids.device)
+
+
+def _before_last(model: Any, batch: Batch) -> Tensor | None:
+    """`[]`, 0: the loss of a stage before the last, after its forward. None: the one that runs next is the last."""
+    state = runtime(model)
+    inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
+    inputs |= further_inputs(model, batch.more)
+
+    def run() -> Tensor:
+        state.context.next(batch.order)
+        model(**inputs)
+        return state.pipeline.signal()
+
+    for _ in state.pipeline.earlier():
+        run()
+    return None if state.pipeline.is_last else run()
 
 
 def _forward(model: Any, batch: Batch) -> _Found:

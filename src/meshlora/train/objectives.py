@@ -88,6 +88,9 @@ def loss_sums(
         assert not isinstance(point, Compared)
         seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point)
         losses, values = FORMULAS[type(objective)](objective, seen)
+        if not runtime(model).pipeline.is_last:  # the last stage has the loss
+            found.append((log_p.sum(), {name: torch.zeros_like(value.sum()) for name, value in values.items()}))
+            continue
         # All cp ranks know all log-probabilities: one counts them, and the others' are in its gradient.
         factor = 1 if part.counts_rows else 0
         found.append((factor * losses.sum(), {name: factor * value.detach().sum() for name, value in values.items()}))
@@ -217,9 +220,9 @@ def reference_point(
     model.eval()
     for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(data, indices):
         gain = gained(model, batch).double() * batch.counts_rows
-        sums += torch.stack([gain, sums.new_tensor(count(objective, batch))])
+        sums += torch.stack([gain, sums.new_tensor(count(objective, batch) * mesh.is_counted)])
     model.train(is_training)
-    total, number = all_reduce_sum(sums, mesh.data)
+    total, number = all_reduce_sum(sums, mesh.losses)
     return (total / number).clamp(min=0)
 
 

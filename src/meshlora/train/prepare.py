@@ -30,6 +30,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length
 from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.stages import check_options
 from meshlora.plan.table import notes_of_whole
 from meshlora.plan.topology import Topology
 from meshlora.text.processor import load_processor
@@ -119,6 +120,15 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
             f"each of the dp={topology.dp} ranks needs at least one sequence a step",
             "raise train.batch_size or lower dp",
         )
+    check_options(
+        topology,
+        {
+            f"train.recompute={train.recompute}": train.recompute != "none",
+            "train.routing_record": train.routing_record is not None,
+            "train.routing_replay": train.routing_replay is not None,
+            f"train.sample_every={train.sample_every}": train.sample_every > 0,
+        },
+    )
     _check_output(config, resumes=resumes)
     check_trackers(train.track)
     return topology

@@ -64,9 +64,10 @@ class StepSums:
         """
         number, device = len(self._names), self._mesh.device
         # Filled: a copy from the host would wait. An adapter without rows on this rank has no tensor.
-        own = [*self._tokens, *(value for of_each in self._sums.values() for value in of_each)]
+        tokens_here = [number * self._mesh.is_counted for number in self._tokens]
+        own = [*tokens_here, *(value for of_each in self._sums.values() for value in of_each)]
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
-        summed = all_reduce_sum(torch.stack(filled), self._mesh.data).view(-1, number)
+        summed = all_reduce_sum(torch.stack(filled), self._mesh.losses).view(-1, number)
         tokens, means = summed[:1], summed[1:] / totals  # the loss comes first
         is_broken = ~(torch.isfinite(means[0]) & torch.isfinite(norms))
         asked = torch.full((number,), float(is_asked), dtype=torch.float64, device=device)

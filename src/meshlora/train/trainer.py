@@ -12,6 +12,7 @@ tokens or statistics, so each may begin and end at a different step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -37,6 +38,7 @@ from meshlora.train.objectives import Sums, base_log_probabilities, count, loss_
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.routing import RunRouting
+from meshlora.train.schedule import one_forward_one_backward
 from meshlora.train.step_sums import StepResult, StepSums
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.watch.metrics import Reporter, StepMetrics
@@ -65,6 +67,8 @@ class Trainer:
         only = options.objective.trained_row
         balances = runtime(self.model).context.balances
         self.batching = Batching(self.mesh, options.micro_batch_size, first.pad_token_id, row_length, only, balances)
+        if self.mesh.topology.interleave > 1:
+            self.batching = dataclasses.replace(self.batching, multiple=self.mesh.pp.size)
         recompute_layers(self.model, options.recompute)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
@@ -125,12 +129,7 @@ class Trainer:
         with self.routing.step(adapters[0].done, steps[0][1]) if self.routing is not None else contextlib.nullcontext():
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)
-            for number, micro in enumerate(batches):
-                with self.masks(adapters, micro):  # the backward too: recomputation runs forwards in it
-                    found = self._backward(number, micro, is_only=len(batches) == 1)
-                for own, (loss, reported) in zip(micro.owners, found, strict=True):
-                    number_of = count(adapters[own.number].objective, own.batch)
-                    sums.add(own.number, own.batch, number_of, loss, reported)
+            self._run(batches, sums)
         aux_loss = self.balance.finish() if self.balance is not None else None
         factors = [self._trained(one, *step) for one, step in zip(adapters, steps, strict=True)]
         totals = finish_gradients_on_device(self.mesh, factors, sums.counts)
@@ -143,6 +142,26 @@ class Trainer:
             self._updated(one, result, batches, aux_loss, started)
             for one, result in zip(adapters, results, strict=True)
         ]
+
+    def _run(self, batches: Sequence[MicroBatch], sums: StepSums) -> None:
+        """Forward and backward of all micro-batches of a step, in the order of this stage."""
+        pp, pipeline, waiting = self.mesh.pp, runtime(self.model).pipeline, dict[tuple[int, int], list[Tensor]]()
+        order = one_forward_one_backward(
+            len(batches), rank=pp.rank, size=pp.size, interleave=self.mesh.topology.interleave
+        )
+        for number, stage, is_forward in order:
+            micro = batches[number]
+            # In the backward too: recomputation runs forwards in it.
+            with self.masks(self._training, micro), pipeline.at(stage):
+                if not is_forward:
+                    self._backward(waiting.pop((number, stage)))
+                    continue
+                waiting[number, stage], found = self._forward(number, micro, is_only=len(batches) == 1)
+            if stage != pipeline.stage:  # the others have neither loss nor tokens of their own
+                continue
+            for own, (loss, reported) in zip(micro.owners, found, strict=True):
+                number_of = count(self._training[own.number].objective, own.batch)
+                sums.add(own.number, own.batch, number_of, loss, reported)
 
     def _trained(self, one: TrainedAdapter, data: TokenizedDataset, indices: np.ndarray) -> list[Factor]:
         """The factors that an adapter's step trains; those that no token or image of this rank reached have zeros.
@@ -213,8 +232,10 @@ class Trainer:
         with self.masks(self._training, micro), lift(self.model.dtype == torch.float64):
             return batch_log_probabilities(self.model, micro.batch)
 
-    def _backward(self, number: int, micro: MicroBatch, *, is_only: bool) -> list[tuple[Tensor, Sums]]:
-        """Forward and backward of one micro-batch. Returns the result of `_losses`, without the load-balancing loss."""
+    def _forward(
+        self, number: int, micro: MicroBatch, *, is_only: bool
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Sums]]]:
+        """(arguments of `_backward`; result of `_losses`, without the load-balancing loss) of one micro-batch."""
         base = self._base_log_probabilities(micro.batch)
         if self.routing is not None:
             self.routing.before(number, micro.batch)
@@ -227,8 +248,11 @@ class Trainer:
             with lift(self.model.dtype == torch.float64):
                 term = self.balance.term(micro.batch)
             scaled = [self._training[0].scaled(found[0][0] + term)]
-        torch.autograd.backward(scaled)
-        return [(loss.detach(), reported) for loss, reported in found]
+        return scaled, [(loss.detach(), reported) for loss, reported in found]
+
+    def _backward(self, losses: list[Tensor]) -> None:
+        """Backward of one micro-batch."""
+        torch.autograd.backward(losses)
 
     def _losses(self, micro: MicroBatch, base: Tensor | None) -> list[tuple[Tensor, Sums]]:
         """(summed loss, other sums to report) of each owner of rows. base: result of `_base_log_probabilities`."""

@@ -76,6 +76,7 @@ def features_of_topology(topology: Topology) -> set[str]:
     has = {name for name in (*DENSE_AXES, *EXPERT_AXES) if getattr(topology, name) > 1}
     has |= {field for field in map(field_of, FLAGS) if getattr(topology, field)}
     facts = {
+        "interleave": topology.interleave > 1,
         "ranks": topology.world > 1,
         "expert_axes": topology.ep * topology.etp > 1,
         "other_tokens": topology.size_over(DATA | topology.token_cut) > 1,

@@ -143,7 +143,8 @@ def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], 
     with _watch(trainer.model, trace, trainer.adapters[0].objective, recomputes=recomputes):
         metrics = train_step(trainer.adapters)
     for micro, whole in zip(trace.micro_batches, logits, strict=True):
-        micro.forward[""] = whole
+        if runtime(trainer.model).pipeline.is_last:
+            micro.forward[""] = whole
     return metrics
 
 
@@ -181,6 +182,8 @@ def _outputs(model: Any, batch: Batch, objective: Objective) -> Tensor:
     if objective.task != CAUSAL:
         return outputs_of(model, batch)
     inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
+    for _ in runtime(model).pipeline.earlier():
+        model(**inputs, **further_inputs(model, batch.more))
     found: Tensor = model(**inputs, **further_inputs(model, batch.more)).logits
     return found
 
@@ -188,20 +191,7 @@ def _outputs(model: Any, batch: Batch, objective: Objective) -> Tensor:
 @contextlib.contextmanager
 def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) -> Iterator[None]:
     """Record forwards, backwards and collectives of one optimizer step."""
-    finish, losses = trainer_module.finish_gradients_on_device, Trainer._losses
     counter = CollectiveCounter()
-
-    def counted_finish(*given: Any) -> Tensor:
-        counter.phase = "step"
-        try:
-            return finish(*given)
-        finally:
-            counter.phase = None
-
-    def counted_losses(*args: Any) -> Any:
-        found = losses(*args)
-        counter.phase = "backward"
-        return found
 
     def apart(owner: type, name: str) -> Any:
         """Keep the collectives and forwards of a method out of the step's record."""
@@ -225,10 +215,11 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         end = model.register_forward_hook(set_phase("loss"))
         stack.callback(begin.remove)
         stack.callback(end.remove)
-        stack.enter_context(mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish))
-        stack.enter_context(mock.patch.object(Trainer, "_losses", counted_losses))
-        context = runtime(model).context
-        capture = stack.enter_context(Capture(model, held=lambda: None if context.held is None else context.held.own))
+        context, pipeline = runtime(model).context, runtime(model).pipeline
+        held = lambda: None if context.held is None else context.held.own  # noqa: E731
+        capture = stack.enter_context(Capture(model, held, lambda name: not pipeline.runs(name)))
+        for patch in _in_phases(counter, capture):
+            stack.enter_context(patch)
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))
         stack.enter_context(apart(Trainer, "_base_log_probabilities"))
@@ -239,6 +230,39 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
     trace.collectives = {" ".join(key): number for key, number in counter.counts.items()}
     budget = _budget(model, len(capture.micro_batches), objective, recomputes=recomputes)
     trace.budget = {" ".join(key): number for key, number in budget.items()}
+
+
+def _in_phases(counter: CollectiveCounter, capture: Capture) -> list[Any]:
+    """Patches of the trainer that tell `counter` the phase of a step, and `capture` the micro-batch of a forward."""
+    finish, losses = trainer_module.finish_gradients_on_device, Trainer._losses
+    forward, backward = Trainer._forward, Trainer._backward
+
+    def counted_finish(*given: Any) -> Tensor:
+        counter.phase = "step"
+        try:
+            return finish(*given)
+        finally:
+            counter.phase = None
+
+    def counted_losses(*args: Any) -> Any:
+        found = losses(*args)
+        counter.phase = "backward"
+        return found
+
+    def counted_backward(*args: Any) -> None:
+        counter.phase = "backward"
+        backward(*args)
+
+    def numbered_forward(self: Trainer, number: int, *args: Any, **rest: Any) -> Any:
+        capture.number = number
+        return forward(self, number, *args, **rest)
+
+    return [
+        mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish),
+        mock.patch.object(Trainer, "_losses", counted_losses),
+        mock.patch.object(Trainer, "_backward", counted_backward),
+        mock.patch.object(Trainer, "_forward", numbered_forward),
+    ]
 
 
 def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes: bool) -> Counter[tuple[str, str]]:

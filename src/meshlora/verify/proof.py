@@ -228,8 +228,8 @@ def _run(
         time.perf_counter() - started,
         losses=(ranks[0].losses, reference.losses),
         collectives={k: max(t.collectives.get(k, 0) for t in ranks) for t in ranks for k in t.collectives},
-        budget=ranks[0].budget,
-        facts=ranks[0].facts,
+        budget={k: max(t.budget.get(k, 0) for t in ranks) for t in ranks for k in t.budget},
+        facts={name: fact for trace in ranks for name, fact in trace.facts.items()},
     )
 
 

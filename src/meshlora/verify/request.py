@@ -56,7 +56,8 @@ from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import KEEP, TWIN_BLOCKS
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import DENSE_AXES, Topology, divisors
+from meshlora.plan.stages import check_options
+from meshlora.plan.topology import SEQUENCES, Topology, divisors
 from meshlora.text.processor import load_processor
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.packing_check import check_packing
@@ -221,7 +222,7 @@ def prepare_proof(request: Request) -> Proof:
     _check(request)
     given = _topologies(request)
     largest_tp = max((t.tp for t in given), default=request.nproc or _AUTO_PROCESSES)
-    config, is_twin = _config(request, tp=largest_tp)
+    config, is_twin = _config(request, tp=largest_tp, stages=max((t.num_stages for t in given), default=1))
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
@@ -275,6 +276,8 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     model = request.model if request.quantization == KEEP and request.model is not None else config
     base = make_blueprint(model, given[0] if given else Topology(), options, request.objective)
     check_recompute(base.model, "full" if request.recompute else "none")
+    for topology in given:
+        check_options(topology, {"--recompute": request.recompute})
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
@@ -483,7 +486,7 @@ def _topologies(request: Request) -> list[Topology]:
     for text in request.topologies:
         if text.strip() == "auto":
             continue
-        has_dp = any(part.partition("=")[0].strip() == DENSE_AXES[0] for part in text.split(","))
+        has_dp = bool(SEQUENCES & {part.partition("=")[0].strip() for part in text.split(",")})
         topology = Topology.parse(text, world=None if has_dp else request.nproc)
         if request.nproc is not None and topology.world > request.nproc:
             raise UserError(f"topology {topology}", f"it needs {topology.world} processes, --nproc is {request.nproc}")
@@ -491,8 +494,8 @@ def _topologies(request: Request) -> list[Topology]:
     return list(dict.fromkeys(found))
 
 
-def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
-    """(configuration to run, whether its weights are random)."""
+def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig, bool]:
+    """(configuration to run, whether its weights are random). stages: of layers, each of which needs one of a twin."""
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
@@ -504,6 +507,8 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
         twin = _twin(request.family, tp, request.overrides, block=block)
+        if stages > getattr(twin.get_text_config(), "num_hidden_layers", stages):
+            twin = _twin(request.family, tp, {"num_hidden_layers": stages, **request.overrides}, block=block)
         config = with_biases(twin, given=request.overrides)
     else:
         assert request.model is not None
@@ -513,7 +518,7 @@ def _config(request: Request, *, tp: int) -> tuple[PretrainedConfig, bool]:
         if not request.twin and not isinstance(request.model, PretrainedConfig):
             handle_dropout(config, disable="unsupported")
             return config, False
-        config = shrink_config(config, tp=tp, block=block) if request.twin else copy.deepcopy(config)
+        config = shrink_config(config, tp=tp, block=block, least=stages) if request.twin else copy.deepcopy(config)
     handle_dropout(config, disable=False)  # a twin keeps the dropout it was given
     if request.objective.task != CAUSAL:
         request.objective.configure(config)

@@ -21,7 +21,7 @@ from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.quantization import TWIN_BLOCKS, kind_for_twin
 from meshlora.plan.rules import ModelPlan, kind_of
-from meshlora.plan.topology import Topology, divisors
+from meshlora.plan.topology import LAYERS, Topology, divisors
 from meshlora.train.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof
@@ -45,13 +45,14 @@ class StandIn:
         self._run = run = runs[0]
         self._given = run.blueprint.config
         layers = _adapters_of_layers(runs)
-        self._layers = layers_of_twin(self._given, layers=layers)
         self.topology = provable(run.topology)
+        stages = self.topology.num_stages
+        self._layers = layers_of_twin(self._given, layers=layers, least=stages)
         attention = run.blueprint.options.attn_implementation
         self.attn_implementation = attention if attention in _ATTENTIONS else None
         self.quantization = kind_for_twin(run.plan)
         given, block = copy.deepcopy(self._given), TWIN_BLOCKS.get(self.quantization or "", 1)
-        self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers)
+        self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers, least=stages)
         handle_dropout(given, disable=run.blueprint.options.disable_dropout)
         for name, rate in dropout_fields(given).items():  # the twin has none by default
             setattr(self.config, name, rate)
@@ -152,14 +153,17 @@ def provable(topology: Topology) -> Topology:
 
     It shrinks dp and the axes of experts; features are axes of more than one rank, and experts with other dp groups.
     """
+    interleave = min(topology.interleave, 2)
     if topology.world <= _MOST_RANKS:
-        return topology
+        return dataclasses.replace(topology, interleave=interleave)
+    topology = dataclasses.replace(topology.with_stages(min(topology.size_over(LAYERS), 2)), interleave=interleave)
+    others = topology.world // topology.dp
     least = min(2, topology.dp)  # a sum over one rank proves nothing
     smaller = [
         dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
         for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp))
-        for dp in range(least, max(least, _MOST_RANKS // topology.tp, ep * etp) + 1)
-        if dp * topology.tp % (ep * etp) == 0
+        for dp in range(least, max(least, _MOST_RANKS // others, ep * etp) + 1)
+        if dp * topology.per_stage // topology.dp % (ep * etp) == 0
     ]
     wanted = features_of_topology(topology)
 

@@ -115,7 +115,8 @@ def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", igno
     Raises:
         UserError: files missing or damaged, names, shapes or types that do not fit the model, values not finite.
     """
-    planned = plan_folder(model, runtime(model).plan, Path(path), ignore_dropout=ignore_dropout)
+    whole = runtime(model).whole
+    planned = plan_folder(whole.model, whole.plan, Path(path), ignore_dropout=ignore_dropout)
     read_adapter(model, adapter, planned)
 
 
@@ -137,7 +138,7 @@ def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
     """Attach the adapter in the folder of `planned`; every rank keeps its slices."""
     assert planned.folder is not None
     _check_same_base(model, planned.folder / WEIGHTS_FILE, planned.targets)
-    full, trained = read_factors(planned, runtime(model).plan)
+    full, trained = read_factors(planned, runtime(model).whole.plan)
     attach(model, name, planned, lambda target: full[target.name], trained)
 
 
@@ -278,7 +279,7 @@ def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> N
     state = runtime(model)
     with open_safetensors(file) as opened:
         for name, key in base_keys(targets, state.plan).items():
-            if key not in opened.keys():  # noqa: SIM118 - not a dict
+            if key not in opened.keys() or not state.plan.holds(name):  # noqa: SIM118 - not a dict
                 continue
             parameter = state.base.get(f"{name}.weight", model.get_parameter(f"{name}.weight"))
             given, rule = opened.get_tensor(key), rule_of_parameter(state.plan, f"{name}.weight")

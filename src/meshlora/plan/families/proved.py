@@ -2,9 +2,9 @@
 
 Owns: the record of proofs, and refusals that follow from the configuration alone. Does not own: running proofs.
 Every family in `PROVED` has a float64 proof against one-process transformers + peft on tp=2 and tp=2,sp; those in
-`PROVED_CONTEXT` also on cp=2, those in `PROVED_EXPERTS` on tp=2,sp,ep=2 and tp=2,sp,etp=2 with adapters on experts
-(`tests/parity` repeats them). Unproven families are refused, except dense ones on data-parallel ranks, which run the
-model's code unchanged.
+`PROVED_CONTEXT` also on cp=2, those in `PROVED_STAGES` on pp=2, and those in `PROVED_EXPERTS` on tp=2,sp,ep=2 and
+tp=2,sp,etp=2 with adapters on experts (`tests/parity` repeats them). Unproven families are refused, except dense
+ones on data-parallel ranks, which run the model's code unchanged.
 `meshlora train` also proves the combination of each run (`verify.preflight`). If the minor version of a library differs
 from that of the record, a family must have been proved with the installed one (`meshlora verify --family`).
 """
@@ -19,7 +19,7 @@ from typing import Any
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.proof_records import CACHE, proved_on
 from meshlora.common.versions import digest, other_minors, own_sources, versions
-from meshlora.plan.topology import TOKENS, Topology
+from meshlora.plan.topology import LAYERS, TOKENS, Topology
 
 # Written by `scripts/prove_families.py --record`: family -> topology -> worst relative error of its proof.
 _FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
@@ -27,6 +27,9 @@ _RECORD: dict[str, dict[str, float]] = _FILE["families"]
 PROVED = frozenset(_RECORD)
 PROVED_CONTEXT = frozenset(
     name for name, found in _RECORD.items() if any(Topology.parse(t).size_over(TOKENS) > 1 for t in found)
+)
+PROVED_STAGES = frozenset(
+    name for name, found in _RECORD.items() if any(Topology.parse(t).size_over(LAYERS) > 1 for t in found)
 )
 PROVED_EXPERTS = frozenset(name for name, found in _RECORD.items() if any("ep=" in t for t in found))
 
@@ -89,6 +92,8 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
     proved = PROVED_EXPERTS if has_experts else PROVED
     if topology.size_over(TOKENS) > 1:
         proved &= PROVED_CONTEXT
+    if topology.size_over(LAYERS) > 1:
+        proved &= PROVED_STAGES
     if _is_split(topology) and model_type not in proved:
         raise UnsupportedError(
             f"model_type {model_type!r}",

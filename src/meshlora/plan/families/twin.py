@@ -186,14 +186,26 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
 
 
 def shrink_config(
-    config: PretrainedConfig, *, tp: int = 1, block: int = 1, layers: Mapping[int, Hashable] | None = None
+    config: PretrainedConfig,
+    *,
+    tp: int = 1,
+    block: int = 1,
+    layers: Mapping[int, Hashable] | None = None,
+    least: int = 2,
 ) -> PretrainedConfig:
     """A tiny copy of `config` with heads and vocabulary shared by `tp` ranks as in `config`, widths divisible by `tp`,
     and local widths divisible by `block`. The argument is not changed.
 
-    layers: layer number -> any further property that distinguishes it.
+    layers: layer number -> any further property that distinguishes it. least: number of its layers.
     """
-    return _made(type(config), _shrunk(config, _sizes_like(config, tp, block), num_layers=None, differ=layers or {}))
+    number = _more_layers(config, layers, least)
+    return _made(type(config), _shrunk(config, _sizes_like(config, tp, block), num_layers=number, differ=layers or {}))
+
+
+def _more_layers(config: PretrainedConfig, layers: Mapping[int, Hashable] | None, least: int) -> int | None:
+    """`least` if a twin has fewer layers by itself, else None."""
+    kept = _kept_layers(_common_fields(config.get_text_config()), None, layers or {})
+    return least if len(kept) < least else None
 
 
 def _made(cls: type[PretrainedConfig], data: dict[str, Any]) -> PretrainedConfig:
@@ -203,9 +215,12 @@ def _made(cls: type[PretrainedConfig], data: dict[str, Any]) -> PretrainedConfig
         raise UnsupportedError(f"model_type {cls.model_type!r}", f"it has no twin ({reason(error)})") from error
 
 
-def layers_of_twin(config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None) -> list[int]:
+def layers_of_twin(
+    config: PretrainedConfig, *, layers: Mapping[int, Hashable] | None = None, least: int = 2
+) -> list[int]:
     """The layers of `config` that the layers of its twin represent."""
-    return _kept_layers(_common_fields(config.get_text_config()), None, layers or {})
+    number = _more_layers(config, layers, least)
+    return _kept_layers(_common_fields(config.get_text_config()), number, layers or {})
 
 
 def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]:

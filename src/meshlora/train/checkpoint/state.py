@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshlora.adapter.attach import active_factors, full_factor, local_part, runtime
+from meshlora.adapter.attach import active_factors, gather_values, local_part, runtime
 from meshlora.common.errors import UserError
 from meshlora.common.files import open_safetensors
 from meshlora.train.checkpoint.manifest import STATE_FILE, Saved
@@ -25,16 +25,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path], None]:
     """Gather the training state. Returns a function for rank 0 that writes it to a folder. Collective."""
-    state = runtime(model)
+    state, factors = runtime(model), active_factors(model)
+    assert state.active is not None
     tensors: dict[str, Tensor] = {}
-    for factor in active_factors(model):
-        held = optimizer.state[factor.parameter]
-        for moment in _MOMENTS:
-            # Before the first update there are none: zero.
-            moment_here = held[moment] if moment in held else torch.zeros_like(factor.parameter)
-            full = full_factor(moment_here, factor.rule, state.mesh)
-            if state.mesh.rank == 0:
-                tensors[f"{moment}/{factor.name}"] = full.to("cpu", copy=True).contiguous()
+    for moment in _MOMENTS:
+        # Before the first update there are none: zero.
+        held = {f.name: optimizer.state[f.parameter].get(moment, torch.zeros_like(f.parameter)) for f in factors}
+        full = gather_values(model, state.active, held, only_rank=0)
+        tensors |= {f"{moment}/{name}": tensor.contiguous() for name, tensor in full.items()}
 
     def write(folder: Path) -> None:
         save_file(tensors, folder / STATE_FILE, metadata={"format": "pt"})
@@ -49,10 +47,12 @@ def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: 
     Raises:
         UserError: they are of another adapter.
     """
-    mesh = runtime(model).mesh
-    file = checkpoint.folder / STATE_FILE
+    state = runtime(model)
+    mesh, file = state.mesh, checkpoint.folder / STATE_FILE
+    assert state.active is not None
     with open_safetensors(file) as opened:
-        names = {f"{moment}/{factor.name}" for factor in active_factors(model) for moment in _MOMENTS}
+        every = state.adapters[state.active].plan.parameters
+        names = {f"{moment}/{name}" for name in every for moment in _MOMENTS}
         if names != set(opened.keys()):
             other = sorted(names ^ set(opened.keys()))[0]
             raise UserError(f"{file}", f"it is of another adapter: {other} is on one side only")

@@ -49,6 +49,8 @@ def find_not_finite(
         examples: (dp rank, number of its micro-batch) -> its examples, as indices of the training data.
     """
     mesh = runtime(model).mesh
+    if mesh.topology.interleave > 1:
+        return "its source is not looked for where ranks have several stages: use interleave=1 to find it"
     factors = active_factors(model)
     found = torch.zeros(len(batches), 3, dtype=torch.int64, device=mesh.device)  # kind, which, place in the forward
     for row, batch in zip(found, batches, strict=True):
@@ -70,6 +72,10 @@ def find_not_finite(
         return "no micro-batch by itself shows it"
     dp_ranks = {rank: place for group in mesh.topology.groups_over(SEQUENCES) for place, rank in enumerate(group)}
     sequences = sorted({example for number, rank in bad for example in examples(dp_ranks[rank], number)})
+    if mesh.pp.size > 1:  # ranks of other stages have other modules
+        where = [(everyone[rank][number][0], mesh.topology.stage_of(rank)) for number, rank in bad]
+        kind, stage = min(where, key=lambda of: (of[0], -of[1] if of[0] == _GRADIENT else of[1]))  # as values pass on
+        return f"in {numbered('sequence', sequences)} of the training data (from 0), first in layers of stage {stage}"
     # A sum spreads one rank's NaN to all ranks; it originates in the earliest module.
     kind, which, _ = min((everyone[rank][number] for number, rank in bad), key=lambda row: (row[0], row[2]))
     names = [name for name, _ in model.named_modules()]

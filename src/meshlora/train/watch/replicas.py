@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import active_factors, runtime
-from meshlora.comm.collectives import all_gather
+from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.common.errors import MeshloraError, numbered
 from meshlora.plan.grads import GradPart, part_of
 from meshlora.plan.topology import Topology, size_of_copies
@@ -61,19 +61,28 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
     ]
     weights = position_weights(mesh.device)
     ours = torch.stack([fingerprint(part, weights) for _, _, part in parts])  # [num_parts, 2]
-    everyone = all_gather(ours.unsqueeze(0), mesh.world).cpu()  # [world, num_parts, 2]
-    replicas = [replicated_over(part, mesh.topology) for _, part, _ in parts]
-    drifts = find_drifts(everyone, replicas, mesh.topology)
-    if not drifts:
+    # Of one stage, whose topology is that of all without the others.
+    everyone = all_gather(ours.unsqueeze(0), mesh.stage).cpu()  # [ranks, num_parts, 2]
+    topology = mesh.topology.of_a_stage
+    replicas = [replicated_over(part, topology) for _, part, _ in parts]
+    drifts = find_drifts(everyone, replicas, topology)
+    drifted = torch.zeros(mesh.pp.size, dtype=torch.int32, device=mesh.device)
+    drifted[mesh.pp.rank] = len(drifts)
+    drifted = all_reduce_sum(drifted, mesh.pp)
+    if not drifted.any():
         return
+    if not drifts:
+        others = numbered("stage", drifted.nonzero().flatten().tolist())
+        raise MeshloraError(f"step {step}: parameters of {others} drifted, as its ranks say")
     first, axes = next(iter(drifts.items()))
+    who = _who(everyone[:, first], replicas[first], topology, first_rank=mesh.stage.ranks[0])
     saved = "nothing has been saved yet" if last_saved is None else f"the last save, of equal copies, is {last_saved}"
     way_out = "start again" if last_saved is None else f"go on from there in a new run (adapter: {last_saved})"
     raise MeshloraError(
         f"step {step}: {parts[first][0]} must be the same to the bit over "
         f"{_words(replicas[first])}, and differs over {_words(axes)}: "
-        f"{_who(everyone[:, first], replicas[first], mesh.topology)}; drifted are {len(drifts)} of "
-        f"{len(parts)} parameters. Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
+        f"{who}; drifted are {len(drifts)} of {len(parts)} parameters. "
+        f"Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
         f"Mend it, then {way_out}"
     )
 
@@ -123,13 +132,16 @@ def _differs_over(axis: str, everyone: Tensor, topology: Topology) -> list[bool]
     return (lines != lines[:, :1]).any(dim=3).any(dim=1).any(dim=0).tolist()
 
 
-def _who(values: Tensor, axes: frozenset[str], topology: Topology) -> str:
-    """The ranks with odd copies of one part, `values` `[world, 2]`: those outside the majority of their group."""
+def _who(values: Tensor, axes: frozenset[str], topology: Topology, *, first_rank: int = 0) -> str:
+    """The ranks with odd copies of one part, `values` `[ranks, 2]`: those outside the majority of their group.
+
+    first_rank: the global number of the first of these ranks.
+    """
     found = []
     for ranks in topology.groups_over(axes):
         holders: dict[tuple[int, ...], list[int]] = {}
         for rank in ranks:
-            holders.setdefault(tuple(values[rank].tolist()), []).append(rank)
+            holders.setdefault(tuple(values[rank].tolist()), []).append(first_rank + rank)
         most, *others = sorted(holders.values(), key=len, reverse=True)
         if others and len(most) > len(others[0]):
             odd = sorted(rank for group in others for rank in group)

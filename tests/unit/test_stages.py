@@ -1,0 +1,110 @@
+"""Stages of a pipeline: how layers are cut, who has what, and the order of micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.plan.families.twin import twin_config
+from meshlora.plan.grads import general_rules
+from meshlora.plan.rules import ModelPlan
+from meshlora.plan.stages import cut_layers, plan_of_rank
+from meshlora.plan.topology import LAYERS, Topology
+from meshlora.train.schedule import one_forward_one_backward
+from tests.blueprints import build_meta
+
+
+def _plan(topology: str) -> ModelPlan:
+    _, plan = build_meta(twin_config("llama", tp=2), Topology.parse(topology), dtype=torch.float32)
+    return plan
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("costs", "after"), [([1.0] * 7, 0.0), ([1.0] * 7, 2.5), ([4.0, 1, 1, 1, 1, 4], 1.0), ([1.0, 9, 1, 1, 1], 0.0)]
+)
+def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(costs: list[float], after: float, number: int) -> None:
+    def largest(cuts: Sequence[tuple[int, int]]) -> float:
+        sums = [sum(costs[start:stop]) for start, stop in cuts]
+        return max([*sums[:-1], sums[-1] + after])
+
+    found = cut_layers(costs, number, after=after)
+    edges = [0, *(stop for _, stop in found)]
+    assert list(itertools.pairwise(edges)) == list(found)
+    assert edges[-1] == len(costs)
+    inside = itertools.combinations(range(1, len(costs)), number - 1)
+    every = [list(itertools.pairwise([0, *cut, len(costs)])) for cut in inside]
+    assert largest(found) == min(map(largest, every))
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "interleave"),
+    [
+        *((number, size, 1) for number in (1, 2, 3, 4, 7) for size in (1, 2, 3, 4)),
+        *((rounds * size, size, interleave) for rounds in (1, 2, 3) for size in (2, 3, 4) for interleave in (2, 3)),
+    ],
+)
+def test_stages_wait_no_longer_than_the_schedule_says(number: int, size: int, interleave: int) -> None:
+    orders = [
+        list(one_forward_one_backward(number, rank=rank, size=size, interleave=interleave)) for rank in range(size)
+    ]
+    ends: dict[tuple[int, int, bool], int] = {}
+    free, left, running = [0] * size, [list(order) for order in orders], True
+    stages = size * interleave
+    while running:  # each forward and backward takes one unit
+        running = False
+        for rank, order in enumerate(left):
+            if not order:
+                continue
+            micro, stage, is_forward = order[0]
+            assert stage % size == rank
+            needs = [(stage - 1, micro, True)] if is_forward else [(stage + 1, micro, False), (stage, micro, True)]
+            needs = [need for need in needs if 0 <= need[0] < stages]
+            if all(need in ends for need in needs):
+                free[rank] = ends[stage, micro, is_forward] = 1 + max([free[rank], *(ends[need] for need in needs)])
+                order.pop(0)
+                running = True
+    assert not any(left), "a stage waits forever"
+    assert len(ends) == 2 * number * stages
+    assert max(free) == 2 * (number * interleave + size - 1)  # in units of a stage: the bubble is 1/interleave as long
+    for rank, order in enumerate(orders):
+        held = itertools.accumulate(1 if is_forward else -1 for *_, is_forward in order)
+        assert interleave > 1 or max(held) == min(number, size - rank)
+
+
+def test_each_module_is_of_one_stage_and_no_sum_goes_over_stages() -> None:
+    plan = _plan("pp=2,tp=2,sp")
+    first, last = (plan_of_rank(plan, rank) for rank in range(2))
+    assert {*first.linears} | {*last.linears} == {*plan.linears}
+    assert not {*first.linears} & {*last.linears}
+    assert (first.embedding, first.head) == (plan.embedding, "")
+    assert (last.embedding, last.head) == ("", plan.head)
+    assert first.regions + last.regions == plan.regions
+    assert [plan.stage_of(name) for name in ("", "model", "model.embed_tokens", "model.norm", "lm_head.weight")] == [
+        1, 1, 0, 1, 1
+    ]  # fmt: skip
+    for _, _, rule in general_rules(sp=True):
+        assert not LAYERS & (rule.grad_axes | rule.mean_axes | rule.replicas)
+
+
+def test_stages_are_blocks_of_neighbouring_ranks() -> None:
+    topology = Topology.parse("pp=2,dp=2,tp=2,ep=2")
+    assert str(topology) == "pp=2,dp=2,tp=2,ep=2"
+    assert [topology.stage_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert topology.groups_over(frozenset({"ep"})) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.edp == 2
+    assert not Topology(pp=2).is_whole
+    assert str(Topology.parse("interleave=2,pp=2,dp=2,sp,tp=2")) == "pp=2,dp=2,tp=2,interleave=2,sp"
+
+
+def test_what_is_not_proved_with_stages_is_refused() -> None:
+    with pytest.raises(UserError, match=r"interleave with pp=1"):
+        Topology(interleave=2)
+    with pytest.raises(UserError, match=r"each stage needs a layer.*at most 2 stages"):
+        _plan("pp=3")
+    with pytest.raises(UnsupportedError, match=r"a sharded base on pp=2,dp=2,dp_shard.*pp=1"):
+        _plan("pp=2,dp=2,dp_shard")
