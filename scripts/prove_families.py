@@ -30,7 +30,7 @@ from rich.console import Console
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.versions import versions
 from meshlora.plan.families.twin import language_model_types
-from meshlora.plan.topology import TOKENS, Topology
+from meshlora.plan.topology import LAYERS, TOKENS, Topology
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 
@@ -75,7 +75,8 @@ class Part:
 
     def has(self, topology: str) -> bool:
         """Whether the record of `topology` is of this part."""
-        return (Topology.parse(topology).size_over(TOKENS) > 1) == (self is CONTEXT)
+        cut = Topology.parse(topology)
+        return self is (STAGES if cut.size_over(LAYERS) > 1 else CONTEXT if cut.size_over(TOKENS) > 1 else SPLIT)
 
 
 SPLIT = Part("tp, sp, ep, etp", DENSE, EXPERTS, ("auto",), WITH_EXPERTS)
@@ -87,7 +88,8 @@ CONTEXT = Part(
     ("cp=2,ep=2", "cp=4,ep=2", "dp=2,cp=2,ep=2", "cp=2,tp=2,ep=2", "cp=2,tp=2,sp,ep=2", "cp=2,tp=2,sp,etp=2"),
     with_experts=tuple(name for name in EVERYWHERE_EXPERTS if name != "llama4_text"),
 )
-PARTS = (SPLIT, CONTEXT)
+STAGES = Part("pp", ("pp=2",), ("pp=2",), ("pp=2",), ("pp=2",), with_experts=CONTEXT.with_experts)
+PARTS = (SPLIT, CONTEXT, STAGES)
 _STATUSES = ("proved", "refused", "failed")
 
 
@@ -127,7 +129,11 @@ def _prove_part(part: Part | None, options: argparse.Namespace, processes: Proce
         if part and options.record and finding.status == "proved" and finding.has_experts:
             more = _prove(family, part.experts, processes)
             finding = replace(more, errors=finding.errors | more.errors)
-        if part is CONTEXT and finding.status == "proved" and not any(map(SPLIT.has, _recorded().get(family, ()))):
+        if (
+            part in (CONTEXT, STAGES)
+            and finding.status == "proved"
+            and not any(map(SPLIT.has, _recorded().get(family, ())))
+        ):
             finding = Finding(family, "refused", f"proved, but not on {SPLIT.dense[0]}: no record accepts it")
         findings.append(finding)
         line = f"{family:32} {finding.status:8} {finding.words}"
@@ -273,10 +279,10 @@ def _recorded() -> dict[str, dict[str, float]]:
 def summary(errors: dict[str, dict[str, float]]) -> str:
     """README's sentence."""
     found = []
-    for part, words in ((SPLIT, "on tp, sp, ep and etp"), (CONTEXT, "on cp")):
+    for part, words in ((SPLIT, "tp, sp, ep, etp"), (CONTEXT, "cp"), (STAGES, "pp")):
         (dense, of_dense), (sparse, of_sparse) = _proved(part, errors)
-        found.append(f"{words} {len(dense)} dense ({of_dense:.1e}) and {len(sparse)} with experts ({of_sparse:.1e})")
-    text = "Families of transformers, with the worst relative error in float64 (limit 1e-11): " + ", ".join(found)
+        found.append(f"{words} {len(dense)} dense ({of_dense:.1e}), {len(sparse)} with experts ({of_sparse:.1e})")
+    text = "Families of transformers (worst relative error in float64, limit 1e-11): " + "; ".join(found)
     return textwrap.fill(f"{text}.", width=120, break_on_hyphens=False) + "\n"
 
 
@@ -299,7 +305,8 @@ def matrix(errors: dict[str, dict[str, float]]) -> str:
     """The support matrix: the worst relative error of each family and topology, from proofs alone."""
     kinds = _kinds(errors)
     text = []
-    for part, title in ((SPLIT, ""), (CONTEXT, "The tokens of each sequence cut over cp:")):
+    titles = ("", "The tokens of each sequence cut over cp:", "Decoder layers in stages over pp:")
+    for part, title in zip(PARTS, titles, strict=True):
         seen = (t for family in part.families for t in errors[family] if part.has(t))
         tables = [
             _table(errors, part.families, list(dict.fromkeys(seen)), kinds[0], part.dense),

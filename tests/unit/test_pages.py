@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.plan.families.proved import PROVED, PROVED_CONTEXT
+from meshlora.plan.families.proved import PROVED, PROVED_CONTEXT, PROVED_STAGES
 from meshlora.verify import command
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Proof
@@ -31,7 +31,7 @@ def test_pages_are_written_from_the_record() -> None:
 def test_no_family_has_failed_and_the_proved_ones_are_those_of_the_record() -> None:
     script = load_script("prove_families")
     rows = script.rows_of((ROOT / "docs" / "support.md").read_text().partition(script.AFTER)[0])
-    for part, proved in ((script.SPLIT, PROVED), (script.CONTEXT, PROVED_CONTEXT)):
+    for part, proved in ((script.SPLIT, PROVED), (script.CONTEXT, PROVED_CONTEXT), (script.STAGES, PROVED_STAGES)):
         statuses = {family: cells[part.name].partition(":")[0] for family, cells in rows.items()}
         assert set(statuses.values()) <= {"proved", "refused", ""}
         assert {family for family, status in statuses.items() if status == "proved"} == proved

@@ -252,6 +252,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             )
         },
     ),
+    "layers in stages": (
+        {"family": "qwen3", "topologies": ("pp=2",), "micro_batch_size": 2},
+        {
+            "stream_of_other_tokens_sent": ("forward", "model.layers.1.input_layernorm", ""),
+            "stage_gradient_not_sent": ("backward", "model.layers.0", ""),
+            "stage_gradient_halved": ("backward", "model.layers.0", ""),
+            "stage_gradient_of_first_micro_batch_alone": ("backward", "model.layers.0", ""),
+            "norm_of_one_stage": ("grad_norm", "norm of step 1", ""),
+            "loss_counted_on_every_stage": LOSS,
+            "other_stages_missing_in_file": ("saved_file", "model.layers.1.self_attn.q_proj.lora_A", ""),
+            "last_layer_without_an_adapter": ("fresh_adapter", f"{LAST_MLP}.down_proj.lora_A", ""),
+            "earlier_micro_batches_dropped": ("gradients", f"{LAST_MLP}.down_proj.lora_B", ""),
+        },
+    ),
     "experts that are split": (
         {"family": "qwen3_moe", "topologies": ("tp=2,sp,etp=2",)},
         {

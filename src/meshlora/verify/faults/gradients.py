@@ -185,13 +185,14 @@ def earlier_micro_batches_dropped(original: Any, self: Trainer, *args: Any, **re
 
 
 @around(Trainer, "_backward", needs="four_micro_batches")
-def fourth_micro_batch_dropped(original: Any, self: Trainer, number: int, batch: Any, *, is_only: bool) -> Any:
+def fourth_micro_batch_dropped(original: Any, self: Trainer, losses: list[Tensor]) -> None:
     """the gradient of a step is the sum over all of its micro-batches"""
-    if number < 3:
-        return original(self, number, batch, is_only=is_only)
+    number = vars(self)["backwards"] = vars(self).get("backwards", 0) + 1
+    if number < 4:
+        original(self, losses)
+        return
     factors = active_factors(self.model)
     before = [None if f.parameter.grad is None else f.parameter.grad.clone() for f in factors]
-    found = original(self, number, batch, is_only=is_only)
+    original(self, losses)
     for factor, gradient in zip(factors, before, strict=True):
         factor.parameter.grad = gradient
-    return found

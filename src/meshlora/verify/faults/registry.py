@@ -24,6 +24,7 @@ from meshlora.verify.faults import (
     optimizer,
     runs,
     shards,
+    stages,
     vocabulary,
 )
 from meshlora.verify.faults.fault import Mutation
@@ -55,6 +56,7 @@ def find(name: str) -> Mutation:
 _THEMES = (
     borders,
     shards,
+    stages,
     vocabulary,
     gradients,
     batches,

@@ -1,0 +1,79 @@
+"""Faults of stages of layers: what is sent between them, what is summed over them, what is saved of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora.adapter import attach
+from meshlora.comm import collectives
+from meshlora.comm.groups import Mesh
+from meshlora.model import stages
+from meshlora.plan.rules import ModelPlan
+from meshlora.train import step_sums
+from meshlora.train.gradsync import Adapters
+from meshlora.verify.faults.fault import around
+from meshlora.verify.faults.gradients import CLIP
+
+BACK = (collectives._TakeOver, "backward")
+
+
+@around(stages, "hand_on", needs="pp")
+def stream_of_other_tokens_sent(original: Any, x: Tensor, *channels: Any) -> Tensor:
+    """a stage sends the residual stream of the micro-batch, in its order"""
+    found: Tensor = original(x.flip(0, 1), *channels)
+    return found
+
+
+@around(*BACK, needs="pp")
+def stage_gradient_not_sent(original: Any, ctx: Any, gradient: Tensor) -> Any:
+    """a stage sends the gradient of its input to the stage before"""
+    return original(ctx, torch.zeros_like(gradient))
+
+
+@around(*BACK, needs="pp")
+def stage_gradient_halved(original: Any, ctx: Any, gradient: Tensor) -> Any:
+    """the gradient of a stage's input is sent as it is, not divided by the number of micro-batches"""
+    return original(ctx, gradient / 2)
+
+
+@around(collectives, "send", needs="pp", within=BACK)
+def stage_gradient_of_first_micro_batch_alone(original: Any, gradient: Tensor, channel: Any) -> None:
+    """the gradients of all micro-batches are sent to the stage before"""
+    number = channel.outbox.number = getattr(channel.outbox, "number", 0) + 1
+    original(gradient if number == 1 else torch.zeros_like(gradient), channel)
+
+
+@around(*CLIP, needs="pp")
+def norm_of_one_stage(original: Any, mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Any:
+    """the norm of the gradient is that of all stages"""
+    other = copy.copy(mesh)
+    other._axes = {**mesh._axes, frozenset(mesh.topology.sizes): mesh.stage}
+    return original(other, adapters, limits)
+
+
+@around(step_sums.StepSums, "add", needs="pp")
+def loss_counted_on_every_stage(
+    original: Any, self: Any, number: int, batch: Any, count: int, loss: Any, sums: Any
+) -> None:
+    """a step's loss is that of the last stage"""
+    share = loss if self._mesh.is_counted else torch.ones_like(loss)
+    original(self, number, batch, count, share, sums)
+
+
+@around(attach, "broadcast_of", needs="pp")
+def other_stages_missing_in_file(original: Any, tensor: Any, like: Any, axis: Any, *, source: int, device: Any) -> Any:
+    """a file has the factors of all stages"""
+    found = original(tensor, like, axis, source=source, device=device)
+    return found if source == 0 else torch.zeros_like(found)
+
+
+@around(ModelPlan, "stage_of", needs="pp targets", within=(attach, "draw_adapter"))
+def last_layer_without_an_adapter(original: Any, self: ModelPlan, name: str) -> int:
+    """each target has its adapter on the stage that has its layer"""
+    last = name.startswith(f"{self.layers}.{self.num_layers - 1}.")
+    return 0 if last and self.pp_rank else int(original(self, name))
