@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.config.objective import Sft
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
+from meshlora.plan.families.proved import PROVED, PROVED_CONTEXT, PROVED_EXPERTS
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.verify.proof import Outcome
@@ -127,6 +128,16 @@ def test_family_with_experts_matches_one_process(
 ) -> None:
     """With the adapter on its experts too."""
     _check(prove_and_note(family=family, topologies=topologies, steps=1))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("family", sorted(PROVED_CONTEXT))
+def test_family_on_cut_sequences_matches_one_process(family: str, prove_and_note: Callable[..., list[Outcome]]) -> None:
+    """By default `tests/verify/test_context.py` has each way in which tokens see each other."""
+    options: dict[str, Any] = {"topologies": ("cp=2", "cp=2,ep=2")}
+    if family not in PROVED_EXPERTS:
+        options = {"topologies": ("cp=2",), "default_dropout": DROPOUT, "objective": Sft(label_smoothing=0.1)}
+    _check(prove_and_note(family=family, steps=1, **options))
 
 
 def test_families_that_are_always_run_are_proved() -> None:

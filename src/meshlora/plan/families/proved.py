@@ -50,10 +50,24 @@ _REFUSED = {
     "xglm": "transformers itself overflows on it in float64, so that it cannot be proved",
 }
 
-# Decoders that cannot go on with a part of each sequence's tokens.
-_REFUSED_CONTEXT = dict.fromkeys(
-    ("gpt2", "gpt-sw3", "gpt_bigcode"), "its decoder gives its output the shape of its input, of all tokens"
-)
+# Families whose split cannot be proved, or is not right yet.
+_REFUSED_SPLIT = {
+    **dict.fromkeys(
+        ("blip-2", "instructblip", "instructblipvideo"), "transformers' forward takes no text without images"
+    ),
+    "muse_glimmer": "its embedding is a module with a norm inside",
+    "unlimited_ocr": "transformers takes the names of its own layers for older ones, and renames those of an adapter",
+    "vibevoice_asr": "its audio part cannot be shrunk to that of a twin",
+    "voxtral_realtime": "transformers' forward takes no text without audio",
+}
+# Families that cannot go on with a part of each sequence's tokens.
+_REFUSED_CONTEXT = {
+    **dict.fromkeys(
+        ("gpt2", "gpt-sw3", "gpt_bigcode"), "its decoder gives its output the shape of its input, of all tokens"
+    ),
+    "minimax": "its lightning attention sees earlier tokens by a state of its own",
+    "recurrent_gemma": "its recurrent units see earlier tokens by a state of their own",
+}
 
 
 def check_family(model: Any, topology: Topology) -> None:
@@ -61,12 +75,14 @@ def check_family(model: Any, topology: Topology) -> None:
 
     Raises:
         UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
-            `_REFUSED_CONTEXT`.
+            `_REFUSED_SPLIT` or `_REFUSED_CONTEXT`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
     if config.model_type in _REFUSED:
         raise UnsupportedError(what, _REFUSED[config.model_type])
+    if not topology.is_whole and config.model_type in _REFUSED_SPLIT:
+        raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
     if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
