@@ -142,3 +142,14 @@ def test_a_ring_is_looked_at_where_gathered_keys_and_values_do_not_fit() -> None
     found = {str(found.topology): found for found in choose(dataclasses.replace(problem, gpu=small)).ranked}
     assert {"cp=2,ring", "cp=2,dp_shard,ring"} < found.keys()
     assert found["cp=2,ring"].memory_bytes < found["cp=2"].memory_bytes
+
+
+def test_with_experts_cp_is_looked_at_on_the_fastest_of_their_meshes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their product with all shapes of the dense mesh would be thousands on 64 GPUs."""
+    monkeypatch.setattr("meshlora.planner.choose._MESHES", 1)
+    ranked = [found.topology for found in choose(problem_of("qwen3_moe", 2, micro_batch=1, recompute="none")).ranked]
+    meshes: dict[bool, dict[tuple[int, int], None]] = {False: {}, True: {}}
+    for topology in ranked:
+        meshes[topology.size_over(TOKENS) > 1][topology.ep, topology.etp] = None
+    assert len(meshes[False]) == 3
+    assert list(meshes[True]) == list(meshes[False])[:1]

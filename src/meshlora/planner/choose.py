@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshlora.comm.groups import simulated_job
@@ -29,6 +29,8 @@ from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
 
 Traces = dict[Topology, tuple[Trace, Trace]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
+# How many meshes of experts are looked at with cp: all, on 64 GPUs, would be thousands of topologies.
+_MESHES = 3
 # Eager kernels per gradient: copies into and out of its bucket, scaling, squaring in fp64, clipping.
 _KERNELS_OF_A_GRADIENT = 10
 # Memory traffic of AdamW and these kernels, in passes over the gradients.
@@ -90,7 +92,8 @@ class Choice:
 
 
 def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
-    """Predict and rank `topologies`, by default all, with a ring those that do not fit without.
+    """Predict and rank `topologies`, by default all: with cp on the meshes of experts that are the fastest without, and
+    with a ring those that do not fit without.
 
     Raises:
         UserError: no topology can be predicted.
@@ -98,24 +101,44 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     found: list[Prediction] = []
     left_out: list[tuple[str, str]] = []
     traces: Traces = {}
-    with simulated_job(2):
-        waiting = list(topologies or all_topologies(problem))
+
+    def look_at(waiting: Iterable[Topology]) -> None:
         for topology in waiting:
             try:
                 found.append(predict(problem, topology, traces))
             except UserError as error:
                 if len(topologies) == 1:
                     raise
-                left_out.append((str(topology), error.rule))
-                continue
+                left_out.append((str(topology), error.rule.replace(str(topology), "this")))  # said once for all
+
+    with simulated_job(2):
+        if topologies:
+            look_at(topologies)
+        else:
+            every = list(all_topologies(problem))
+            look_at(topology for topology in every if not _is_cut(topology))
+            meshes = list(dict.fromkeys(_experts_of(p.topology) for p in _ranked(found)))[:_MESHES]
+            look_at(t for t in every if _is_cut(t) and (not meshes or _experts_of(t) in meshes))
             # A ring sends more, and holds fewer keys and values.
-            if not topologies and not found[-1].fits and topology.size_over(TOKENS) > 1 and not topology.ring:
-                waiting.append(dataclasses.replace(topology, ring=True))
+            tight = [prediction.topology for prediction in found if not prediction.fits]
+            look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
     if not found:
         name, why = left_out[0]
         raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
-    ranked = sorted(found, key=lambda p: (not p.fits, p.time_s if p.fits else p.memory_bytes))
-    return Choice(tuple(ranked), tuple(left_out))
+    return Choice(tuple(_ranked(found)), tuple(left_out))
+
+
+def _ranked(found: Iterable[Prediction]) -> list[Prediction]:
+    return sorted(found, key=lambda p: (not p.fits, p.time_s if p.fits else p.memory_bytes))
+
+
+def _is_cut(topology: Topology) -> bool:
+    """Whether tokens of a sequence are on several ranks inside attention."""
+    return topology.size_over(TOKENS) > 1
+
+
+def _experts_of(topology: Topology) -> tuple[int, int, bool]:
+    return topology.ep, topology.etp, topology.two_stage
 
 
 def all_topologies(problem: Problem) -> Iterator[Topology]:
