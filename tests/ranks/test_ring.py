@@ -85,7 +85,7 @@ def _off(size: int, window: int, options: dict[str, Any], is_balanced: bool) -> 
         for _ in range(size):
             every_rank, passing = every_rank + passing, pass_on(passing, axis)
         pairs.append((every_rank, whole[2].grad))
-    worst = max(float((a - b).abs().max()) for a, b in pairs)
+    worst = float(torch.stack([(a - b).detach().abs().max() for a, b in pairs]).max())  # nan, if one is
     return worst, sum(part.mask is None for of_step in parts for part in of_step)
 
 

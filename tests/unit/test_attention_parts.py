@@ -72,7 +72,8 @@ def both(
     leaves = [tensor for tensor in given if tensor is not None]
     ours = torch.autograd.grad((found * weights).sum(), leaves)
     theirs = torch.autograd.grad((expected * weights).sum(), leaves)
-    return max(float((a - b).detach().abs().max()) for a, b in zip((found, *ours), (expected, *theirs), strict=True))
+    off = [(a - b).detach().abs().max() for a, b in zip((found, *ours), (expected, *theirs), strict=True)]
+    return float(torch.stack(off).max())  # nan, if one is
 
 
 WHOLE = np.arange(37)
@@ -149,6 +150,12 @@ def test_slices_are_found_in_masks() -> None:
     ]
     window = list(groups_of(Seen.of_mask(documents(32, window=6), np.arange(32))))
     assert window == [(slice(0, 6), [(slice(0, 6), True)]), (slice(6, 32), None)]
+    ends = np.repeat([3, 5], 4)
+    same_start = Seen(np.zeros(8, dtype=int), ends, ends + 1, np.full(8, -1))
+    assert list(groups_of(same_start)) == [
+        (slice(0, 4), [(slice(0, 4), False)]),
+        (slice(4, 8), [(slice(0, 6), False)]),
+    ]
     assert list(groups_of(Seen.of_mask(torch.zeros(9, 4, dtype=torch.bool), np.arange(9)))) == []
 
 
