@@ -145,7 +145,7 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     "mean_of_means": Fault(
         "an evaluated loss is a mean over all tokens",
         _EVALUATE,
-        "sums[0] += loss\n            sums[1] += count(objective, batch)\n",
+        "sums[0] += loss\n            sums[1] += count(objective, batch) * mesh.is_counted\n",
         "sums[0] += loss / count(objective, batch)\n            sums[1] += 1\n",
         _LOSS,
     ),

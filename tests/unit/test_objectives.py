@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     torch.manual_seed(1)
     made = Model()
     monkeypatch.setattr(losses, "_forward", lambda model, *_: model.logits)
+    state = SimpleNamespace(pipeline=SimpleNamespace(is_last=True, earlier=list))  # one process has all layers
+    for module in (losses, objectives):
+        monkeypatch.setattr(module, "runtime", lambda _: state)
     return made
 
 
