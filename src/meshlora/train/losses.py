@@ -234,12 +234,11 @@ def _held(model: Any, batch: Batch) -> Batch:
 def _before_last(model: Any, batch: Batch) -> Tensor | None:
     """`[]`, 0: the loss of a stage before the last, after its forward. None: the one that runs next is the last."""
     state = runtime(model)
-    inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
-    inputs |= further_inputs(model, batch.more)
 
     def run() -> Tensor:
+        inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
         state.context.next(batch.order)
-        model(**inputs)
+        model(**inputs, **further_inputs(model, batch.more))
         return state.pipeline.signal()
 
     for _ in state.pipeline.earlier():
