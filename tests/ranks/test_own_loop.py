@@ -13,7 +13,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from peft import LoraConfig
 
+import meshlora
+from meshlora.comm.collectives import all_reduce_sum
+from meshlora.common.errors import UserError
+from meshlora.data import share
 from meshlora.oracle.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks.forked import Forked
@@ -88,6 +94,55 @@ def test_own_loop_saves_the_adapter_of_one_process(
     assert len(losses) == 3
     assert run(tmp_path / "adapter", topology, world=2) == losses
     worst = compare_adapters(tmp_path / "adapter", adapter)
+    assert worst.relative <= LIMIT, worst
+
+
+def _steps(topology: str, out: Path) -> list[float]:
+    """Body of a rank: a loop with `language_model_loss`, of padded and of packed rows; the mean losses."""
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    model = meshlora.load(str(ROOT / "examples/tiny_base"), lora=lora, topology=topology, dtype="float64").train()
+    mesh = model.meshlora.mesh
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    numbers = torch.Generator().manual_seed(0)
+    losses = []
+    for step in range(2):
+        rows = share([0, 1, 2, 3], dp_rank=mesh.dp.rank, dp_size=mesh.dp.size, micro_batch_size=2)
+        drawn = torch.randint(3, 200, (4, 24), generator=numbers)
+        documents = torch.cat([torch.arange(13), torch.arange(11)]) if step else torch.arange(24)
+        loss_sum, num_tokens = torch.zeros(1, dtype=torch.float64), 0
+        for part in rows:
+            ids = drawn[part]
+            labels = torch.where(documents.roll(-1) == 0, -100, ids.roll(-1, 1))
+            position_ids = documents.expand_as(ids) if step else None
+            mask = None if step else torch.ones_like(ids)
+            with meshlora.lift():
+                loss = meshlora.language_model_loss(model, ids, mask, labels, position_ids=position_ids)
+            loss.backward()
+            loss_sum, num_tokens = loss_sum + loss.detach(), num_tokens + int((labels != -100).sum())
+        total = meshlora.finish_gradients(model, num_tokens=num_tokens)
+        meshlora.clip_gradients(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(all_reduce_sum(loss_sum, mesh.data)) / total)
+    meshlora.save_adapter(model, str(out))
+    ids = torch.randint(3, 200, (1, 6), generator=numbers)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+    assert whole.shape[:2] == ids.shape
+    if mesh.cp.size > 1:
+        with pytest.raises(UserError, match="a forward with gradients of whole sequences on cp=2"):
+            model(input_ids=ids, use_cache=False)
+    return losses
+
+
+def test_a_loop_of_ones_own_on_cut_sequences_is_that_of_one_process(
+    pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Each cp rank is given the same rows and counts; the loss is of its own tokens."""
+    (alone,) = pools(1).run(_steps, "", tmp_path / "alone")
+    found = pools(2).run(_steps, "cp=2", tmp_path / "cut")
+    assert found[0] == found[1] == pytest.approx(alone, rel=1e-12)
+    worst = compare_adapters(tmp_path / "cut", tmp_path / "alone")
     assert worst.relative <= LIMIT, worst
 
 

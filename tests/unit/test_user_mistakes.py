@@ -155,6 +155,21 @@ MISTAKES: dict[str, Case] = {
     "topology_whose_experts_do_not_fit_the_ranks": case(
         setting("topology", "dp=2,ep=3"), "ep*etp=3", "must divide dp*tp", "use ep*etp in {1, 2}"
     ),
+    "ring_without_cp": case(setting("topology", "tp=2,ring"), "ring with cp=1", "raise cp"),
+    "cp_with_another_attention": case(
+        several(setting("topology", "cp=2"), setting("model.attn_implementation", "flex_attention")),
+        "attn_implementation=flex_attention on cp=2",
+        "attend by sdpa or eager",
+        "use attn_implementation=sdpa",
+    ),
+    "cp_of_a_family_that_numbers_tokens": case(
+        several(
+            setting("topology", "cp=2"), lambda s: s.family("llama4_text"), setting("lora.target_modules", ["q_proj"])
+        ),
+        "llama4_text",
+        "itself numbers the tokens",
+        "use dp, tp and sp",
+    ),
     "dp_shard_without_dp": case(setting("topology", "tp=2,dp_shard"), "dp_shard with dp=1", "raise dp"),
     "unknown_quantization": case(
         setting("model.quantization", "nf5"), "model.quantization", "'nf5'", "'fp8' or 'keep'"
@@ -198,6 +213,9 @@ TRAIN_MISTAKES: dict[str, Case] = {
         "3 were started",
     ),
     "processes_that_tp_does_not_divide": case(lambda s: setattr(s, "nproc", 3), "tp=2", "3 processes", "tp in {1, 3}"),
+    "cp_that_does_not_divide_the_processes": case(
+        several(setting("topology", "cp=3"), lambda s: setattr(s, "nproc", 4)), "cp*tp=3", "4 processes", "{1, 2, 4}"
+    ),
     "no_process": case(lambda s: setattr(s, "nproc", 0), "--nproc 0", "at least 1"),
 }
 

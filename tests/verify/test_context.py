@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshlora.common.errors import UnsupportedError
+from meshlora.config.objective import Classify
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 
@@ -87,3 +88,8 @@ def test_other_ways_to_see_tokens_are_refused_by_name(family: str, module: str) 
 def test_families_that_need_all_tokens_of_a_sequence_are_refused_by_name(family: str, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         prepare_proof(Request(family=family, topologies=("cp=2",)))
+
+
+def test_a_head_that_takes_whole_texts_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="its head takes whole texts"):
+        prepare_proof(Request(family="llama", topologies=("cp=2",), objective=Classify(num_labels=3)))

@@ -32,11 +32,11 @@ from transformers.masking_utils import causal_mask_function
 from meshlora.comm.collectives import gather_each_to_each
 from meshlora.comm.groups import Axis
 from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.transfer import to_device
 from meshlora.layers.attention_parts import How, Part, Seen, attend, groups_of, has_kernel
+from meshlora.plan.rules import CONTEXT_ATTENTIONS
 
-IMPLEMENTATIONS = ("sdpa", "eager")
 _OURS = "meshlora-"
 
 # Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
@@ -456,7 +456,7 @@ def _compare(module: Any, call: Any, query: Tensor, pair: Tensor, how: How, kwar
 
 
 def _register() -> None:
-    for name in IMPLEMENTATIONS:
+    for name in CONTEXT_ATTENTIONS:
         make = AttentionMaskInterface()[name]
         AttentionInterface.register(_OURS + name, functools.partial(_attention, name))
         AttentionMaskInterface.register(_OURS + name, lambda make=make, **given: RowsOfMask(make, given))
@@ -465,18 +465,22 @@ def _register() -> None:
 _register()
 
 
-def hold_context(model: Any, layers: nn.ModuleList, context: ContextCut, *, parents: Sequence[nn.Module]) -> None:
-    """Let the decoder `layers` of `model` attend over all cp ranks. parents: the modules around them.
-
-    Raises:
-        UnsupportedError: its attention implementation is none of `IMPLEMENTATIONS`.
-    """
-    base = compat.attention_of(model.config.get_text_config())
-    if base not in IMPLEMENTATIONS:
-        raise UnsupportedError(
-            f"cp with attn_implementation={base}", f"it is shown for {' and '.join(IMPLEMENTATIONS)}", "use one of them"
+def _begin(context: ContextCut) -> None:
+    """A forward of a user's own is whole, which gradients must not be: each rank would have them of all tokens."""
+    context.begin()
+    if context.held is None and torch.is_grad_enabled():
+        raise UserError(
+            f"a forward with gradients of whole sequences on cp={context.axis.size}",
+            "each cp rank would have the gradients of all tokens, and they are summed",
+            "use meshlora.language_model_loss, or torch.no_grad() for logits alone",
         )
-    model.register_forward_pre_hook(lambda *_: context.begin(), prepend=True)
+
+
+def hold_context(model: Any, layers: nn.ModuleList, context: ContextCut, *, parents: Sequence[nn.Module]) -> None:
+    """Let the decoder `layers` of `model` attend over all cp ranks. parents: the modules around them."""
+    base = compat.attention_of(model.config.get_text_config())
+    assert base in CONTEXT_ATTENTIONS, base
+    model.register_forward_pre_hook(lambda *_: _begin(context), prepend=True)
     for module in (*parents, *layers.modules()):
         module.meshlora_context = context  # type: ignore[assignment]
         if (config := getattr(module, "config", None)) is not None:

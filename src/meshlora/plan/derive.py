@@ -28,7 +28,7 @@ from meshlora.plan.families.mixers import Mixer, mixer_of
 from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
+from meshlora.plan.rules import CONTEXT_ATTENTIONS, Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora.plan.stages import with_stages
 from meshlora.plan.topology import TOKENS, Topology, divisors, set_of
 
@@ -167,6 +167,13 @@ class _Planner:
         attentions, recurrent = list[str](), dict[str, tuple[str, ...]]()
         if topology.size_over(TOKENS) == 1:
             return (), {}
+        implementation = compat.attention_of(self.config.get_text_config())
+        if implementation not in CONTEXT_ATTENTIONS:
+            raise UnsupportedError(
+                f"attn_implementation={implementation} on {topology}",
+                "cut sequences attend by sdpa or eager",
+                f"use attn_implementation={CONTEXT_ATTENTIONS[0]}",
+            )
         known = set()
         for index, layer in enumerate(self.layers):
             for path, module in layer.named_modules():

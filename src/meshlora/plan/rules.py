@@ -31,6 +31,9 @@ from meshlora.common.tasks import CAUSAL, HEADS
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.topology import FEATURES, LAYERS, Topology, copies_axis
 
+# The attention implementations of transformers that work on cut sequences.
+CONTEXT_ATTENTIONS = ("sdpa", "eager")
+
 
 class Domain(StrEnum):
     """Which tokens and which gradient terms a tp rank sees of a module that is whole on every rank."""
