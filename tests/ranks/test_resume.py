@@ -97,6 +97,8 @@ def test_on_the_same_topology_every_bit_is_that_of_the_run_that_was_not_stopped(
     [
         ("tp=2,sp", "dp=2"),
         ("tp=2,sp", "pp=2"),
+        pytest.param("tp=2,sp", "cp=2", marks=pytest.mark.proof),
+        pytest.param("cp=2", "", marks=pytest.mark.proof),
         pytest.param("pp=2", "cp=2", marks=pytest.mark.proof),
         pytest.param("pp=2", "", marks=pytest.mark.proof),
         pytest.param("", "dp=2,tp=2,sp", marks=pytest.mark.proof),

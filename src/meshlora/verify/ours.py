@@ -42,7 +42,7 @@ from meshlora.oracle.replay import after_step, at_step, routed
 from meshlora.oracle.saved import FRESH, LAST
 from meshlora.oracle.trace import Trace
 from meshlora.plan.budget import first_forwards_budget, micro_batch_budget, step_budget
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import TOKENS, Topology
 from meshlora.train import trainer as trainer_module
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.checkpoint.manifest import Saved
@@ -276,6 +276,9 @@ def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes:
     # Unlike a summed loss, log-probabilities recompute the logits in the backward.
     if plan.topology.tp > 1 and not isinstance(objective, Sft):
         budget += Counter({("backward", "allgather"): micro_batches})
+    # And each cp rank needs those of all tokens of its rows.
+    if plan.topology.size_over(TOKENS) > 1 and not isinstance(objective, Sft):
+        budget += Counter({("loss", "allgather"): micro_batches, ("backward", "reducescatter"): micro_batches})
     # Features for the first layers are cut under sp, so that their gradient is gathered.
     features = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     budget += Counter({("backward", "allgather"): micro_batches * len(features) * plan.topology.sp})
