@@ -448,6 +448,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "keys and values that pass by": (
+        {"family": "llama", "topologies": ("cp=3,ring",)},
+        {
+            "ring_parts_of_own_tokens": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
+            "ring_parts_added_up": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
+            "ring_gradients_of_own_queries": ("backward", "model.layers.1.self_attn.v_proj", ""),
+        },
+    ),
     "a frozen base in few bits": (
         {"family": "llama", "topologies": ("tp=2",), "quantization": "fp8"},
         {

@@ -22,6 +22,7 @@ from meshlora.verify.faults import (
     images,
     objectives,
     optimizer,
+    ring,
     runs,
     shards,
     stages,
@@ -67,6 +68,7 @@ _THEMES = (
     dropout,
     experts,
     objectives,
+    ring,
     runs,
 )
 MUTATIONS: dict[str, Mutation] = {

@@ -1,0 +1,35 @@
+"""Faults of the ring: whose keys a part is of, how parts are merged, gradients of keys that have passed by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora.layers import attention_parts
+from meshlora.layers.attention_parts import Part
+from meshlora.layers.context import RowsOfMask
+from meshlora.verify.faults.fault import after, around, instead_of
+
+
+@after(RowsOfMask, "parts", needs="ring")
+def ring_parts_of_own_tokens(result: list[list[Part]], *_: Any, **__: Any) -> list[list[Part]]:
+    """keys that pass by are seen through the mask of their own positions"""
+    return [result[0]] * len(result)
+
+
+@instead_of(attention_parts, "_add", needs="ring")
+def ring_parts_added_up(out: Tensor, lse: Tensor, part: Part, part_out: Tensor, part_lse: Tensor) -> None:
+    """parts are merged by the logarithms of their sums of exponentials"""
+    where = part.rows, slice(None), part.queries
+    out[where] += part_out
+    lse[where] = torch.logaddexp(lse[where], part_lse)
+
+
+@around(attention_parts._Backward, "through", needs="ring")
+def ring_gradients_of_own_queries(original: Any, self: Any, pair: Tensor, parts: Any) -> Tensor:
+    """keys and values get the gradients of the queries of all ranks that they have passed"""
+    found: Tensor = original(self, pair, parts)
+    passed, self.has_passed = getattr(self, "has_passed", False), True
+    return found * 0 if passed else found
