@@ -98,9 +98,9 @@ def _held(topology: str) -> dict[str, Any]:
         held_when_read.append(held())
         return read_local(*args)
 
-    def parallelizing(model: Any, *args: Any, **options: Any) -> None:
+    def parallelizing(model: Any, *args: Any, **options: Any) -> Any:
         seen.append(model)
-        parallelize(model, *args, **options)
+        return parallelize(model, *args, **options)
 
     parallelize = api.parallelize
     with pytest.MonkeyPatch.context() as patch:

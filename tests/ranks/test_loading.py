@@ -16,7 +16,7 @@ from meshlora.comm import groups
 from meshlora.loading import load
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import Topology, axis_sets
 from tests.pool import Pool
 from tests.ranks.memory import growth_of_peak, in_a_process_of_its_own, model_of_zeros
 from tests.twins import make_batches
@@ -29,7 +29,7 @@ def _grown_and_shard(folder: Path, tp: int, dtype: str) -> tuple[int, int]:
         return groups.Axis(size, 0, tuple(range(size)), None)
 
     topology = Topology(tp=tp)
-    axes = {frozenset({"dp"}): axis(1), frozenset({"tp"}): axis(tp), frozenset({"dp", "tp"}): axis(tp)}
+    axes = {names: axis(topology.size_over(names)) for names in axis_sets((), has_experts=False)}
     # Everything but weights is imported and warm before the measurement starts.
     make_blueprint(AutoConfig.from_pretrained(folder), topology, BaseOptions(dtype="float32"))
     with mock.patch.object(load, "open_mesh", return_value=groups.Mesh(topology, 0, torch.device("cpu"), axes)):
