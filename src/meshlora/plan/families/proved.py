@@ -69,13 +69,24 @@ _REFUSED_CONTEXT = {
     "recurrent_gemma": "its recurrent units see earlier tokens by a state of their own",
 }
 
+# Families that need, beside the residual stream, what another stage has.
+_REFUSED_STAGES = {
+    **dict.fromkeys(
+        ("falcon_h1", "falcon_mamba", "llama4_text", "mamba", "mamba2", "xlstm"),
+        "its code reads weights of layers, or of the embedding, where other stages have them",
+    ),
+    "nanochat": "its last norm runs before the layers too",
+    "openai-gpt": "its layers share an activation",
+    "rwkv": "its layers pass a state on beside the residual stream",
+}
+
 
 def check_family(model: Any, topology: Topology) -> None:
     """Refuse families that no proof can make right. `model` may be on the meta device.
 
     Raises:
         UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
-            `_REFUSED_SPLIT` or `_REFUSED_CONTEXT`.
+            `_REFUSED_SPLIT`, `_REFUSED_CONTEXT` or `_REFUSED_STAGES`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
@@ -85,6 +96,8 @@ def check_family(model: Any, topology: Topology) -> None:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
     if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
+    if topology.size_over(LAYERS) > 1 and config.model_type in _REFUSED_STAGES:
+        raise UnsupportedError(f"{what} on {topology}", _REFUSED_STAGES[config.model_type], "use pp=1")
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
         raise UnsupportedError(
             "slow_but_exact", "it slices a weight past its adapter", "set it to false in config.json"
