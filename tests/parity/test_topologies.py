@@ -72,6 +72,10 @@ def test_low_precision_stays_within_the_references_own_rounding(
                 (("pp=2,dp=2",), {"family": "llama", "objective": PROVED["policy"]}),
                 (("pp=2,interleave=2", "pp=2,dp=2,interleave=2"), {"family": "llama"}),
                 (("pp=2", "pp=2,tp=2,sp,interleave=2"), {"family": "qwen3_moe"}),
+                (("pp=2,dp=2,ep=2", "pp=2,tp=2,sp,ep=2", "pp=2,tp=2,sp,etp=2"), {"family": "qwen3_moe"}),
+                (("pp=2,dp=2,dp_shard",), {"family": "llama"}),
+                (("pp=2", "pp=2,tp=2,sp,interleave=2"), {"family": "llama", "recompute": True}),
+                (("pp=2,tp=2,sp",), {"family": "llama", "quantization": "mxfp4"}),
                 (("pp=2",), {"family": "llama", "adapters": 2}),
                 (("pp=2",), {"family": "gemma2"}),
             )

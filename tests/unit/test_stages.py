@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from peft import LoraConfig
 
+import meshlora
+from meshlora.adapter.plan import plan_adapter
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import general_rules
@@ -18,8 +21,8 @@ from meshlora.train.schedule import one_forward_one_backward
 from tests.blueprints import build_meta
 
 
-def _plan(topology: str) -> ModelPlan:
-    _, plan = build_meta(twin_config("llama", tp=2), Topology.parse(topology), dtype=torch.float32)
+def _plan(topology: str, **sizes: int) -> ModelPlan:
+    _, plan = build_meta(twin_config("llama", tp=2, **sizes), Topology.parse(topology), dtype=torch.float32)
     return plan
 
 
@@ -106,5 +109,17 @@ def test_what_is_not_proved_with_stages_is_refused() -> None:
         Topology(interleave=2)
     with pytest.raises(UserError, match=r"each stage needs a layer.*at most 2 stages"):
         _plan("pp=3")
-    with pytest.raises(UnsupportedError, match=r"a sharded base on pp=2,dp=2,dp_shard.*pp=1"):
-        _plan("pp=2,dp=2,dp_shard")
+    with pytest.raises(
+        UnsupportedError, match=r"meshlora.load on pp=2: it is not proved with stages of layers; use pp=1"
+    ):
+        meshlora.load(twin_config("llama", tp=2), topology=Topology(pp=2))
+    with pytest.raises(UnsupportedError, match=r"a sharded base on pp=2,dp=2,interleave=2,dp_shard"):
+        _plan("pp=2,dp=2,dp_shard,interleave=2", num_hidden_layers=4)
+    model, plan = build_meta(twin_config("llama", tp=2), Topology(pp=2), dtype=torch.float32)
+    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[0])
+    with pytest.raises(UnsupportedError, match=r"trains nothing in layers 1 to 1: each stage.*fewer stages"):
+        plan_adapter(model, plan, lora)
+    model, plan = build_meta(twin_config("gemma2", tp=2), Topology(pp=2), dtype=torch.float32)
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    with pytest.raises(UnsupportedError, match=r"training model.embed_tokens.weight, tied, on pp=2"):
+        plan_adapter(model, plan, lora)

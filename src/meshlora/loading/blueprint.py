@@ -38,7 +38,6 @@ from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import KEEP, KINDS, with_quantization
 from meshlora.plan.rules import ModelPlan, Packing
-from meshlora.plan.stages import check_options
 from meshlora.plan.topology import Topology
 
 DTYPES = {
@@ -197,7 +196,6 @@ def _kept(source: Path | None, model: Any, packing: Mapping[str, Any] | None) ->
 
 def _split(model: Any, topology: Topology, quantization: str | None, kept: Mapping[str, Packing]) -> ModelPlan:
     plan = with_quantization(plan_model(model, topology), quantization, kept)
-    check_options(topology, {f"quantization {quantization}": quantization is not None})
     check_library(packing.kind for packing in plan.quantized.values())
     check_units(model, plan)
     return plan

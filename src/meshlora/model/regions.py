@@ -12,6 +12,7 @@ transformers' attention reads batch and sequence from the shape.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gat
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.compat import cut_deepstack, without_fused_projection
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.layers.context import ContextCut, hold_context
+from meshlora.layers.context import ContextCut, HeldTokens, hold_context
 from meshlora.layers.early_a import pack, unpack
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.passed_states import pass_states
@@ -91,6 +92,9 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         if plan.holds(f"{plan.layers}.0"):
             map_input(layers[0], "the first decoder layer", lambda x: own(x) if pipeline.stage == 0 else x)
         pipeline.enter = own
+        pipeline.noted = lambda: functools.partial(
+            _known_again, cut, context, cut.batch_size, cut.seq_len, context.held
+        )
         cut_deepstack(model, own)
     if not plan.has_last_stage:
         return context
@@ -109,6 +113,10 @@ def sees_all(config: Any) -> bool:
     text = config.get_text_config()
     types = getattr(text, "layer_types", None)
     return "full_attention" in types if types else not getattr(text, "sliding_window", None)
+
+
+def _known_again(cut: TokenCut, context: ContextCut, batch_size: int, seq_len: int, held: HeldTokens | None) -> None:
+    cut.batch_size, cut.seq_len, context.held = batch_size, seq_len, held
 
 
 def install_context(model: nn.Module, plan: ModelPlan, layers: nn.ModuleList, context: ContextCut) -> None:

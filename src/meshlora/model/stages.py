@@ -36,12 +36,15 @@ class Pipeline:
     Attributes:
         stage: the one that runs: the last of this rank outside of `at`.
         enter: cuts the residual stream `[B, S, H]` to what a rank has of it between layers.
+        noted: notes what borders know of the forward that has run; calling the result lets them know it again, for a
+            backward that computes layers again after later forwards.
     """
 
     def __init__(self, mesh: Mesh, plan: ModelPlan) -> None:
         self.mesh, self.plan = mesh, plan
         self.stage, self._is_chosen = plan.own_stages[-1], False
         self.enter: Callable[[Tensor], Tensor] = lambda x: x
+        self.noted: Callable[[], Callable[[], None]] = lambda: lambda: None
         self._signal: Tensor | None = None
         self._shape: tuple[int, ...] = ()
         for channel in mesh.channels.in_order:

@@ -72,7 +72,8 @@ class Capture:
         self.micro_batches: list[MicroBatchCapture] = []
         self.is_forward = False
         self._calls: Counter[str] = Counter()
-        self._without_graph: set[str] = set()
+        # Of each micro-batch, as it may be followed by the forwards of others before its backward.
+        self._without_graphs: dict[int, set[str]] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> Capture:
@@ -104,10 +105,19 @@ class Capture:
         held = held if held is None else copy(held)
         if self.number is None or self.number >= len(self.micro_batches):
             self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs), held))
+            self._without_graphs[id(self.micro_batches[-1])] = set()
         self._current = self.micro_batches[-1 if self.number is None else self.number]
         self.is_forward = True
         self._calls.clear()
-        self._without_graph.clear()
+
+    def again(self, number: int) -> None:
+        """The backward of micro-batch `number` begins, in which its layers may run again."""
+        self._current, self.is_forward = self.micro_batches[number], False
+
+    @property
+    def _without_graph(self) -> set[str]:
+        """Of the running micro-batch: modules whose forward had no graph."""
+        return self._without_graphs.setdefault(id(self._current), set())
 
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -33,8 +33,8 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
     check_options(
         topology,
         {
-            "a sharded base": topology.dp_shard,
-            "ep or etp": topology.ep * topology.etp > 1,
+            # A layer is gathered where it passes on what another stage computes, too.
+            "a sharded base": topology.dp_shard and topology.interleave > 1,
             f"a model for {plan.task}": not plan.has_vocabulary,
             f"a composite ({type(model).__name__})": bool(plan.text),
         },

@@ -123,7 +123,6 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
     check_options(
         topology,
         {
-            f"train.recompute={train.recompute}": train.recompute != "none",
             "train.routing_record": train.routing_record is not None,
             "train.routing_replay": train.routing_replay is not None,
             f"train.sample_every={train.sample_every}": train.sample_every > 0,

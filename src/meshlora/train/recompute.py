@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from meshlora.adapter.attach import runtime
 from meshlora.common.compat import checkpoint_with
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import is_lifted, lift
@@ -38,7 +39,10 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
     every = _every(recompute)
     if not every:
         return
-    for number, layer in enumerate(decoder_layers(model)[1]):
+    name, layers = decoder_layers(model)
+    for number, layer in enumerate(layers):
+        if not runtime(model).plan.holds(f"{name}.{number}"):
+            continue
         layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
         checkpoint_with(layer, _checkpointed)
 

@@ -145,7 +145,7 @@ class Trainer:
 
     def _run(self, batches: Sequence[MicroBatch], sums: StepSums) -> None:
         """Forward and backward of all micro-batches of a step, in the order of this stage."""
-        pp, pipeline, waiting = self.mesh.pp, runtime(self.model).pipeline, dict[tuple[int, int], list[Tensor]]()
+        pp, pipeline, waiting = self.mesh.pp, runtime(self.model).pipeline, dict[tuple[int, int], Any]()
         order = one_forward_one_backward(
             len(batches), rank=pp.rank, size=pp.size, interleave=self.mesh.topology.interleave
         )
@@ -154,9 +154,12 @@ class Trainer:
             # In the backward too: recomputation runs forwards in it.
             with self.masks(self._training, micro), pipeline.at(stage):
                 if not is_forward:
-                    self._backward(waiting.pop((number, stage)))
+                    losses, know_again = waiting.pop((number, stage))
+                    know_again()
+                    self._backward(number, losses)
                     continue
-                waiting[number, stage], found = self._forward(number, micro, is_only=len(batches) == 1)
+                losses, found = self._forward(number, micro, is_only=len(batches) == 1)
+                waiting[number, stage] = losses, pipeline.noted()
             if stage != pipeline.stage:  # the others have neither loss nor tokens of their own
                 continue
             for own, (loss, reported) in zip(micro.owners, found, strict=True):
@@ -250,8 +253,8 @@ class Trainer:
             scaled = [self._training[0].scaled(found[0][0] + term)]
         return scaled, [(loss.detach(), reported) for loss, reported in found]
 
-    def _backward(self, losses: list[Tensor]) -> None:
-        """Backward of one micro-batch."""
+    def _backward(self, number: int, losses: list[Tensor]) -> None:
+        """Backward of micro-batch `number`."""
         torch.autograd.backward(losses)
 
     def _losses(self, micro: MicroBatch, base: Tensor | None) -> list[tuple[Tensor, Sums]]:

@@ -249,9 +249,10 @@ def _in_phases(counter: CollectiveCounter, capture: Capture) -> list[Any]:
         counter.phase = "backward"
         return found
 
-    def counted_backward(*args: Any) -> None:
+    def counted_backward(self: Trainer, number: int, losses: list[Tensor]) -> None:
         counter.phase = "backward"
-        backward(*args)
+        capture.again(number)
+        backward(self, number, losses)
 
     def numbered_forward(self: Trainer, number: int, *args: Any, **rest: Any) -> Any:
         capture.number = number

@@ -56,7 +56,6 @@ from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import KEEP, TWIN_BLOCKS
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.stages import check_options
 from meshlora.plan.topology import SEQUENCES, Topology, divisors
 from meshlora.text.processor import load_processor
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
@@ -276,8 +275,6 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     model = request.model if request.quantization == KEEP and request.model is not None else config
     base = make_blueprint(model, given[0] if given else Topology(), options, request.objective)
     check_recompute(base.model, "full" if request.recompute else "none")
-    for topology in given:
-        check_options(topology, {"--recompute": request.recompute})
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)

@@ -185,14 +185,13 @@ def earlier_micro_batches_dropped(original: Any, self: Trainer, *args: Any, **re
 
 
 @around(Trainer, "_backward", needs="four_micro_batches")
-def fourth_micro_batch_dropped(original: Any, self: Trainer, losses: list[Tensor]) -> None:
+def fourth_micro_batch_dropped(original: Any, self: Trainer, number: int, losses: list[Tensor]) -> None:
     """the gradient of a step is the sum over all of its micro-batches"""
-    number = vars(self)["backwards"] = vars(self).get("backwards", 0) + 1
-    if number < 4:
-        original(self, losses)
+    if number < 3:
+        original(self, number, losses)
         return
     factors = active_factors(self.model)
     before = [None if f.parameter.grad is None else f.parameter.grad.clone() for f in factors]
-    original(self, losses)
+    original(self, number, losses)
     for factor, gradient in zip(factors, before, strict=True):
         factor.parameter.grad = gradient
