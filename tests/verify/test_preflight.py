@@ -220,6 +220,8 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
         ("dp=64", "dp=2"),
         ("dp=64,dp_shard", "dp=2,dp_shard"),
         ("dp=64,tp=8,dp_shard", "dp=2,tp=8,dp_shard"),
+        ("dp=2,cp=8,tp=2,sp", "dp=2,cp=2,tp=2,sp"),
+        ("cp=16,ring", "cp=3,ring"),
         ("dp=64,tp=2,ep=16", "dp=4,tp=2,ep=4"),  # with ep=2 experts would be summed over the same ranks as the rest
         ("dp=32,ep=8,etp=2", "dp=8,ep=2,etp=2"),
         ("dp=4,tp=4,sp,ep=4,etp=4,two-stage", "dp=2,tp=4,sp,ep=2,etp=4,two-stage"),

@@ -151,19 +151,21 @@ class StandIn:
 def provable(topology: Topology) -> Topology:
     """`topology`, or if it is too large for a machine, a smaller one that keeps as many of its features as possible.
 
-    It shrinks dp and the axes of experts; features are axes of more than one rank, and experts with other dp groups.
+    It shrinks dp, cp and the axes of experts; features are axes of more than one rank, and experts with dp groups of
+    their own.
     """
     interleave = min(topology.interleave, 2)
     if topology.world <= _MOST_RANKS:
         return dataclasses.replace(topology, interleave=interleave)
     topology = dataclasses.replace(topology.with_stages(min(topology.size_over(LAYERS), 2)), interleave=interleave)
-    others = topology.world // topology.dp
     least = min(2, topology.dp)  # a sum over one rank proves nothing
+    cp = min(3 if topology.ring else 2, topology.cp)  # in a ring of two each is the next and the one before
+    others, of_stage = (ranks // (topology.dp * topology.cp) * cp for ranks in (topology.world, topology.per_stage))
     smaller = [
-        dataclasses.replace(topology, dp=dp, ep=ep, etp=etp)
+        dataclasses.replace(topology, dp=dp, cp=cp, ep=ep, etp=etp)
         for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp))
         for dp in range(least, max(least, _MOST_RANKS // others, ep * etp) + 1)
-        if dp * topology.per_stage // topology.dp % (ep * etp) == 0
+        if dp * of_stage % (ep * etp) == 0
     ]
     wanted = features_of_topology(topology)
 
