@@ -62,10 +62,15 @@ def as_wanted(name: str, note: str) -> TensorResult:
 def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
     """`pieces` as copies of a whole, or their sum as terms of one: whichever is nearer. They are far apart.
 
-    Inside a region a gradient is one term per rank, unless the following operation has already left the region.
+    Inside a region a gradient is one term per rank, unless the following operation has already left the region. Before
+    the first layer it is one term per cp rank, and the same on all tp ranks: each of these has a sum of its own.
     """
+    by_tp: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        by_tp.setdefault(piece.copy[1:], []).append(piece)
+    each = [Piece(0, copy, assembled(own, whole, adds=True)) for copy, own in by_tp.items()]
     total = [Piece(0, (), assembled(pieces, whole, adds=True))]
-    return min((pieces, total), key=lambda found: relative(found, whole))
+    return min((pieces, each, total), key=lambda found: relative(found, whole))
 
 
 def relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:

@@ -316,6 +316,9 @@ def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
 def _facts(model: Any) -> dict[str, str]:
     plan = runtime(model).plan
     regions = {r.name: "split region" if r.is_split else "whole region" for r in plan.regions}
+    for mixer in (*plan.attentions, *plan.recurrent):
+        for owner in [name for name in regions if f"{mixer}.".startswith(f"{name}.")]:
+            regions[owner] += " that mixes tokens of several ranks"
     experts = {name: f"expert {rule.split}" for name, rule in plan.projections.items()}
     return regions | {name: str(rule.split) for name, rule in plan.linears.items()} | experts
 
