@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "llama dp=2 packing": {**_LLAMA, "topologies": ("dp=2",), "packing": True},
     "llama dp=2 dpo": {**_LLAMA, "topologies": ("dp=2",), "objective": PROVED["dpo"]},
     "qwen3 tp=2,sp policy": {"family": "qwen3", "topologies": ("tp=2,sp",), "objective": PROVED["policy"]},
+    "llama cp=2": {**_LLAMA, "topologies": ("cp=2",)},
+    "llama cp=2 packing": {**_LLAMA, "topologies": ("cp=2",), "packing": True},
+    "llama cp=2,ring": {**_LLAMA, "topologies": ("cp=2,ring",)},
+    "qwen3 cp=2 dpo": {"family": "qwen3", "topologies": ("cp=2",), "objective": PROVED["dpo"]},
     "llama dp=2,dp_shard": {**_LLAMA, "topologies": ("dp=2,dp_shard",)},
     "llama tp=2 DoRA, LoRA+": {
         "family": "llama",
@@ -80,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama tp=2 nf4": {"family": "llama", "topologies": ("tp=2",), "quantization": "nf4"},
     "qwen3_moe tp=2,sp,ep=2": {"family": "qwen3_moe", "topologies": ("tp=2,sp,ep=2",)},
+    "qwen3_moe cp=2,ep=2": {"family": "qwen3_moe", "topologies": ("cp=2,ep=2",)},
     "qwen3_moe tp=2,sp,etp=2 shared": {
         "family": "qwen3_moe",
         "topologies": ("tp=2,sp,etp=2",),

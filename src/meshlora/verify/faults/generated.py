@@ -37,7 +37,7 @@ _PAIRS_OF_OPERATORS = ((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast
 _COMPUTED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_OPERATORS for one, other in ((a, b), (b, a))}
 _COMPUTED |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
 _NAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_AXES = {"tp": "dp", "dp": "tp", "ep": "etp", "etp": "ep", "edp": "dp", "rank": "size"}
+_AXES = {"tp": "dp", "dp": "tp", "cp": "tp", "ep": "etp", "etp": "ep", "edp": "dp", "rank": "size"}
 # Changes that mostly preserve shapes and types and so do not crash: the silent faults are among them.
 KEEPING = ("compare", "operator", "lost", "bool", "unary", "condition", "constant", "axis", "name", "dropped")
 # Functions whose arguments are only messages or delays.
