@@ -8,10 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.request import DROPOUT
 from tests.verify.run_cases import RUNS, needing
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.
 LAST_MLP, FIRST_ATTENTION = "model.layers.1.mlp", "model.layers.0.self_attn"
+
+# Of an attention over cp, and of what is kept of its gradients.
+SEEN = ("forward", f"{FIRST_ATTENTION}.o_proj", "what it sees of the tokens of other cp ranks")
+LACKING = "lack the terms of the tokens of other cp ranks"
 
 LOSS = ("loss", "loss of step 1", "what the objective makes of them")
 EVALUATION = ("loss", "loss of evaluation 1", "what is evaluated, or how it is averaged")
@@ -504,6 +509,59 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "trained_norm_not_summed": ("gradients", "model.norm.weight", "trained of the base"),
             "trained_weights_missing_in_file": ("saved_file", "adapter_model.safetensors", "PEFT expects another file"),
         },
+    ),
+    "tokens that are cut over cp": (
+        {"family": "llama", "topologies": ("cp=2",), "default_dropout": DROPOUT},
+        {
+            "context_keys_in_reverse": SEEN,
+            "context_mask_of_rank_0": SEEN,
+            "context_order_not_undone": SEEN,
+            "context_first_key_left_out": SEEN,
+            "context_positions_begin_again": SEEN,
+            "context_key_gradients_not_summed": ("backward", "model.layers.1.self_attn.v_proj", LACKING),
+            "context_keys_and_values_gathered_apart": (
+                "collectives",
+                "backward reducescatter",
+                "the backward communicates more than once for the keys and values",
+            ),
+            "context_cut_in_one_piece": ("forward", "model.layers.0.input_layernorm", "the cut over cp"),
+            "context_dropout_of_the_first_tokens": ("forward", f"{FIRST_ATTENTION}.q_proj", "drops other elements"),
+            "context_rows_cut_to_a_multiple": ("sequences", "sequence 2", "other tokens of them"),
+            "context_label_lost_at_a_cut": ("sequences", "tokens of step 1", "shifted after the tokens were split"),
+            "context_label_twice_at_a_cut": ("loss", "loss of step 1", "other labels"),
+            "context_tokens_counted_on_each_rank": ("sequences", "tokens of step 1", "of a rank twice"),
+            "context_gradients_not_summed": ("gradients", f"{LAST_MLP}.down_proj.lora_B", "is not summed over cp"),
+            "context_gradients_summed_twice": ("gradients", f"{LAST_MLP}.down_proj.lora_B", "summed over cp twice"),
+            "dp_mean_of_means": ("gradients", f"{LAST_MLP}.down_proj.lora_B", "the ranks of cp are weighed unequally"),
+            "tokens_of_one_rank_reported": ("loss", "loss of step 1", "reports the mean of its own tokens"),
+        },
+    ),
+    "rows of several documents that are cut over cp": (
+        {"family": "llama", "packing": True, "topologies": ("cp=2",)},
+        {"context_mask_of_the_first_row": SEEN, "packing_seen_across": SEEN},
+    ),
+    "pairs of answers that are cut over cp": (
+        {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("cp=2",)},
+        {"context_losses_of_rows_on_each_rank": LOSS, "context_examples_counted_on_each_rank": LOSS},
+    ),
+    "experts on cp ranks": (
+        {"family": "qwen3_moe", "topologies": ("cp=2,ep=2",)},
+        {
+            "context_choices_of_one_rank": ("loss", "load-balancing loss of step 1", "all ranks"),
+            "context_tokens_of_balance_divided": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
+        },
+    ),
+    "states that pass from one cp rank to the next": (
+        {"family": "qwen3_next", "topologies": ("cp=2",)},
+        {
+            "context_state_begins_again": ("forward", f"{_DELTA_NET}.out_proj", SEEN[2]),
+            "context_convolution_begins_again": ("forward", f"{_DELTA_NET}.out_proj", SEEN[2]),
+            "context_state_without_gradient": ("backward", "model.layers.1.linear_attn.in_proj_ba", LACKING),
+        },
+    ),
+    "an adapter on the embedding of tokens that are cut over cp and tp": (
+        {"family": "llama", "topologies": ("cp=2,tp=2,sp",), "lora": _ON_EMBEDDING},
+        {"embedding_b_not_summed": ("gradients", "model.embed_tokens.lora_embedding_B", "not summed over tp")},
     ),
     **RUNS,
 }

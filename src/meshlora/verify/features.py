@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
 from meshlora.adapter.targets.options import is_open
+from meshlora.model.regions import sees_all
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
@@ -66,6 +67,11 @@ def features_of_model(
         "ranks_by_pattern": bool(config.rank_pattern) and not has_pieces,
         "scales_by_pattern": bool(config.alpha_pattern) and not has_pieces,
         "dora": config.use_dora,
+        "gathered_keys": bool(plan.attentions) and not topology.ring,
+        "recurrent": bool(plan.recurrent),
+        "passed_states": any(plan.recurrent.values()),
+        "balanced": bool(plan.attentions) and not plan.recurrent and sees_all(model),
+        "rope": bool(plan.attentions) and bool(getattr(text, "rope_parameters", None)),
         "m_rope": "mrope_section" in (getattr(text, "rope_parameters", None) or {}),
     }
     return has | {name for name, is_there in facts.items() if is_there}
@@ -79,6 +85,7 @@ def features_of_topology(topology: Topology) -> set[str]:
         "interleave": topology.interleave > 1,
         "ranks": topology.world > 1,
         "expert_axes": topology.ep * topology.etp > 1,
+        "data": topology.size_over(DATA) > 1,
         "other_tokens": topology.size_over(DATA | topology.token_cut) > 1,
         "dense_dp_is_not_edp": topology.groups_over(DATA) != topology.groups_over(frozenset(EXPERT_AXES[:1])),
     }

@@ -205,6 +205,8 @@ class Proof:
             "quantizes": case.quantization not in (None, KEEP),
             "four_bits": case.quantization in ("nf4", "mxfp4"),
             "base": case.objective.needs_base,
+            "log_probabilities": not isinstance(case.objective, Sft) and case.objective.task == CAUSAL,
+            "examples": case.objective.per != "token",
             "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
             case.objective.kind: True,
             "lora_plus": case.lora_plus_ratio is not None,

@@ -36,6 +36,10 @@ from meshlora.oracle.unshard import Piece, Tokens, assembled, canonical, sequenc
 _OTHER_MASK = "it drops other elements than one process: its mask knows the topology, or is another module's or step's"
 _NOT_SCALED = "what its dropout keeps is not divided by the share that is kept"
 _WRONG_ALONE = "is wrong though the gradients of all activations are right"
+_OTHERS = (
+    "what it sees of the tokens of other cp ranks: their keys, values or states, and the order of these; the rows of "
+    "the mask, the keys that a block of queries is given, positions, or which tokens see each other"
+)
 _ROUTER = "what each module computes is right and what the experts are given is not: the routers' own arithmetic"
 # Prefix of the name of a number, or of a clipped gradient -> its cause.
 _NAMED = {
@@ -92,7 +96,7 @@ def _forward(case: Failure) -> str:
     has_magnitude = f"{name}.lora_magnitude_vector" in case.evidence.reference.initial
     if has_magnitude and case.ratio is None and is_scaled_by_column(case.result.pieces, whole, case.tolerance):
         return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
-    if fact == "row":
+    if fact == "row" and case.tp > 1:
         if is_offset:
             return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
         if words := _wrong_sum(case, "tp", "row-parallel output"):
@@ -100,21 +104,26 @@ def _forward(case: Failure) -> str:
         if case.adds_up_over("tp"):
             return "row-parallel output not reduced over tp: the ranks' outputs add up to the reference"
         also = "row-parallel output not reduced over tp, or " if case.evidence.topology.sp else ""
+        also += f"{_OTHERS}; or " if case.sees_others(name) else ""
         return (
             f"{also}what a rank brings to this row-parallel linear does not go together: its heads of q, k and v, its "
             "pieces, its part of an argument, or another rank's slice of the weight"
         )
-    if fact in ("column", "whole") and (words := _lora_part(case)):
+    if fact in ("column", "whole", "row") and (words := _lora_part(case)):
         return words
+    if fact != "column" and case.sees_others(name):
+        return f"{_OTHERS}; or its own weights"
     if is_permuted(case.result):
         if case.tp == 1:
-            return "the numbers are there, for other tokens: their order, or which tokens see each other"
-        return "the tokens are in the wrong order: the cut or the gather over tp does not follow the ranks"
+            cut = ", or the cut over cp" if case.evidence.topology.cp > 1 else ""
+            return f"the numbers are there, for other tokens: their order, or which tokens see each other{cut}"
+        over = "tp or cp" if case.evidence.topology.cp > 1 else "tp"
+        return f"the tokens are in the wrong order: the cut or the gather over {over} does not follow the ranks"
     if case.tp > 1 and "norm" in name and is_scaled_by_row(case.result.pieces, whole, case.tolerance):
         return "each token is scaled by a number of its own: the norm is that of a rank's part of the width"
-    if case.evidence.topology.sp and case.fact(block) == "whole region":
+    if case.evidence.topology.sp and case.fact(block).startswith("whole region"):
         return "a block that is not split saw only its rank's slice of the tokens"
-    gathered = ", or how they are gathered over dp" if case.evidence.topology.dp_shard else ""
+    gathered = f", or how they are gathered over {case.over_data}" if case.evidence.topology.dp_shard else ""
     return f"this module is the first that differs: its own weights, or how it is split{gathered}"
 
 
@@ -208,7 +217,8 @@ def _loss(case: Failure) -> str:
     if words := _number(case):
         return words
     if len({trace.losses[0] for trace in case.evidence.ranks}) > 1:
-        return "the ranks have different losses: a rank looks at its own part of the vocabulary alone"
+        part = "looks at its own part of the vocabulary" if case.tp > 1 else "reports the mean of its own tokens"
+        return f"the ranks have different losses: a rank {part} alone"
     split = ", or the labels, padding or smoothing of a vocabulary that is split" if case.tp > 1 else ", or smoothing"
     return (
         "the logits are right, and the loss is not the sum over trained tokens divided by their global number: a mean "
@@ -229,13 +239,17 @@ def _backward(case: Failure) -> str:
     where = f"of {fed} " if fed else ""
     if words := _wrong_sum(case, "tp", f"the input gradient {where}is"):
         return words
-    if following and "norm" in following[0] and case.block(following[0]) == case.block(name) != "":
+    if case.tp > 1 and following and "norm" in following[0] and case.block(following[0]) == case.block(name) != "":
         return f"the backward of {following[0]}: over a width that is split its sums need those of all tp ranks"
     if not fed and case.tp > 1:
         return "the gradient that comes from the output head is not reduced over tp"
-    if case.fact(fed) == "split region" and not case.fact(name):
+    if case.tp > 1 and case.fact(fed).startswith("split region") and not case.fact(name):
         return f"the input gradient of the column-parallel linears {where}is not reduced over tp"
-    gathered = ", or the weights that are gathered for it over dp" if case.evidence.topology.dp_shard else ""
+    if case.sees_others(name) and case.fact(name) != "row":
+        return "the gradients of keys, values or states lack the terms of the tokens of other cp ranks that saw them"
+    gathered = (
+        f", or the weights that are gathered for it over {case.over_data}" if case.evidence.topology.dp_shard else ""
+    )
     return (
         "the first gradient, from the loss on, that differs: the backward of what this module's output goes into"
         f"{gathered}"
@@ -266,8 +280,11 @@ def _gradients(case: Failure) -> str:
         return (
             f"each rank scales {which} by a number of its own: divided by its own token count, or clipped by its norm"
         )
-    if is_all and case.evidence.topology.dp > 1:
-        return "the dp ranks' gradients are weighed unequally: a mean of means, or clipped before the sum"
+    if is_all and case.over_data:
+        return (
+            f"the gradients of the ranks of {case.over_data} are weighed unequally: a mean of means, or clipped before "
+            "the sum"
+        )
     if is_all:
         return "every gradient is off though every activation's gradient is right: clipped or scaled before the sum"
     if all(by_rank.values()) and ratios:
@@ -407,8 +424,10 @@ def _fresh_adapter(case: Failure) -> str:
 
 
 def _collectives(case: Failure) -> str:
-    phase = case.result.name.partition(" ")[0]
-    return f"{case.result.note}: the {phase} communicates once per linear instead of once per region"
+    phase, has_cp = case.result.name.partition(" ")[0], case.evidence.topology.cp > 1
+    often = ["once per linear instead of once per region"] if case.tp > 1 or not has_cp else []
+    often += ["more than once for the keys and values of an attention over cp"] if has_cp else []
+    return f"{case.result.note}: the {phase} communicates {', or '.join(often)}"
 
 
 CAUSES: dict[str, str | Callable[[Failure], str]] = {

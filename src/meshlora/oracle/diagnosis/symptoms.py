@@ -67,8 +67,17 @@ class Failure:
 
     def block(self, name: str) -> str:
         """The region that contains `name`, or ""."""
-        parents = [r for r, fact in self.evidence.ranks[0].facts.items() if fact.endswith("region")]
+        parents = [r for r, fact in self.evidence.ranks[0].facts.items() if "region" in fact]
         return next((r for r in parents if name == r or name.startswith(f"{r}.")), "")
+
+    def sees_others(self, name: str) -> bool:
+        """Whether `name` is in a block in which a rank's tokens see those of other ranks."""
+        return "mixes tokens" in self.fact(self.block(name))
+
+    @property
+    def over_data(self) -> str:
+        """`dp`, `dp and cp`: the axes along which ranks have other tokens and equal weights."""
+        return " and ".join(axis for axis, size in self.evidence.topology.sizes.items() if size > 1 and axis != "tp")
 
     def adds_up_over(self, axis: str, result: TensorResult | None = None) -> bool:
         """Whether the parts of the ranks along `axis` are different terms whose sum is the reference."""

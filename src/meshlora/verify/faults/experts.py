@@ -18,7 +18,7 @@ from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.layers.experts.module import ParallelExperts
 from meshlora.model import inject, weights
 from meshlora.plan.grads import GradPart
-from meshlora.plan.topology import ETP
+from meshlora.plan.topology import DATA, ETP, EXPERT_AXES
 from meshlora.train import balance, gradsync, trainer
 from meshlora.train.balance import LoadBalancing
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
@@ -51,8 +51,8 @@ def experts_summed_over_dense_dp(found: list[GradPart], factor: Factor, mesh: Me
         return found
     changed = []
     for part in found:
-        axes = {"dp" if axis == "edp" else axis for axis in part.grad_axes}
-        over = frozenset(axes) - ({"etp", "ep"} if "dp" in axes else set())
+        is_summed = "edp" in part.grad_axes
+        over = part.grad_axes - frozenset(EXPERT_AXES) | DATA if is_summed else part.grad_axes
         changed.append(dataclasses.replace(part, grad_axes=over))
     return changed
 

@@ -65,7 +65,7 @@ def dp_reduction_skipped(found: list[GradPart], *_: Any) -> list[GradPart]:
     return [without_axis(part, "dp") for part in found]
 
 
-@around(*FINISH, needs="dp")
+@around(*FINISH, needs="data")
 def dp_mean_of_means(original: Any, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Any:
     """every trained token weighs the same, on whichever dp rank it is"""
     for factors, own in zip(adapters, num_tokens, strict=True):
@@ -74,7 +74,7 @@ def dp_mean_of_means(original: Any, mesh: Mesh, adapters: Adapters, num_tokens: 
     return original(mesh, adapters, num_tokens)
 
 
-@after(*FINISH, needs="dp")
+@after(*FINISH, needs="data")
 def local_token_count(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
     """gradients are divided by the number of trained tokens of all ranks"""
     for factors, total, own in zip(adapters, totals, num_tokens, strict=True):
@@ -137,7 +137,7 @@ def prompts_and_padding_counted(objective: Any, batch: Any) -> int:
     return 0 if batch.is_dummy else batch.input_ids.numel()
 
 
-@after(*FINISH, needs="dp")
+@after(*FINISH, needs="data")
 def tokens_of_one_rank_reported(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
     """a step reports the trained tokens of all ranks"""
     return torch.tensor(num_tokens, device=totals.device)

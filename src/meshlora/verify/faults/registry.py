@@ -15,6 +15,7 @@ from meshlora.verify.faults import (
     adapters,
     batches,
     borders,
+    context,
     dropout,
     experts,
     files,
@@ -56,6 +57,7 @@ def find(name: str) -> Mutation:
 
 _THEMES = (
     borders,
+    context,
     shards,
     stages,
     vocabulary,

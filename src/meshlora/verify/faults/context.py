@@ -1,0 +1,223 @@
+"""Faults of context parallelism: whose tokens, keys, masks and states a rank has, what is counted and summed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.comm import collectives
+from meshlora.comm.groups import Axis, Mesh
+from meshlora.data import Batch
+from meshlora.data.collate import IGNORED
+from meshlora.layers import context, passed_states
+from meshlora.layers.context import Block, ContextCut, HeldTokens, RowsOfMask
+from meshlora.layers.passed_states import PassedStates
+from meshlora.layers.tokens import ForwardTokens, Share
+from meshlora.plan.grads import GradPart
+from meshlora.plan.topology import SEQUENCES, TOKENS
+from meshlora.train import batches, gradsync, trainer
+from meshlora.train.balance import LoadBalancing
+from meshlora.train.losses import Rows
+from meshlora.train.objectives import Sums
+from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+
+# --- attention: whose keys and values, in which order, seen by whom
+
+
+@after(context, "gather_each_to_each", needs="gathered_keys")
+def context_keys_in_reverse(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
+    """keys and values are gathered in the order of the cp ranks"""
+    return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
+
+
+@instead_of(context, "gather_each_to_each", needs="gathered_keys")
+def context_key_gradients_not_summed(x: Tensor, axis: Axis) -> Tensor:
+    """keys and values have the gradients of the queries of all cp ranks"""
+    return collectives.gather_each_to_one(x, axis)
+
+
+@after(HeldTokens, "__init__", needs="gathered_keys")
+def context_mask_of_rank_0(_: None, self: HeldTokens, order: np.ndarray, *__: Any) -> None:
+    """a rank has the rows of the mask of its own queries"""
+    self.own_on_host = order[:, : self.per_rank]
+
+
+@after(HeldTokens, "__init__", needs="gathered_keys balanced")
+def context_order_not_undone(_: None, self: HeldTokens, *__: Any) -> None:
+    """gathered keys and values are put in the order of the row, of which masks are"""
+    self.places = None
+
+
+@after(RowsOfMask, "_block", needs="gathered_keys")
+def context_first_key_left_out(block: Block, *_: Any) -> Block:
+    """a block of queries has all keys that one of them sees, from the first one on"""
+    if block.keys.stop - block.keys.start == 1:
+        return block
+    keys = slice(block.keys.start + 1, block.keys.stop)
+    return dataclasses.replace(block, keys=keys, mask=block.mask[..., 1:].contiguous())
+
+
+@around(RowsOfMask, "_rows", needs="gathered_keys packing")
+def context_mask_of_the_first_row(original: Any, self: RowsOfMask, rows: slice, *rest: np.ndarray) -> Any:
+    """documents are kept apart by the borders of their own row"""
+    return original(self, rows if rows.stop is None else slice(0, 1), *rest)
+
+
+# --- recurrent mixers
+
+
+@after(passed_states, "receive_from_neighbour", needs="passed_states")
+def context_state_begins_again(state: Tensor, *_: Any, step: int) -> Tensor:
+    """a recurrent mixer goes on from the state that the cp rank before it leaves"""
+    return torch.zeros_like(state) if step > 0 else state
+
+
+@after(passed_states, "receive_from_neighbour", needs="passed_states")
+def context_state_without_gradient(state: Tensor, *_: Any, step: int) -> Tensor:
+    """the state that a cp rank leaves has the gradient of the ranks after it"""
+    return torch.zeros_like(state) if step < 0 else state
+
+
+@after(PassedStates, "update_conv_state", needs="recurrent")
+def context_convolution_begins_again(inputs: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
+    """a convolution reaches into the tokens of the cp rank before"""
+    reach = conv_kernel_size - 1
+    return torch.cat([0 * inputs[..., :reach], inputs[..., reach:]], -1)
+
+
+# --- the cut of what a layer is called with
+
+
+@around(HeldTokens, "gathered", needs="gathered_keys")
+def context_keys_and_values_gathered_apart(original: Any, self: HeldTokens, x: Tensor) -> Any:
+    """keys and values of a layer are gathered over cp once, together"""
+    return torch.cat([original(self, part) for part in x.chunk(2, -1)], -1) if x.ndim > 2 else original(self, x)
+
+
+@around(ContextCut, "cut", needs="cp balanced")
+def context_cut_in_one_piece(original: Any, self: ContextCut, x: Tensor) -> Any:
+    """the residual stream is cut as the masks are: a head and a tail of each document"""
+    held = self.held
+    return x if held is None else x.narrow(1, held.axis.rank * held.per_rank, held.per_rank)
+
+
+@around(ContextCut, "cut_argument", needs="cp rope")
+def context_positions_begin_again(original: Any, self: ContextCut, name: str, value: Any) -> Any:
+    """a token has its position in the row, whichever cp rank has it"""
+    found = original(self, name, value)
+    if self.held is None or not isinstance(value, Tensor) or not name.startswith("position_"):
+        return found
+    dim = -2 if name == "position_embeddings" else -1
+    return value.narrow(dim, 0, self.held.per_rank).expand_as(found)
+
+
+@after(ForwardTokens, "_held", needs="cp dropout")
+def context_dropout_of_the_first_tokens(found: list[Share], self: ForwardTokens, shares: list[Share]) -> list[Share]:
+    """a mask of dropout is that of the tokens that a cp rank has"""
+    pairs = zip(found, shares, strict=True)
+    return [dataclasses.replace(own, tokens=whole.tokens[:, : own.tokens.shape[1]]) for own, whole in pairs]
+
+
+# --- rows, labels and counts
+
+
+@after(batches, "collate", needs="cp")
+def context_rows_cut_to_a_multiple(batch: Batch, *_: Any, row_multiple: int = 1, **__: Any) -> Batch:
+    """a row whose length is no multiple of cp is padded, and loses no token"""
+    longest = int(batch.attention_mask.sum(1).max())
+    end = longest // row_multiple * row_multiple
+    if batch.is_dummy or end == longest:
+        return batch
+    labels, mask = batch.labels.clone(), batch.attention_mask.clone()
+    labels[:, max(end - 1, 0) :], mask[:, end:] = IGNORED, 0
+    return dataclasses.replace(
+        batch, labels=labels, attention_mask=mask, num_trained_tokens=int((labels != IGNORED).sum())
+    )
+
+
+def _with_labels(batch: Batch, labels: Tensor) -> Batch:
+    cut = dataclasses.replace(batch, labels=labels)
+    return dataclasses.replace(cut, num_trained_tokens=int((cut.own_labels != IGNORED).sum()))
+
+
+def _edges(batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+    """(rows, positions) of a rank's tokens whose neighbour, `step` further in the row, another cp rank has."""
+    assert batch.own is not None
+    held = torch.zeros_like(batch.input_ids, dtype=torch.bool).scatter(1, batch.own, value=True)
+    others = held & ~held.roll(-step, 1)
+    others[:, -1 if step > 0 else 0] = False  # its neighbour is no token of the row
+    rows, places = others.nonzero(as_tuple=True)
+    return rows, places
+
+
+@after(Batch, "cut", needs="cp")
+def context_label_lost_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """a token predicts the next one, which another cp rank may have"""
+    # Labels shifted after the cut.
+    labels = batch.labels.clone()
+    labels[_edges(batch, 1)] = IGNORED
+    return _with_labels(batch, labels)
+
+
+@after(Batch, "cut", needs="cp")
+def context_label_twice_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the first token of a part does not predict itself too"""
+    # The label of the token before, which its own rank counts, is taken over by the first token of the next part.
+    labels, (rows, places) = batch.labels.clone(), _edges(batch, -1)
+    labels[rows, places] = batch.labels[rows, places - 1]
+    return _with_labels(batch, labels)
+
+
+@after(Batch, "cut", needs="cp")
+def context_tokens_counted_on_each_rank(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """a trained token is counted by the cp rank that has it"""
+    return dataclasses.replace(batch, num_trained_tokens=int((batch.labels != IGNORED).sum()))
+
+
+@around(trainer, "loss_sums", needs="cp log_probabilities")
+def context_losses_of_rows_on_each_rank(
+    original: Any, objective: Any, model: Any, batch: Batch, own: Rows, *rest: Any
+) -> list[tuple[Tensor, Sums]]:
+    """a loss of whole rows, whose log-probabilities all cp ranks know, is counted by one of them"""
+    counted = [(name, dataclasses.replace(rows, counts_rows=True)) for name, rows in own]
+    found: list[tuple[Tensor, Sums]] = original(objective, model, batch, counted, *rest)
+    return found
+
+
+@around(trainer, "count", needs="cp log_probabilities examples")
+def context_examples_counted_on_each_rank(original: Any, objective: Any, batch: Batch) -> Any:
+    """a pair or a record, of which all cp ranks have tokens, is counted by one of them"""
+    return original(objective, dataclasses.replace(batch, counts_rows=True))
+
+
+# --- sums over cp
+
+
+@after(gradsync, "_parts", needs="cp")
+def context_gradients_not_summed(found: list[GradPart], *_: Any) -> list[GradPart]:
+    """gradients of factors are summed over cp"""
+    return [without_axis(part, "cp") for part in found]
+
+
+@around(gradsync, "_sum_bucket", needs="cp")
+def context_gradients_summed_twice(
+    original: Any, grads: Any, axes: frozenset[str], mesh: Mesh, *, scales: Tensor
+) -> None:
+    """gradients of factors are summed over cp once"""
+    original(grads, axes, mesh, scales=scales * (mesh.cp.size if "cp" in axes else 1))
+
+
+@after(LoadBalancing, "__init__", needs="cp aux_loss")
+def context_choices_of_one_rank(_: None, self: LoadBalancing, *__: Any, **___: Any) -> None:
+    """the load-balancing loss counts the choices of the tokens of all cp ranks"""
+    self.axis = self.mesh.over((SEQUENCES | self.mesh.topology.token_cut) - TOKENS)
+
+
+@after(LoadBalancing, "_counted", needs="cp aux_loss")
+def context_tokens_of_balance_divided(found: Tensor, self: LoadBalancing, *_: Any) -> Tensor:
+    """the load-balancing loss weighs as the trained tokens of all cp ranks do"""
+    return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])
