@@ -119,6 +119,11 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 8},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "janus": {  # what it makes images with has sizes of its own
+        "vision_config": {"projection_dim": 64},
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 64}
+        | {"projection_dim": 64, "image_token_embed_dim": 64, "num_res_blocks": 1},
+    },
     "laguna": _THREE_LAYERS,
     "llama4_text": {"num_experts_per_tok": 2},
     "lfm2": {"full_attn_idxs": [1]},
@@ -127,6 +132,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
     | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_asr": {"audio_config": {"downsample_hidden_size": 16}},
     "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen3_next": {"mlp_only_layers": [0]},
     "qwen4_exp": {"text_config": _QWEN4},

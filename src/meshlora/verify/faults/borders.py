@@ -108,7 +108,7 @@ def whole_region_sees_its_slice(
 
 
 @around(inject, "install_borders", needs="tp")
-def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, mesh: Any) -> None:
+def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, *rest: Any) -> Any:
     """the gradient that leaves the head is the sum over the parts of the vocabulary"""
     last = model.get_submodule(plan.layers)[-1] if plan.layers else None
     map_output = regions.map_output
@@ -117,7 +117,7 @@ def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, mesh: 
         map_output(module, _unreduced(change) if module is last else change)
 
     with mock.patch.object(regions, "map_output", map_but_last):
-        original(model, plan, mesh)
+        return original(model, plan, *rest)
 
 
 @instead_of(rms_norm, "reduce_each_to_each", needs="tp wide_norm")
