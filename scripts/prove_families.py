@@ -27,7 +27,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from rich.console import Console
 
-from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.common.versions import versions
 from meshlora.plan.families.twin import language_model_types
 from meshlora.plan.topology import LAYERS, TOKENS, Topology
@@ -165,7 +165,7 @@ def _prove(family: str, topologies: tuple[str, ...], processes: Processes) -> Fi
         return Finding(family, "refused", str(error))
     try:
         outcomes = list(run_proof(proof, processes))
-    except UserError as error:
+    except UnsupportedError as error:
         return Finding(family, "refused", str(error))
     except MeshloraError as error:
         return Finding(family, "failed", str(error).strip().splitlines()[-1])
