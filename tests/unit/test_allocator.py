@@ -20,7 +20,8 @@ def faults():
 if sys.argv[1] == "keep":
     keep_freed_memory()
 faults()
-print(faults())
+# The least of five: now and then the system takes a huge page apart, which is 256 faults at once.
+print(min(faults() for _ in range(5)))
 """
 
 
