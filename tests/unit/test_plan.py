@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.topology import Topology
+from meshlora.verify.request import Request, prepare_proof
 from tests.blueprints import build_meta
 
 TP = Topology(tp=2, sp=True)
@@ -92,14 +93,7 @@ def test_halves_of_a_matrix_of_heads_have_half_of_the_heads() -> None:
         plan_model(model, Topology(tp=8))
 
 
-class _Several(PreTrainedModel):
-    """As an omni model is: transformers itself finds no embedding of the whole."""
-
-    def __init__(self) -> None:
-        super().__init__(twin_config("llama"))
-        self.thinker, self.talker = _model("llama"), _model("llama")
-
-
-def test_model_of_several_models_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="_Several is several models and has no input embedding"):
-        plan_model(_Several(), TP)
+@pytest.mark.parametrize("family", ["pp_formulanet", "qwen2_5_omni"])
+def test_model_of_several_models_is_refused(family: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{family}.*is several models and has no input embedding"):
+        prepare_proof(Request(("tp=2",), family=family, device="cpu"))
