@@ -17,13 +17,15 @@ def _check(model_type: str, **overrides: Any) -> None:
 
 
 # Rotary and learned positions, sliding windows, chunked attention, experts, latent attention.
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "afmoe"]
+)
 def test_attention_that_reads_borders_from_positions_is_taken(family: str) -> None:
     _check(family)
 
 
-# Convolutions, states, alibi, positions that are counted from the mask, masks made without positions.
-@pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_next", "bloom", "mpt", "opt", "gpt_oss"])
+# Convolutions, states, alibi, positions that are counted from the mask.
+@pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_next", "bloom", "mpt", "opt"])
 def test_layers_that_run_across_are_refused(family: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{family}': its layers mix sequences of one row"):
         _check(family)

@@ -17,6 +17,13 @@ def test_packed_rows_are_the_sequences_one_by_one_on_every_mesh(topology: str, p
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.parametrize("topology", ["cp=2", pytest.param("pp=2", marks=pytest.mark.proof)])
+def test_masks_that_a_model_makes_without_positions_are_made_with_them(topology: str, prove: Prove) -> None:
+    """With windows and sinks; each part has its own mask of the packed row."""
+    (outcome,) = prove(family="gpt_oss", packing=True, topologies=(topology,), steps=1)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
 def test_policy_reads_its_columns_and_the_base_in_packed_rows(prove: Prove) -> None:
     (outcome,) = prove(family="qwen3", objective=PROVED["policy"], packing=True, topologies=("dp=2",))
     assert outcome.passed, (outcome.divergence, outcome.error)

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UserError
+from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.layers.context import ContextCut
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
@@ -74,6 +75,7 @@ def parallelize(
     watch_activations(model, plan.owners)
     own_gradients_of_norms(model)
     context = install_borders(model, plan, mesh, pipeline)
+    read_positions_in_masks(model)
     take_turns(model, pipeline)
     return context, pipeline
 

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.model_class import model_class
+from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.plan.families.twin import shrink_config
 from meshlora.train.losses import packed_positions
 
@@ -71,6 +72,7 @@ def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remot
             parameter.data = parameter.data.double()  # routers of some families ignore `dtype` and are float32
             if parameter.ndim > 1:
                 parameter.data.normal_(std=0.2)  # the usual 0.02 shows little in a tiny model
+    read_positions_in_masks(model)
     return model.eval()
 
 
