@@ -120,6 +120,29 @@ DIAGNOSES = {
         "loss of a later step is right",
     ),
     "norm_after_clipping_reported": ("tp=2", "grad_norm", "norm of step 1", "their norm is not"),
+    "ride_ends_at_the_next_linear": ("tp=2,sp", "forward", "model.layers.0.mlp.gate_proj", "how it is split"),
+    "ride_gradient_without_scale": ("tp=2,sp", "gradients", f"{LAST_MLP}.up_proj.lora_A", "column-parallel linears is"),
+    "ride_gradient_stops_at_a": (
+        "tp=2,sp",
+        "backward",
+        "model.layers.1.post_attention_layernorm",
+        f"column-parallel linears of {LAST_MLP} is not reduced",
+    ),
+    "prompts_and_padding_counted": ("tp=2,sp", "loss", "loss of step 1", "divided by their global number"),
+    "default_max_grad_norm": ("tp=2,sp", "grad_norm", f"clipped {LAST_MLP}.down_proj.lora_B", "clipped gradients are"),
+    "earlier_micro_batches_dropped": ("tp=2,sp", "gradients", f"{LAST_MLP}.down_proj.lora_B", "every gradient is off"),
+    "b_unequal_on_replicas": ("tp=2,sp", "fresh_adapter", f"{FIRST_ATTENTION}.q_proj.lora_B", "drew different values"),
+    "default_eps": ("tp=2,sp", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "what the optimizer makes of them"),
+    "epoch_in_file_order": ("tp=2,sp", "sequences", "sequence 1", "the order of the epoch"),
+    "optimizer_state_forgotten": ("tp=2,sp", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "what the optimizer makes"),
+    "bias_correction_runs_ahead": ("tp=2,sp", "deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "the optimizer makes of"),
+    "learning_rate_one_step_late": (
+        "tp=2,sp",
+        "deltas",
+        f"{FIRST_ATTENTION}.q_proj.lora_A",
+        "step 3 is 0.01, not 0.005",
+    ),
+    "tokens_of_one_rank_reported": ("dp=2", "loss", "loss of step 1", "reports the mean of its own tokens"),
 }
 
 
