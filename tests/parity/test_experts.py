@@ -14,10 +14,10 @@ TOPOLOGIES = (
     *("dp=2,ep=2", "tp=2,ep=2", "tp=2,etp=2", "tp=2,sp,ep=2", "tp=2,sp,etp=2", "dp=4,ep=2", "dp=2,tp=2,sp,ep=4"),
     *("dp=2,tp=2,sp,ep=2,etp=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage"),
 )
-# By default one family on three topologies, with every axis, both routes and what sp changes; dp as copies of experts
+# By default one family on two topologies, with every axis, both routes and what sp changes; dp as copies of experts
 # and as ranks with experts. And each form of experts on two ranks: gate and up in another order, biases, sides that
 # PEFT takes for each other, shared experts, with and without sp.
-FEW = ("dp=4,ep=2", "dp=2,tp=2,sp,ep=4", "dp=2,tp=2,sp,ep=2,etp=2,two-stage")
+FEW = ("dp=4,ep=2", "dp=2,tp=2,sp,ep=2,etp=2,two-stage")
 ONE_OF_EACH = {
     "deepseek_v3": "tp=2,ep=2",
     "gpt_oss": "tp=2,sp,etp=2",
@@ -32,7 +32,7 @@ _ON_EXPERTS: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ["q_p
 @pytest.mark.parametrize(
     ("family", "topologies", "steps"),
     [
-        ("qwen3_moe", FEW, 2),
+        ("qwen3_moe", FEW, 1),
         *((family, (topology,), 1) for family, topology in ONE_OF_EACH.items()),
         *(
             pytest.param(family, TOPOLOGIES, 5, marks=pytest.mark.proof)
@@ -76,11 +76,11 @@ ON_PARTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "family", "topology", "steps"),
     [
-        # By default each way with gate and up in another order: pairs of rows, sides the other way round, blocks.
+        # By default each way once: pairs of rows, sides the other way round, blocks.
         ("pieces", "gpt_oss", "tp=2,etp=2", 1),
-        ("pieces", "llama4_text", "tp=2,etp=2", 1),
+        pytest.param("pieces", "llama4_text", "tp=2,etp=2", 1, marks=pytest.mark.proof),
         ("shared", "llama4_text", "dp=2,tp=2,ep=2,etp=2", 1),
-        ("shared", "mixtral", "tp=2,sp,ep=2", 1),
+        pytest.param("shared", "mixtral", "tp=2,sp,ep=2", 1, marks=pytest.mark.proof),
         ("shared piece", "gpt_oss", "tp=2,ep=2", 1),
         ("one projection", "mixtral", "tp=2,etp=2", 1),
         *(
@@ -113,7 +113,6 @@ def test_adapter_on_a_router_beside_experts(topology: str, prove: Prove) -> None
     ("family", "dtype", "topology", "steps"),
     [
         ("deepseek_v3", "bfloat16", "tp=2,sp,ep=2", 1),
-        ("qwen3_moe", "float32", "dp=2,etp=2", 1),
         *(
             pytest.param(family, dtype, topology, 3, marks=pytest.mark.proof)
             for family in ("deepseek_v3", "qwen3_moe")

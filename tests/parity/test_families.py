@@ -24,15 +24,13 @@ from meshlora.verify.proof import Outcome
 from meshlora.verify.request import DROPOUT
 
 DENSE, WITH_EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
-# By default each once: what no family of `test_heads` and `test_experts` has, of the forms that a plan gives a layer.
+# By default each once: what no family of `test_heads` and `test_experts` has, of the forms that a plan gives a layer,
+# nor one of the kill table: bloom, doge, gemma3.
 OFTEN = {
     "bitnet": "norms over a split width, in the attention and in the MLP",
-    "bloom": "q, k and v by the head; an argument of batch times heads; a block that adds the residual itself",
     "codegen": "q, v and k in four groups",
     "diffllama": "halves of heads that belong together, and small vectors that stay whole",
-    "doge": "an attention that stays whole beside an MLP that is split",
     "falcon_h1": "attention and state-space mixer side by side, a buffer that is split",
-    "gemma3": "a tower beside the text part",
     "gemma4_unified_text": "keys that are values, keys and values of another layer",
     "lfm2": "a short convolution",
     "gpt_neox_japanese": "a bias that the layer adds",
@@ -63,7 +61,7 @@ STANDS_FOR = {
     "qwen3_5": ("qwen3_5_text",),
 }
 # Where a block is kept whole, or is entered or left in a way of its own, tp=2 too.
-WITHOUT_SP = ("mpt", "doge")
+WITHOUT_SP = ("mpt",)
 
 
 def _check(outcomes: list[Outcome]) -> None:

@@ -54,13 +54,13 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(
     ("family", "overrides", "topologies"),
     [
-        ("llama", {"num_key_value_heads": 1}, ("tp=2,sp",)),
+        pytest.param("llama", {"num_key_value_heads": 1}, ("tp=2,sp",), marks=pytest.mark.proof),
         ("olmo2", {"num_key_value_heads": 2}, ("tp=4,sp",)),  # with a norm over the replicated width
         ("cohere", {"num_key_value_heads": 1, "use_qk_norm": True}, ("tp=2",)),
         ("phi3", {"num_key_value_heads": 2}, ("tp=4,sp",)),
         ("gpt_bigcode", {"multi_query": True}, ("tp=2",)),
         ("falcon", {**_FALCON_40B, "num_kv_heads": 4}, ("tp=2",)),
-        ("falcon", {**_FALCON_40B, "num_kv_heads": 2}, ("tp=4,sp",)),
+        pytest.param("falcon", {**_FALCON_40B, "num_kv_heads": 2}, ("tp=4,sp",), marks=pytest.mark.proof),
         ("falcon", _FALCON_RW, ("tp=2,sp",)),
         ("falcon", _FALCON_7B, ("tp=2,sp",)),
         ("llama", _PADDED_AND_TIED, ("tp=2,sp",)),

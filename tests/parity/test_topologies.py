@@ -43,7 +43,7 @@ def test_adapter_is_the_one_a_single_process_produces(
 @pytest.mark.parametrize(
     ("dtype", "topology", "steps"),
     [
-        ("float32", "dp=2", 2),
+        pytest.param("float32", "dp=2", 2, marks=pytest.mark.proof),
         ("bfloat16", "tp=2,sp", 2),
         *(
             pytest.param(dtype, topology, 3, marks=pytest.mark.proof)

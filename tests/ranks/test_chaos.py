@@ -16,6 +16,7 @@ from tests.scripts import load_script
 SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
 
 
+@pytest.mark.proof  # by default what is killed in a save is in test_failures, and that it goes on in test_resume
 def test_disturbed_runs_end_in_the_same_bytes_or_one_clear_line(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
     """A launch takes seconds of imports, so it is one fault, and what nothing disturbs runs in a pool. The rest of what
     kills and full disks leave is in test_failures and test_full_disk.

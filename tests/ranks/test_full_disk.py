@@ -149,6 +149,7 @@ def _on_tmpfs(job: Job, size: str, *command: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.proof  # by default the limit on the size of files ends it
 @pytest.mark.mounts
 def test_checkpoints_that_fill_a_file_system_end_the_run_with_the_last_one_whole(job: Job) -> None:
     job.write(save_every=1, steps=1000)

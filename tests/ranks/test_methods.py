@@ -71,7 +71,6 @@ COVER = {
     "dora": "tp=2,sp",
     "dora of fused, transposed": "dp=2,tp=2",
     "lora+ with layer norms and biases": "tp=2",
-    "label smoothing": "tp=2",
     "pieces out of order, of every kind": "tp=2,sp",
 }
 

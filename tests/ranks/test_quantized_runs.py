@@ -26,7 +26,7 @@ __all__ = ["folder"]  # a fixture
         pytest.param("llama", "nf4", ("dp=2,tp=2,sp,dp_shard",), marks=pytest.mark.proof),
         ("llama", "int8", ("tp=2",)),
         pytest.param("llama", "int8", ("dp=2,tp=2,sp",), marks=pytest.mark.proof),
-        ("gpt2", "nf4", ("tp=2,sp",)),
+        pytest.param("gpt2", "nf4", ("tp=2,sp",), marks=pytest.mark.proof),
     ],
 )
 def test_adapter_is_the_one_of_the_same_base_on_one_process(

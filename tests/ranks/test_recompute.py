@@ -77,7 +77,9 @@ def _counts(found: dict[str, Any], phase: str) -> Counter[str]:
     return Counter({kind: number for (when, kind), number in found["collectives"].items() if when == phase})
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(t, marks=pytest.mark.proof) for t in ("float64", "float32")), "bfloat16"]
+)
 @pytest.mark.parametrize(
     ("family", "topology"),
     [("qwen3", ""), ("qwen3", "tp=2"), ("qwen3", "tp=2,sp"), ("qwen3_moe", "tp=2,sp,ep=2")],

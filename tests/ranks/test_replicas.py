@@ -134,7 +134,7 @@ def test_one_process_has_no_copies_and_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("change", [_flip_last_bit, _swap_two_elements])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.proof)])
 def test_a_bit_of_a_whole_factor_is_found_over_tp(
     dtype: str, change: Callable[[Tensor], None], pools: Callable[[int], Pool]
 ) -> None:
@@ -300,8 +300,8 @@ def _saved(output: Path) -> list[str]:
     ("options", "fault_at", "found_at", "saved"),
     [
         pytest.param({}, 0, 0, [], id="before_the_start"),
-        pytest.param({"replica_check_every": 3}, 1, 3, ["initial"], id="every_so_many_steps"),
-        pytest.param({"save_every": 2}, 1, 2, ["initial"], id="before_a_checkpoint"),
+        pytest.param({"replica_check_every": 3}, 1, 3, ["initial"], id="every_so_many_steps", marks=pytest.mark.proof),
+        pytest.param({"save_every": 2}, 1, 2, ["initial"], id="before_a_checkpoint", marks=pytest.mark.proof),
         pytest.param({"save_every": 2}, 3, STEPS, ["checkpoints/step-000002", "initial"], id="before_the_end"),
     ],
 )

@@ -111,7 +111,9 @@ def _together(folder: Path, topology: str, pools: Callable[[int], Pool]) -> Path
     return folder / name
 
 
-@pytest.mark.parametrize("topology", ["", "dp=2", pytest.param("tp=2", marks=pytest.mark.proof), "tp=2,sp"])
+@pytest.mark.parametrize(
+    "topology", ["", *(pytest.param(t, marks=pytest.mark.proof) for t in ("dp=2", "tp=2")), "tp=2,sp"]
+)
 def test_each_of_many_is_the_adapter_of_its_single_run(
     topology: str, folder: Path, singles: Path, pools: Callable[[int], Pool]
 ) -> None:

@@ -56,10 +56,9 @@ BOTH = ("tp=2,sp", "dp=2")
 @pytest.mark.parametrize(
     ("objective", "topologies"),
     [
+        # Of tokens and of pairs; what orpo and kto make of pairs and of likes is proved in `tests/verify`.
         pytest.param("policy", ("dp=2",), id="policy"),
         pytest.param("dpo", ("tp=2,sp",), id="dpo"),
-        pytest.param("orpo", ("tp=2,sp",), id="orpo"),
-        pytest.param("kto", ("dp=2",), id="kto"),
         *(pytest.param(objective, BOTH, marks=pytest.mark.proof, id=f"{objective}-both") for objective in FILES),
     ],
 )

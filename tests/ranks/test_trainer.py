@@ -110,8 +110,8 @@ def run_and_keep_groups(file: Path, world: int, resume: str | None = None) -> No
     ("topology", "world"),
     [
         ("", 1),
-        ("tp=2,sp", 2),
-        ("dp=2", 2),
+        pytest.param("tp=2,sp", 2, marks=pytest.mark.proof),
+        pytest.param("dp=2", 2, marks=pytest.mark.proof),
         ("dp=2,tp=2,sp", 4),
         pytest.param("dp=4", 4, marks=pytest.mark.proof),
     ],

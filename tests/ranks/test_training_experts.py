@@ -103,7 +103,7 @@ def test_load_balancing_loss_is_that_of_transformers_over_the_whole_step(folder:
     assert metrics_of(folder / "balanced")[0]["aux_loss"] == pytest.approx(float(loss), rel=1e-12)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["tp=2,sp,ep=2", *(pytest.param(m, marks=pytest.mark.proof) for m in MESHES[::2])])
 def test_routing_that_is_recorded_on_a_mesh_is_that_of_one_process(
     mesh: str, folder: Path, plain: Path, pools: Callable[[int], Pool]
 ) -> None:
@@ -210,7 +210,7 @@ def test_record_of_another_run_is_not_overwritten(resume: str | None, folder: Pa
         prepare_run(read_run(file), resume=resume)
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_record_that_cannot_be_written_ends_every_rank(step: int, folder: Path, pools: Callable[[int], Pool]) -> None:
     routing = folder / f"routing-{step}-not-written"
     if step:  # a folder is where the file should be

@@ -55,7 +55,7 @@ def test_twin_has_the_names_and_the_format_of_the_published_files(
     assert absent not in keys
 
 
-QUICK = ("Qwen--Qwen2.5-0.5B-Instruct", "Qwen--Qwen3-32B-FP8", "unsloth--Llama-3.2-1B-Instruct-bnb-4bit")
+QUICK = ("Qwen--Qwen3-32B-FP8", "unsloth--Llama-3.2-1B-Instruct-bnb-4bit")
 
 
 @pytest.mark.parametrize(
