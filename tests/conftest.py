@@ -30,21 +30,22 @@ Prove = Callable[..., list[Outcome]]
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.ranks.jobs", "tests.unit.mistakes", "tests.unit.records")
 
-# These take minutes: first, so that no worker is left alone with one at the end.
+# These take above ten seconds, the first two minutes: first, so that no worker is left alone with one at the end.
 _LONGEST = (
-    "parity/test_families",
     "verify/test_mutations",
-    "parity/test_experts",
+    "unit/test_hub",
+    "parity/test_families",
     "ranks/test_failures",
-    "ranks/test_full_disk",
+    "parity/test_experts",
+    "ranks/test_embedding_and_head",
+    "unit/test_planner",
     "ranks/test_resume",
-    "verify/test_preflight",
-    "parity/test_heads",
-    "parity/test_topologies",
-    "verify/test_command_line",
+    "unit/test_planner_context",
     "verify/test_command",
-    "ranks/test_own_loop",
-    "ranks/test_methods",
+    "verify/test_command_line",
+    "verify/test_preflight",
+    "unit/test_planner_base",
+    "unit/test_twin",
 )
 
 # The suite writes some hundred megabytes, most of them with fsync.
@@ -111,7 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        unwanted = set(others)
+        items[:] = [item for item in items if item not in unwanted]
     if os.environ.get("PYTEST_XDIST_WORKER"):
         items.sort(key=_place)
 

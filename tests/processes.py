@@ -91,6 +91,13 @@ def wait_until(ready: Callable[[], object], timeout_s: float = 90.0, pause_s: fl
         time.sleep(pause_s)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether it runs: one that has ended, and nobody has asked how, has no words."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    return False
+
+
 @functools.cache
 def own_mounts() -> tuple[str, ...]:
     """How a process gets mounts of its own here: as an ordinary user, or as root; nothing where neither may."""

@@ -7,17 +7,20 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.processes import Started, wait_until
-from tests.ranks.jobs import Job, base, job
+from tests.processes import is_alive, wait_until
+from tests.ranks.forked import Forked
+from tests.ranks.jobs import PATIENCE_S, Job, base, job_either_way
 from tests.ranks.sockets import listeners_of
 
-__all__ = ["base", "job"]  # fixtures
+__all__ = ["base", "job_either_way"]  # fixtures
 
 NOBODY = 65534
 # Of every process: what is unpickled, by whichever way into the module, and what an unpickler looks up.
@@ -50,41 +53,52 @@ STAY = """
 """
 
 
-@pytest.fixture
-def training(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Job, Started]]:
+class Training(NamedTuple):
     """A run whose ranks are in the midst of a step."""
-    job.write(STAY + WATCH_PICKLES)
-    monkeypatch.chdir(job.folder)
-    with Started(
-        job.folder,
-        *("-m", "meshlora", "train", "run.yaml", "--nproc", "2", "--no-preflight"),
-        PYTHONPATH=os.pathsep.join([str(job.folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    ) as started:
+
+    job: Job
+    process: subprocess.Popen[str] | Forked
+    temporary: Path
+
+    def started(self) -> list[int]:
+        """The processes that the launcher has started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(number) for number in children.split()]
+
+
+@pytest.fixture
+def training(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    # Not below the test's own folder, whose path may be too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="meshlora-test-", ignore_cleanup_errors=True) as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        job.write(STAY + WATCH_PICKLES)
+        process = job.start()
         wait_until(lambda: len(list((job.folder / "faults").glob("stays-*"))) == 2)
-        yield job, started
+        yield Training(job, process, Path(temporary))
+        job.end()
 
 
-def test_nobody_else_reaches_a_run_and_nothing_of_it_is_unpickled(training: tuple[Job, Started]) -> None:
-    job, started = training
-    processes = [started.process.pid, *started.living()]
+def test_nobody_else_reaches_a_run_and_nothing_of_it_is_unpickled(training: Training) -> None:
+    job, process, temporary = training
+    processes = [process.pid, *training.started()]
     assert len(processes) == 4, "the launcher, two ranks, and the shell that waits to clean up"
-    for process in processes:
-        for listener in listeners_of(process):
+    for each in processes:
+        for listener in listeners_of(each):
             # gloo and torch's stores would listen on a port, which any user of the machine may connect to.
             assert listener.kind == "unix", listener
             assert not listener.at.startswith("@"), "a name without a file has no owner"
             assert Path(listener.at).parent.stat().st_mode & 0o077 == 0, listener
-    (folder,) = started.temporary.iterdir()
+    (folder,) = temporary.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert (folder / "store").exists()
     if os.geteuid() == 0:
         _try_as_nobody(processes, folder)
     (job.folder / "faults" / "go").touch()
-    code, out, err = started.end()
-    assert (code, err) == (0, ""), err
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, ""), err
     assert "adapter: output/adapter" in out
     assert not (job.folder / "faults" / "unpickled").exists(), (job.folder / "faults" / "unpickled").read_text()
-    assert list(started.temporary.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def _try_as_nobody(processes: list[int], folder: Path) -> None:
@@ -113,14 +127,14 @@ for door in doors:
         pytest.param("janitor", marks=pytest.mark.proof),
     ],
 )
-def test_nothing_lives_on_when_a_process_is_killed(victim: str, training: tuple[Job, Started]) -> None:
+def test_nothing_lives_on_when_a_process_is_killed(victim: str, training: Training) -> None:
     """The ranks of a killed launcher trained on, and its folder stayed."""
-    job, started = training
-    ranks = {int(file.read_text()) for file in (job.folder / "faults").glob("pid-*")} - {started.process.pid}
+    job, process, temporary = training
+    started = training.started()
     rank_1 = int((job.folder / "faults" / "pid-1").read_text())
-    (janitor,) = set(started.living()) - ranks
-    os.kill({"launcher": started.process.pid, "rank 1": rank_1, "janitor": janitor}[victim], signal.SIGKILL)
+    (janitor,) = set(started) - set(job.started_ranks())
+    os.kill({"launcher": process.pid, "rank 1": rank_1, "janitor": janitor}[victim], signal.SIGKILL)
     begun = time.monotonic()
-    started.end(timeout_s=5)
-    wait_until(lambda: not started.living() and not list(started.temporary.iterdir()), timeout_s=5)
+    process.communicate(timeout=5)
+    wait_until(lambda: not any(map(is_alive, started)) and not list(temporary.iterdir()), timeout_s=5)
     assert time.monotonic() - begun < 5

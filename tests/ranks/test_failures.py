@@ -6,7 +6,6 @@ have a file of their own.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import tempfile
 import time
@@ -16,7 +15,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.processes import wait_until
+from tests.processes import is_alive, wait_until
 from tests.ranks.jobs import PATIENCE_S, TRAIN, Job, base, job_either_way
 
 __all__ = ["base", "job_either_way"]  # fixtures
@@ -165,14 +164,7 @@ def test_nothing_lives_on_when_the_launcher_is_killed(job: Job, monkeypatch: pyt
         assert [path.name.partition("-")[0] for path in Path(temporary).iterdir()] == ["meshlora"]
         assert len(job.started_ranks()) == 2
         process.kill()
-        wait_until(lambda: not any(map(_trains, job.started_ranks())) and not list(Path(temporary).iterdir()), 5)
-
-
-def _trains(pid: int) -> bool:
-    """A process that has ended, and nobody has asked how, has no words."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    return False
+        wait_until(lambda: not any(map(is_alive, job.started_ranks())) and not list(Path(temporary).iterdir()), 5)
 
 
 def test_rank_that_hangs_is_named_with_the_collective(job: Job) -> None:

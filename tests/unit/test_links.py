@@ -41,9 +41,16 @@ def _values(sender: int, receiver: int, number: int, dtype: torch.dtype) -> Tens
     return torch.arange(number).add_(100 * sender + receiver).to(dtype)
 
 
-@pytest.mark.parametrize("number", [1, 3_000_000], ids=["little", "more than a socket holds"])
+@pytest.mark.parametrize(
+    ("number", "size"),
+    [
+        pytest.param(1, 2, id="little"),
+        pytest.param(1, 4, id="little, of four"),
+        pytest.param(3_000_000, 2, id="more than a socket holds"),
+        pytest.param(3_000_000, 4, id="more than a socket holds, of four", marks=pytest.mark.proof),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_gets_what_every_other_sent(size: int, dtype: torch.dtype, number: int, all_at_once: Any) -> None:
     links = _links(size)
 
