@@ -65,19 +65,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], Pool]]:
-    """`pools(2)`: the session's pool of two ranks."""
-    made: dict[int, Pool] = {}
-    yield lambda size: made.setdefault(size, Pool(size))
-    for pool in made.values():
-        pool.close()
-
-
-@pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     """The processes of the session's proofs."""
     with Processes() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def pools(processes: Processes) -> Callable[[int], Pool]:
+    """`pools(2)`: the session's pool of two ranks, which is that of its proofs too: a rank is imported once."""
+    return lambda size: processes.ranks(size, "cpu")
 
 
 @pytest.fixture(scope="session")
