@@ -24,10 +24,9 @@ from meshlora.verify.proof import Outcome
 from meshlora.verify.request import DROPOUT
 
 DENSE, WITH_EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
-# By default each once: what no family of `test_heads` and `test_experts` has, of the forms that a plan gives a layer,
-# nor one of the kill table: bloom, doge, gemma3.
+# By default each once: what no family of `test_heads`, `test_experts` and the kill table has, of the forms that a plan
+# gives a layer. The kill table has bloom, doge, gemma3, gpt2 and olmo2, `test_heads` attention and MLP side by side.
 OFTEN = {
-    "bitnet": "norms over a split width, in the attention and in the MLP",
     "codegen": "q, v and k in four groups",
     "diffllama": "halves of heads that belong together, and small vectors that stay whole",
     "falcon_h1": "attention and state-space mixer side by side, a buffer that is split",
@@ -41,9 +40,7 @@ OFTEN = {
     "mpt": "an argument with a dim of heads",
     "nanochat": "one norm in two places",
     "olmo_hybrid": "a delta net, norms over a width of key/value heads",
-    "openai-gpt": "Conv1D, and no norm after the layers",
     "opt": "an MLP without a module of its own, a projection after the layers",
-    "phi": "the plan of transformers; attention and MLP side by side, with biases",
     "recurrent_gemma": "a recurrent unit",
     "xlstm": "nothing but the vocabulary split, with biases",
 }

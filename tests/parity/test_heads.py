@@ -61,8 +61,8 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("gpt_bigcode", {"multi_query": True}, ("tp=2",)),
         ("falcon", {**_FALCON_40B, "num_kv_heads": 4}, ("tp=2",)),
         pytest.param("falcon", {**_FALCON_40B, "num_kv_heads": 2}, ("tp=4,sp",), marks=pytest.mark.proof),
-        ("falcon", _FALCON_RW, ("tp=2,sp",)),
-        ("falcon", _FALCON_7B, ("tp=2,sp",)),
+        pytest.param("falcon", _FALCON_RW, ("tp=2,sp",), marks=pytest.mark.proof),
+        pytest.param("falcon", _FALCON_7B, ("tp=2,sp",), marks=pytest.mark.proof),
         ("llama", _PADDED_AND_TIED, ("tp=2,sp",)),
         ("nemotron_h", {"n_groups": 2}, ("tp=4,sp",)),  # a gated norm over two of the ranks
         *(pytest.param(*case, marks=pytest.mark.proof) for case in MORE),

@@ -61,7 +61,7 @@ def _steps(topology: str, options: dict[str, Any], recompute: str = "none") -> d
     ("options", "recompute"),
     [
         pytest.param({}, "none", id="float64", marks=pytest.mark.proof),  # as what is trained beside, and less
-        pytest.param({"dtype": "float32"}, "full", id="float32, recomputed"),
+        pytest.param({"dtype": "float32"}, "full", id="float32, recomputed", marks=pytest.mark.proof),
         pytest.param({"dtype": "bfloat16"}, "none", id="bfloat16, tied embeddings"),
         pytest.param({"use_dora": True, "bias": "lora_only"}, "none", id="dora, biases"),
         pytest.param({"modules_to_save": ["embed_tokens", "norm"]}, "none", id="trained beside"),

@@ -65,16 +65,14 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-# Each kind once, each topology with several.
+# By default what is cut in a way of its own; on which of two biases and norms there are is one rule.
 COVER = {
     "embedding and head": "tp=2,sp",
     "scaled embedding": "tp=2",
     "capped head": "tp=2,sp",
     "both, tied": "tp=2,sp",
     "saved: of every kind": "dp=2,tp=2",
-    "saved: head, tied": "tp=2",
     "biases: all": "tp=2,sp",
-    "biases: of targets": "tp=2",
 }
 
 
@@ -97,7 +95,11 @@ def test_trains_as_one_process_does(name: str, topologies: tuple[str, ...], prov
         ("saved: last norm", ""),
         ("biases: of targets", ""),
         ("saved: embedding", "embed_tokens: its weight trained in full"),
-        ("saved: row linear", "down_proj: its bias and weight trained in full, of a model in bfloat16"),
+        pytest.param(
+            "saved: row linear",
+            "down_proj: its bias and weight trained in full, of a model in bfloat16",
+            marks=pytest.mark.proof,
+        ),
         pytest.param("saved: norms and head", "lm_head: its weight trained in full", marks=pytest.mark.proof),
         pytest.param("biases: all", "ln_1: its bias trained in full", marks=pytest.mark.proof),
     ],
@@ -123,7 +125,10 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[] if n in ("llama", "gpt2") else pytest.mark.proof) for n in FILES],
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model`, a float64 twin, and `adapter`, one of which nothing is zero nor what the base has."""
     family, overrides, options = FILES[request.param]

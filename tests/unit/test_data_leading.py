@@ -155,7 +155,7 @@ def _tokens_of_each_kind(template: str, long: str) -> list[list[Any]]:
     return [array.tolist() for found in (data, of_all) for array in (found.input_ids, found.is_trained, found.offsets)]
 
 
-@pytest.mark.parametrize("template", [MARKED, UNMARKED, BARE])
+@pytest.mark.parametrize("template", [MARKED, *(pytest.param(t, marks=pytest.mark.proof) for t in (UNMARKED, BARE))])
 def test_what_is_trained_of_a_long_record_is_what_is_trained_of_the_whole(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

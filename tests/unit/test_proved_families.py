@@ -72,7 +72,14 @@ def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("_warm_processes")
-@pytest.mark.parametrize("words", [["--set", "vocab_size=250"], ["--dtype", "float32"], ["--lora", "lora.yaml"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--set", "vocab_size=250"], marks=pytest.mark.proof),
+        pytest.param(["--dtype", "float32"], marks=pytest.mark.proof),
+        ["--lora", "lora.yaml"],
+    ],
+)
 def test_a_proof_of_less_is_none_of_the_family(words: list[str], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, **OTHER)
     monkeypatch.chdir(home)

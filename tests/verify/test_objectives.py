@@ -30,7 +30,7 @@ from tests.conftest import Prove
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp")
 # The kill table proves the others, on one axis each; so do the tests below, test_packing.py, test_several_adapters.py.
-_ONCE = {"sft": "dp=2,tp=2,sp", "embed": "dp=2,tp=2,sp"}
+_ONCE = {"sft": "dp=2,tp=2,sp"}
 
 
 @pytest.mark.parametrize(

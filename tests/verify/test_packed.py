@@ -16,7 +16,7 @@ from tests.packed import KEPT, PUBLISHED, write_packed
         ("fp8", "tp=2,sp", None),
         ("fp8 experts", "dp=2,ep=2", "keep"),
         ("mxfp4", "tp=2,sp,ep=2", "keep"),
-        ("gptq", "tp=2", None),
+        pytest.param("gptq", "tp=2", None, marks=pytest.mark.proof),
         ("nf4", "dp=2,dp_shard", "keep"),
         *(pytest.param(case, "dp=2,tp=2,sp", None, marks=pytest.mark.proof) for case in PUBLISHED),
         *(pytest.param(case, "dp=2,tp=2,sp", "keep", marks=pytest.mark.proof) for case in KEPT),

@@ -133,10 +133,18 @@ MAY_HAVE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 
 # Of these each part is in another case: the loss of the next token in most, smoothing, pairs and the base in that of
-# dpo, an adapter on attention beside experts on the twins above, DoRA and experts in the kill table.
+# dpo, an adapter on attention beside experts on the twins above, DoRA and experts in the kill table, the embedding as
+# the head.
 _NOTHING_NEW = (
     *("objective sft", "objective orpo", "objective kto", "objective policy"),
-    *("DoRA", "experts", "experts with biases", "experts of scaled tokens", "attention beside experts"),
+    *(
+        "DoRA",
+        "experts",
+        "experts with biases",
+        "experts of scaled tokens",
+        "attention beside experts",
+        "the embedding",
+    ),
 )
 
 
