@@ -138,4 +138,6 @@ def _bitsandbytes(codes: Tensor, state: dict[str, Tensor]) -> Tensor:
         raise UserError("a checkpoint of bitsandbytes", rule, "pip install 'meshlora[quantization]'") from None
     found = QuantState.from_dict(state, device=torch.device("cpu"))
     found.dtype = torch.float32
-    return dequantize_4bit(codes, found)
+    # As one row: bitsandbytes 0.50 is wrong on CPUs with AVX-512 where a block of weights crosses the end of a row.
+    shape, found.shape = found.shape, torch.Size([found.shape.numel()])
+    return dequantize_4bit(codes, found).view(shape)
