@@ -506,7 +506,7 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
         twin = _twin(request.family, tp, request.overrides, block=block)
-        if stages > getattr(twin.get_text_config(), "num_hidden_layers", stages):
+        if stages > getattr(twin.get_text_config(decoder=True), "num_hidden_layers", stages):
             twin = _twin(request.family, tp, {"num_hidden_layers": stages, **request.overrides}, block=block)
         config = with_biases(twin, given=request.overrides)
     else:
