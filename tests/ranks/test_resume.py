@@ -118,6 +118,23 @@ def test_on_another_topology_only_the_rounding_differs(
     assert _difference(output, whole(first)) < 1e-9
 
 
+@pytest.mark.proof  # each link by itself is above, most of them here too
+def test_run_goes_on_over_tensor_context_and_pipeline_parallel_and_ends_alone(
+    folder: Path, whole: Callable[[str], Path], pools: Callable[[int], Pool]
+) -> None:
+    links: list[tuple[str, int | None]] = [("tp=2,sp", 1), ("cp=2", 2), ("pp=2", 4), ("", None)]
+    output = folder / "chain-of-four"
+    for topology, step in links:
+        file, world = _file(folder, output.name, topology, train__eval_every=0, train__save_every=0), WORLD[topology]
+        resume = "auto" if output.exists() else None
+        pools(world).run(_stopped_after, step, file, world, resume, timeout_s=120)
+        assert (output / "adapter").exists() == (step is None), topology
+    assert [f.name for f in sorted((output / "checkpoints").glob("step-*"))] == [
+        f"step-{step:06d}" for _, step in links if step
+    ]
+    assert _difference(output, whole("tp=2,sp")) < 1e-9
+
+
 # --- one run over three topologies, with dropout
 
 
