@@ -63,6 +63,7 @@ def test_low_precision_stays_within_the_references_own_rounding(
     ("topologies", "options"),
     [
         (("pp=2,tp=2,sp",), {"family": "llama", "steps": 2}),
+        (("pp=3",), {"family": "llama", "steps": 1, "overrides": {"num_hidden_layers": 4}}),  # one with neither end
         *(
             pytest.param(topologies, options, marks=pytest.mark.proof)
             for topologies, options in (

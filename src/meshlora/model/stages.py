@@ -2,7 +2,7 @@
 
 Owns: taking modules of other ranks out, which of a rank's stages runs, and where the residual stream enters and leaves
 it. Does not own: which layers are whose (`plan.stages`), the messages (`comm.collectives`), the order of micro-batches
-(`train.schedule`).
+(`plan.schedule`).
 
 Each stage runs the model's own forward with the same arguments, so it makes its own masks, positions and rotary tables,
 and nothing but the residual stream is sent. Modules of other stages pass their input on; those of other ranks are empty
@@ -118,7 +118,7 @@ def take_out(model: Any, pipeline: Pipeline) -> None:
         for name in plan.after:
             _unless(model.get_submodule(name), _never, _narrow if name == _head(model) else _first)
     for name, module in model.named_modules():
-        is_inside = name.startswith(f"{plan.layers}.") or name in (plan.embedding, *plan.after)
+        is_inside = name.startswith(f"{plan.layers}.") or name in plan.after
         if is_inside and not plan.holds(name):
             _empty(module)
     if not plan.has_first_stage:
