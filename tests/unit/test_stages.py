@@ -15,9 +15,9 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import general_rules
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.plan.stages import cut_layers, plan_of_rank
 from meshlora.plan.topology import LAYERS, Topology
-from meshlora.train.schedule import one_forward_one_backward
 from tests.blueprints import build_meta
 
 

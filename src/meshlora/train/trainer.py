@@ -28,6 +28,7 @@ from torch import Tensor
 from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.common.float64 import lift
 from meshlora.data import Batch, TokenizedDataset
+from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching, MicroBatch, Step
@@ -38,7 +39,6 @@ from meshlora.train.objectives import Sums, base_log_probabilities, count, loss_
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.routing import RunRouting
-from meshlora.train.schedule import one_forward_one_backward
 from meshlora.train.step_sums import StepResult, StepSums
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.watch.metrics import Reporter, StepMetrics
