@@ -91,7 +91,7 @@ def test_simulated_step_is_as_predicted(family: str, topology: str, options: dic
     simulation = simulated(problem_of(family, world, **options), topology)
     assert not list(simulation.differences())
     assert simulation.world == world
-    assert world == 1 or simulation.calls.total()
+    assert world == 1 or simulation.fullest.calls.total()
 
 
 # By default each family on one, and each topology.
@@ -137,7 +137,7 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer(num_layers: i
     assert found["layers"] == 4 * num_layers
     assert found["buckets"] == 2
     assert not list(simulation.differences())
-    large = sum(n for c, n in simulation.calls.items() if c.ranks == 8 and c.kind == "allreduce")
+    large = sum(n for c, n in simulation.fullest.calls.items() if c.ranks == 8 and c.kind == "allreduce")
     assert large == 4 * num_layers + 1  # the embedding
     # In all, or more than all tests before it.
     assert simulation.host_bytes < max(2e9, resident_bytes + 5e8)
@@ -158,11 +158,14 @@ def test_peak_without_a_layers_activations_is_noticed() -> None:
     """The comparison itself: what is wrong by more than 5 %, or by one call or byte, is said."""
     problem = problem_of("llama", 2)
     simulation = simulated(problem, "tp=2")
-    predicted, seen = simulation.bytes["peak"]
-    simulation.bytes["peak"] = (int(predicted * 0.93), seen)
-    simulation.bytes["adapter"] = (simulation.bytes["adapter"][0] - 4, simulation.bytes["adapter"][1])
-    (call, *_) = simulation.predicted_calls
-    simulation.predicted_calls[call] += 1
+    predicted, seen = simulation.fullest.bytes["peak"]
+    simulation.fullest.bytes["peak"] = (int(predicted * 0.93), seen)
+    simulation.fullest.bytes["adapter"] = (
+        simulation.fullest.bytes["adapter"][0] - 4,
+        simulation.fullest.bytes["adapter"][1],
+    )
+    (call, *_) = simulation.fullest.predicted_calls
+    simulation.fullest.predicted_calls[call] += 1
     found = list(simulation.differences())
     assert len(found) == 3
     assert all(word in " ".join(found) for word in ("peak", "adapter", call.kind))
@@ -229,7 +232,9 @@ def test_topologies_that_are_not_proved_are_left_out_with_the_reason() -> None:
     problem.shrunk.model.config.model_type = "nobody_proved_me"
     choice = choose(problem)
     assert [str(p.topology) for p in choice.ranked] == ["dp=4", "dp=4,dp_shard"]
-    assert len(choice.left_out) == len(list(all_topologies(problem))) - 2
+    stages = ["pp=2,dp=2", "pp=2,dp=2,dp_shard"]
+    assert [name for name, _ in choice.left_out if "pp=" in name] == stages
+    assert len(choice.left_out) == len(list(all_topologies(problem))) - 2 + len(stages)
     assert {why for _, why in choice.left_out} == {"its split over this is not proved against one process"}
 
 

@@ -48,7 +48,7 @@ def test_simulated_step_is_as_predicted(family: str, topology: str, options: dic
     simulation = simulated(problem_of(family, shape.world, **options), topology)
     assert not list(simulation.differences())
     kind = "alltoall" if shape.ring else "allgather"
-    assert any(call.kind == kind and call.ranks == shape.size_over(TOKENS) for call in simulation.calls)
+    assert any(call.kind == kind and call.ranks == shape.size_over(TOKENS) for call in simulation.fullest.calls)
 
 
 def _predicted(problem: Problem, topology: str) -> Prediction:

@@ -146,7 +146,9 @@ def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
         f"as predicted: shapes, numbers and bytes of collectives, states; the peak within 5 % "
         f"({simulation.time_s:.1f} s, {simulation.host_bytes / 1e9:.2f} GB of this process)"
     )
-    return {name: {"predicted": predicted, "seen": seen} for name, (predicted, seen) in simulation.bytes.items()}
+    return {
+        name: {"predicted": predicted, "seen": seen} for name, (predicted, seen) in simulation.fullest.bytes.items()
+    }
 
 
 def _lora(file: str | None) -> Any:

@@ -169,15 +169,14 @@ def send(tensor: Tensor, axis: Axis) -> None:
             dist.isend(tensor.contiguous(), group=axis.group, group_dst=1 - axis.rank)
 
 
-def receive_like(like: Tensor, axis: Axis) -> Tensor:
-    """A tensor from the other of the two ranks of `axis`, of the shape and dtype of `like`."""
-    found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+def receive(into: Tensor, axis: Axis) -> Tensor:
+    """`into`, filled by what the other of the two ranks of `axis` sends."""
     with axis.arrivals.at("receive", axis.ranks):
-        if axis.is_direct and found.is_cpu:
-            direct.receive(found, axis)
+        if axis.is_direct and into.is_cpu:
+            direct.receive(into, axis)
         else:
-            dist.recv(found, group=axis.group, group_src=1 - axis.rank)
-    return found
+            dist.recv(into, group=axis.group, group_src=1 - axis.rank)
+    return into
 
 
 def _share(tensor: Tensor, axis: Axis) -> int:
@@ -265,14 +264,13 @@ def exchange_each_to_each(x: Tensor, axis: Axis, send: Sequence[int], receive: S
 class _HandOn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, wants_gradient: Tensor, there: Axis, back: Axis) -> Tensor:
-        ctx.back, ctx.like = back, torch.empty_like(x, device="meta")
-        ctx.device = x.device
+        ctx.back, ctx.shape, ctx.given = back, x.shape, {"dtype": x.dtype, "device": x.device}
         send(x.detach(), there)
         return x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        return receive_like(torch.empty_like(ctx.like, device=ctx.device), ctx.back), None, None, None
+        return receive(torch.empty(ctx.shape, **ctx.given), ctx.back), None, None, None
 
 
 def hand_on(x: Tensor, there: Axis | None, back: Axis | None) -> Tensor:
@@ -289,7 +287,7 @@ class _TakeOver(Function):
     @staticmethod
     def forward(ctx: Any, wants_gradient: Tensor, like: Tensor, there: Axis, back: Axis) -> Tensor:
         ctx.back = back
-        return receive_like(like, there)
+        return receive(torch.empty_like(like, memory_format=torch.contiguous_format), there)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:

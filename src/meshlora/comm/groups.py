@@ -370,15 +370,15 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def simulated_job(world: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of a fake job of `world` ranks: torch's fake backend, no messages.
+def simulated_job(world: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is `rank` of a fake job of `world` ranks: torch's fake backend, no messages.
 
     Raises:
         UserError: the process is part of a job already.
     """
     if dist.is_initialized():
         raise UserError("a simulated job", "this process is a rank of a job already", "start it by itself")
-    dist.init_process_group("fake", rank=0, world_size=world, store=compat.fake_store())
+    dist.init_process_group("fake", rank=rank, world_size=world, store=compat.fake_store())
     try:
         yield
     finally:

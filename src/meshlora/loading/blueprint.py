@@ -90,13 +90,14 @@ class Blueprint:
         """Parameters of a new head, which the checkpoint may lack: those that are trained in full."""
         return self.adapter.copies if self.adapter is not None and self.objective.task != CAUSAL else ()
 
-    def on(self, topology: Topology) -> Blueprint:
-        """This blueprint on another topology.
+    def on(self, topology: Topology, *, has_stages: bool = True) -> Blueprint:
+        """This blueprint on another topology. has_stages: see `plan_model`.
 
         Raises:
             UserError: the model cannot be split so. UnsupportedError: the split is not proved.
         """
-        plan, adapter = _split(self.model, topology, self.options.quantization, self.kept), self.adapter
+        plan = _split(self.model, topology, self.options.quantization, self.kept, has_stages=has_stages)
+        adapter = self.adapter
         if adapter is not None:
             is_fresh = adapter.folder is None
             adapter = plan_adapter(self.model, plan, adapter.config, strict=is_fresh, folder=adapter.folder)
@@ -194,8 +195,15 @@ def _kept(source: Path | None, model: Any, packing: Mapping[str, Any] | None) ->
     return kept
 
 
-def _split(model: Any, topology: Topology, quantization: str | None, kept: Mapping[str, Packing]) -> ModelPlan:
-    plan = with_quantization(plan_model(model, topology), quantization, kept)
+def _split(
+    model: Any,
+    topology: Topology,
+    quantization: str | None,
+    kept: Mapping[str, Packing],
+    *,
+    has_stages: bool = True,
+) -> ModelPlan:
+    plan = with_quantization(plan_model(model, topology, has_stages=has_stages), quantization, kept)
     check_library(packing.kind for packing in plan.quantized.values())
     check_units(model, plan)
     return plan

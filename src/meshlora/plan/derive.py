@@ -35,8 +35,10 @@ from meshlora.plan.topology import TOKENS, Topology, divisors, set_of
 _ADAPTED = {"q", "k", "v", "gate", "up"}
 
 
-def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
+def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool = True) -> ModelPlan:
     """Derive the plan of `model` (a transformers causal LM, possibly on the meta device) on `topology`.
+
+    has_stages: False: without the cut of its layers into stages, as of a model with some of the layers.
 
     Raises:
         UnsupportedError: no exact split is known for the family, a style, a layer or a parameter.
@@ -80,7 +82,10 @@ def plan_model(model: PreTrainedModel, topology: Topology) -> ModelPlan:
         units=units,
         task=task_of(model.config),
     )
-    return whole if topology.is_whole else _Planner(model, whole).plan()
+    if topology.is_whole:
+        return whole
+    plan = _Planner(model, whole).plan()
+    return with_stages(model, plan) if has_stages else plan
 
 
 class _Planner:
@@ -118,7 +123,7 @@ class _Planner:
         for name, rule in self.linears.items():
             domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
             self.linears[name] = replace(rule, domain=domain)
-        return with_stages(self.model, plan)
+        return plan
 
     def _plan_layer(self, prefix: str, layer: nn.Module, family: FamilyPlan) -> None:
         if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):

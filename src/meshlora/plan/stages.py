@@ -29,6 +29,25 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
     number = plan.topology.num_stages
     if number == 1:
         return plan
+    check_stages(model, plan)
+    found = replace(
+        plan,
+        stages=cut_layers(
+            [layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers)],
+            number,
+            after=layer_cost(model, plan, plan.head),
+        ),
+    )
+    _check_shared(model, found)
+    return found
+
+
+def check_stages(model: Any, plan: ModelPlan) -> None:
+    """Refuse a model or a topology that is not proved with stages, and more stages than layers.
+
+    Raises:
+        UserError: there are more. UnsupportedError: names what is not proved.
+    """
     topology = plan.topology
     check_options(
         topology,
@@ -39,23 +58,13 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
             f"a composite ({type(model).__name__})": bool(plan.text),
         },
     )
-    if number > plan.num_layers:
+    if topology.num_stages > plan.num_layers:
         fitting = set_of(divisors(plan.num_layers))
         raise UserError(
             f"topology {plan.topology}",
             f"each stage needs a layer, and the model has {plan.num_layers}",
             f"use at most {plan.num_layers} stages, pp times interleave, as in {fitting}",
         )
-    found = replace(
-        plan,
-        stages=cut_layers(
-            [_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers)],
-            number,
-            after=_cost(model, plan, plan.head),
-        ),
-    )
-    _check_shared(model, found)
-    return found
 
 
 def check_options(topology: Topology, given: Mapping[str, bool]) -> None:
@@ -124,6 +133,18 @@ def cut_layers(costs: Sequence[float], number: int, *, after: float = 0.0) -> tu
     return tuple(found)
 
 
+def layer_cost(model: Any, plan: ModelPlan, name: str) -> float:
+    """Elements of the matrices of module `name` that a token is multiplied with."""
+    total = 0.0
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    for path, parameter in model.get_submodule(name).named_parameters(prefix=name) if name else ():
+        owner = path.rpartition(".")[0]
+        stack = next((rule for expert, rule in plan.experts.items() if f"{owner}.".startswith(f"{expert}.")), None)
+        share = 1.0 if stack is None else top_k / stack.num_experts
+        total += parameter.numel() * share if parameter.ndim > 1 else 0
+    return total
+
+
 def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
     """What of `plan` pp rank `rank` has."""
     if not plan.stages:
@@ -148,18 +169,6 @@ def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
         units=tuple(filter(own.holds, plan.units)),
         quantized=held(plan.quantized),
     )
-
-
-def _cost(model: Any, plan: ModelPlan, name: str) -> float:
-    """Elements of the matrices of module `name` that a token is multiplied with."""
-    total = 0.0
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    for path, parameter in model.get_submodule(name).named_parameters(prefix=name) if name else ():
-        owner = path.rpartition(".")[0]
-        stack = next((rule for expert, rule in plan.experts.items() if f"{owner}.".startswith(f"{expert}.")), None)
-        share = 1.0 if stack is None else top_k / stack.num_experts
-        total += parameter.numel() * share if parameter.ndim > 1 else 0
-    return total
 
 
 def _check_shared(model: Any, plan: ModelPlan) -> None:

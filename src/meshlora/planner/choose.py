@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UserError
@@ -18,12 +19,20 @@ from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Message, Sizes
 from meshlora.plan.families.proved import check_proved
-from meshlora.plan.stages import check_options
-from meshlora.plan.topology import DATA, TOKENS, TP, Topology, dense_sizes, divisors
-from meshlora.planner.communication import Traffic, messages_of, span_of, traffic_of
+from meshlora.plan.topology import DATA, FLAGS, LAYERS, TOKENS, TP, Topology, dense_sizes, divisors, field_of
+from meshlora.planner.communication import Traffic, hop_s, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.memory import Peak, States, peak_of, states_of
+from meshlora.planner.pipeline import (
+    PartOfModel,
+    Stage,
+    check_trained,
+    parts_of,
+    shown_micro_batches,
+    time_of_all,
+    turns_of,
+)
 from meshlora.planner.problem import Problem, Recompute
 from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
 
@@ -31,10 +40,26 @@ Traces = dict[Topology, tuple[Trace, Trace]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
 # How many meshes of experts are looked at with cp: all, on 64 GPUs, would be thousands of topologies.
 _MESHES = 3
+# Of how many of the best topologies without stages those with stages are made.
+_STAGED = 6
 # Eager kernels per gradient: copies into and out of its bucket, scaling, squaring in fp64, clipping.
 _KERNELS_OF_A_GRADIENT = 10
 # Memory traffic of AdamW and these kernels, in passes over the gradients.
 _PASSES_OF_A_STEP = 16
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What one pp rank has and sends. messages: of a step with one micro-batch, including those of recomputation."""
+
+    states: States
+    peak: Peak
+    messages: tuple[Message, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak bytes."""
+        return self.states.kept + self.peak.largest
 
 
 @dataclass(frozen=True)
@@ -44,10 +69,10 @@ class Prediction:
     Attributes:
         micro_batch: sequences per dp rank and micro-batch. micro_batches: per step. tokens: per sequence, padded to a
             multiple that cp and sp can split.
-        messages: including those of recomputation. traffic: link -> totals of a step.
+        ranks: of each pp rank. traffic: link -> totals of a step, of the busiest of them.
         chunk_bytes: local logits of one chunk of the loss.
-        parts_s: seconds of each part of a step. The parts run one after another: only gathers of sharded weights
-            overlap with kernels, and count with their exposed time.
+        parts_s: seconds of each part of a step, of the busiest pp rank. The parts run one after another: only gathers
+            of sharded weights overlap with kernels, and count with their exposed time.
     """
 
     topology: Topology
@@ -55,18 +80,36 @@ class Prediction:
     micro_batches: int
     tokens: int
     recompute: Recompute
-    states: States
-    peak: Peak
+    ranks: tuple[RankCost, ...]
     chunk_bytes: int
-    messages: tuple[Message, ...]
     traffic: Mapping[str, Traffic]
     parts_s: Mapping[str, float]
     usable_bytes: int
 
     @property
+    def fullest(self) -> RankCost:
+        """The pp rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.memory_bytes)
+
+    @property
+    def states(self) -> States:
+        """Of that rank."""
+        return self.fullest.states
+
+    @property
+    def peak(self) -> Peak:
+        """Of that rank."""
+        return self.fullest.peak
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of that rank."""
+        return self.fullest.messages
+
+    @property
     def memory_bytes(self) -> int:
         """Peak bytes."""
-        return self.states.kept + self.peak.largest
+        return self.fullest.memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -93,7 +136,7 @@ class Choice:
 
 def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     """Predict and rank `topologies`, by default all: with cp on the meshes of experts that are the fastest without, and
-    with a ring those that do not fit without.
+    with a ring those that do not fit without. With pp those whose stages are a part of one of the best.
 
     Raises:
         UserError: no topology can be predicted.
@@ -122,6 +165,8 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
             # A ring sends more, and holds fewer keys and values.
             tight = [prediction.topology for prediction in found if not prediction.fits]
             look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
+            best = [prediction.topology for prediction in _ranked(found)[:_STAGED]]
+            look_at(dict.fromkeys(staged for topology in best for staged in _in_stages(topology, problem)))
     if not found:
         name, why = left_out[0]
         raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
@@ -130,6 +175,32 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
 
 def _ranked(found: Iterable[Prediction]) -> list[Prediction]:
     return sorted(found, key=lambda p: (not p.fits, p.time_s if p.fits else p.memory_bytes))
+
+
+def _in_stages(topology: Topology, problem: Problem) -> Iterator[Topology]:
+    """`topology` with each of its dense axes shorter and stages of layers in its place, one and two on a rank."""
+    layers = len(problem.shrunk.order)
+    for axis, size in topology.sizes.items():
+        for stages in divisors(size) if axis not in LAYERS else ():
+            if not 1 < stages <= layers:
+                continue
+            shorter: dict[str, Any] = {axis: size // stages, **_flags(topology, axis, size // stages)}
+            try:
+                staged = dataclasses.replace(topology, **shorter).with_stages(stages)
+            except UserError:  # its mesh of experts does not fit into a stage
+                continue
+            yield staged
+            if not staged.dp_shard and 2 * stages <= layers:
+                yield dataclasses.replace(staged, interleave=2)
+
+
+def _flags(topology: Topology, axis: str, size: int) -> dict[str, bool]:
+    """Those of `topology` without what means nothing where `axis` has the size `size`."""
+    left = topology.sizes | {axis: size}
+    return {
+        field_of(flag): getattr(topology, field_of(flag)) and any(left.get(need, 2) > 1 for need in needs)
+        for flag, (needs, _) in FLAGS.items()
+    }
 
 
 def _is_cut(topology: Topology) -> bool:
@@ -177,24 +248,27 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     Raises:
         UserError: the model cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: unproved.
     """
-    check_options(topology, {"a prediction": True})
     share = -(-problem.global_batch // topology.dp)
     if topology.dp > problem.global_batch:
         raise UserError(
             f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
         )
-    small = problem.small.on(topology)
+    small = problem.small.on(topology, has_stages=False)
     check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
     small = small.with_adapter(problem.lora)
-    states = states_of(problem.shrunk, small)
+    parts = parts_of(problem.shrunk, small.plan)
+    states = [states_of(part.shrunk, small) for part in parts]
+    for part, own in zip(parts, states, strict=True):
+        check_trained(part, own.parameters)
     cut = topology.size_over(topology.token_cut)
     tokens = -(-problem.seq // cut) * cut
-    whole = dataclasses.replace(topology, dp_shard=False)
+    # Whatever the number of stages, their layers are alike.
+    whole = dataclasses.replace(topology.with_stages(min(2, len(parts))), dp_shard=False, interleave=1)
     if whole not in traces:
         one, two = (trace(small, rows=n, tokens=tokens) for n in (1, 2))
         traces[whole] = one, two
     predictions = [
-        _prediction(problem, small, states, traces[whole], rows, tokens, recompute)
+        _prediction(problem, topology, small, parts, states, traces[whole], rows, tokens, recompute)
         for rows in _micro_batches(problem, share)
         for recompute in _recomputations(problem)
     ]
@@ -225,89 +299,177 @@ def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
     return (recompute == "full",) * number
 
 
-def _compute_s(
-    problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int
-) -> tuple[float, dict[int, float], dict[int, float]]:
-    """Seconds of a micro-batch's kernels; kind -> seconds of a layer's forward; kind -> of its backward.
-
-    own: the tokens of a sequence that a rank has.
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of a micro-batch's kernels: before the layers, after them with the loss, the backward of that, and kind
+    -> of a layer's forward, of its backward.
     """
-    gpu, order, two = problem.gpu, problem.shrunk.order, traces[1]
+
+    before: float
+    after: float
+    back: float
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+
+    def of_forward(self, stage: Stage, order: Sequence[int]) -> float:
+        """Seconds of a stage's forward."""
+        layers = sum(self.forward[kind] for kind in order[stage.start : stage.stop])
+        return self.before + layers + (self.after if stage.is_last else 0.0)
+
+    def of_backward(self, stage: Stage, order: Sequence[int]) -> float:
+        """Seconds of a stage's backward, without what is computed again."""
+        layers = sum(self.backward[kind] for kind in order[stage.start : stage.stop])
+        return layers + (self.back if stage.is_last else 0.0)
+
+
+def _kernel_times(problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int) -> KernelTimes:
+    """own: the tokens of a sequence that a rank has."""
+    gpu, two = problem.gpu, traces[1]
 
     def seconds(part: str) -> float:
         """Of one run of a part with `rows` sequences, linear in their number."""
         times = [gpu.work_s(t.work.get(part, Counter()), is_half=problem.is_half) for t in traces]
         return times[0] + (rows - 1) * (times[1] - times[0])
 
-    per_kind = Counter(order)
-    compute_s = sum(seconds(part) for part in ("before", "after", "back"))
     # The larger of the two traced chunks stands for all of them.
     chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
-    compute_s += chunk_s * rows * own
-    forward_s = {k: seconds(f"layer {k}") for k in per_kind}
-    backward_s = {k: seconds(f"layer {k} back") for k in per_kind}
-    compute_s += sum(n * (forward_s[k] + backward_s[k]) for k, n in per_kind.items())
-    return compute_s, forward_s, backward_s
+    kinds = range(problem.shrunk.num_kinds)
+    return KernelTimes(
+        seconds("before"),
+        seconds("after") + chunk_s * rows * own,
+        seconds("back"),
+        {k: seconds(f"layer {k}") for k in kinds},
+        {k: seconds(f"layer {k} back") for k in kinds},
+    )
 
 
 def _prediction(
     problem: Problem,
+    topology: Topology,
     small: Blueprint,
-    states: States,
+    parts: Sequence[PartOfModel],
+    states: Sequence[States],
     traces: tuple[Trace, Trace],
     rows: int,
     tokens: int,
     recompute: Recompute,
 ) -> Prediction:
-    shrunk, gpu, dtype, (one, two) = problem.shrunk, problem.gpu, problem.blueprint.dtype, traces
-    topology = small.topology
-    micro_batches = -(-problem.global_batch // (topology.dp * rows))
-    recomputed, shards = recomputed_layers(recompute, len(shrunk.order)), topology.size_over(DATA)
+    gpu, dtype, (one, two) = problem.gpu, problem.blueprint.dtype, traces
+    micro_batches = _number_of_micro_batches(problem, topology, rows)
+    again = recomputed_layers(recompute, len(problem.shrunk.order))
     vocab, width = model_vocab(problem.model), problem.model.get_input_embeddings().embedding_dim
     own = tokens // topology.size_over(TOKENS)
     chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
-    peak = peak_of(memory, shrunk.order, states, recomputed=recomputed, accumulates=micro_batches > 1, dp=shards)
     sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
-    messages = messages_of(shrunk, small, one.flow, sizes, states, recomputed=recomputed)
-    compute_s, forward_s, backward_s = _compute_s(problem, traces, rows, own)
-    twice = Counter(kind for kind, again in zip(shrunk.order, recomputed, strict=True) if again)
-    gather_s = gathers_s(
-        messages,
-        shrunk.order,
-        recomputed,
-        gpu,
-        topology=topology,
-        forward_s=forward_s,
-        backward_s=backward_s,
-    )
-    update = {
-        Work(0, _PASSES_OF_A_STEP * states.gradients): 1,
-        Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters,
-    }
-    traffic = traffic_of(messages, topology, gpu, micro_batches=micro_batches)
+    kernels = _kernel_times(problem, traces, rows, own)
+    ranks: list[RankCost] = []
+    turns: list[TurnTimes] = []
+    for number, (part, held) in enumerate(zip(parts, states, strict=True)):
+        recomputed = [again[layer] for layer in part.layers]
+        peak = peak_of(
+            memory,
+            part.shrunk.order,
+            held,
+            recomputed=recomputed,
+            accumulates=micro_batches > 1,
+            dp=topology.size_over(DATA),
+            stages=part.stages,
+            turns=list(turns_of(topology, number, shown_micro_batches(topology, micro_batches))),
+            stream=sizes.tokens * sizes.token_bytes,
+        )
+        of_rank = dataclasses.replace(small, plan=part.plan)
+        messages = messages_of(part.shrunk, of_rank, one.flow, sizes, held, recomputed=recomputed)
+        ranks.append(RankCost(held, peak, tuple(messages)))
+        turns.append(_turn_times(problem, part, messages, kernels, recomputed))
+    busiest = max(range(len(parts)), key=lambda number: turns[number].total_s)
     columns = -(-vocab // topology.tp)
+    traffic = traffic_of(ranks[busiest].messages, topology, gpu, micro_batches=micro_batches)
     return Prediction(
         topology,
         rows,
         micro_batches,
         tokens,
         recompute,
-        states,
-        peak,
+        tuple(ranks),
         chunk_tokens * columns * (wide_dtype(dtype).itemsize + dtype.itemsize),
-        tuple(messages),
         traffic,
         {
-            "compute": micro_batches * compute_s,
-            "recomputation": micro_batches * sum(n * forward_s[k] for k, n in twice.items()),
-            "gathers of weights": micro_batches * gather_s,
+            **{name: micro_batches * seconds for name, seconds in turns[busiest].parts_s.items()},
             "messages inside nodes": traffic["node"].time_s,
             "messages between nodes": traffic["network"].time_s,
-            "update": gpu.work_s(update, is_half=False),
+            "waiting for other stages": _waits_s(topology, gpu, ranks, turns, micro_batches),
+            "update": _update_s(gpu, states[busiest]),
         },
         gpu.usable_bytes,
     )
+
+
+def _number_of_micro_batches(problem: Problem, topology: Topology, rows: int) -> int:
+    """Of a step. Where ranks have several stages the trainer makes a multiple of theirs."""
+    multiple = topology.size_over(LAYERS) if topology.interleave > 1 else 1
+    return -(-problem.global_batch // (topology.dp * rows * multiple)) * multiple
+
+
+def _update_s(gpu: Hardware, states: States) -> float:
+    update = {Work(0, _PASSES_OF_A_STEP * states.gradients): 1, Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters}
+    return gpu.work_s(update, is_half=False)
+
+
+def _waits_s(
+    topology: Topology, gpu: Hardware, ranks: Sequence[RankCost], turns: Sequence[TurnTimes], micro_batches: int
+) -> float:
+    """Seconds of a step in which the busiest pp rank waits for others: the bubble, and what is handed on."""
+    if len(ranks) == 1:
+        return 0.0
+    handed_on = max(message.num_bytes for message in ranks[0].messages if message.kind == "send")
+    whole_s = time_of_all(topology, [t.stages for t in turns], hop_s(topology, gpu, handed_on), micro_batches)
+    return whole_s - micro_batches * max(t.total_s for t in turns)
+
+
+@dataclass(frozen=True)
+class TurnTimes:
+    """Seconds of a micro-batch on a pp rank: forward and backward of each of its stages, messages among them, and the
+    parts of their sum besides messages.
+    """
+
+    stages: tuple[tuple[float, float], ...]
+    parts_s: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Of all its turns."""
+        return sum(map(sum, self.stages))
+
+
+def _turn_times(
+    problem: Problem, part: PartOfModel, messages: Sequence[Message], kernels: KernelTimes, recomputed: Sequence[bool]
+) -> TurnTimes:
+    """Messages and gathers count alike with each of the rank's stages; gathers half in either direction."""
+    gpu, order, topology = problem.gpu, part.shrunk.order, part.plan.topology
+    gather_s = gathers_s(
+        messages,
+        order,
+        recomputed,
+        gpu,
+        topology=topology,
+        forward_s=kernels.forward,
+        backward_s=kernels.backward,
+    )
+    there, back = (
+        sum(link.time_s for link in traffic_of(sent, topology, gpu, micro_batches=1).values())
+        for sent in ([m for m in messages if m.phase in phases] for phases in (("forward", "loss"), ("backward",)))
+    )
+    found, total = [], {"compute": 0.0, "recomputation": 0.0, "gathers of weights": gather_s}
+    for stage in part.stages:
+        layers = zip(order[stage.start : stage.stop], recomputed[stage.start : stage.stop], strict=True)
+        again_s = sum(kernels.forward[kind] for kind, is_again in layers if is_again)
+        forward_s, backward_s = kernels.of_forward(stage, order), kernels.of_backward(stage, order)
+        total["compute"] += forward_s + backward_s
+        total["recomputation"] += again_s
+        more = [(sent_s + gather_s / 2) / len(part.stages) for sent_s in (there, back)]
+        found.append((forward_s + more[0], backward_s + again_s + more[1]))
+    return TurnTimes(tuple(found), total)
 
 
 def gathers_s(

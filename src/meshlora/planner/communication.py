@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Flow, Message, Sizes, gathers, micro_batch_messages
 from meshlora.plan.layout import Split
-from meshlora.plan.topology import DATA, DENSE_AXES, Topology
+from meshlora.plan.topology import DATA, DENSE_AXES, LAYERS, Topology
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk
 from meshlora.planner.memory import States
@@ -28,9 +28,9 @@ def messages_of(
     *,
     recomputed: Sequence[bool],
 ) -> list[Message]:
-    """All messages of a step with one micro-batch, with the calls of the whole model.
+    """All messages of a step with one micro-batch, with the calls of the whole model, or of a pp rank.
 
-    small: blueprint of the shrunk model with the adapter, on the topology.
+    small: blueprint of the shrunk model with the adapter, with the plan of that rank.
     recomputed: whether each layer is recomputed, i.e. repeats its forward in its backward.
     """
     order, plan, targets = shrunk.order, small.plan, small.trained.targets
@@ -43,7 +43,7 @@ def messages_of(
         *(("", message) for message in _of_step(states)),
         *gathers(plan, states.shards),
     ):
-        if plan.topology.size_over(message.axes) == 1:
+        if plan.topology.size_over(message.axes) == 1 or not shrunk.times(module):
             continue
         kind = shrunk.kind_of(module)
         once.append(replace(message, layer=kind, calls=message.calls * shrunk.times(module)))
@@ -59,6 +59,17 @@ def _of_step(states: States) -> Iterator[Message]:
     yield Message("step", "allreduce", frozenset(DENSE_AXES), 8)
     for (axes, mean_axes), num_bytes in states.buckets.items():
         yield Message("step", "allreduce", axes | mean_axes, num_bytes)
+
+
+def ranks_of(message: Message, topology: Topology) -> int:
+    """The number of ranks of its group: two of neighbouring stages, else all over its axes."""
+    return 2 if message.kind in ("send", "receive") else topology.size_over(message.axes)
+
+
+def hop_s(topology: Topology, gpu: Hardware, num_bytes: int) -> float:
+    """Seconds of a message from a stage to the next, over the slowest link between any two of them."""
+    is_network = gpu.crosses_nodes(span_of(topology, LAYERS))
+    return gpu.message_s(num_bytes, ranks=2, is_network=is_network)
 
 
 def span_of(topology: Topology, axes: frozenset[str]) -> int:
@@ -80,16 +91,19 @@ class Traffic:
 def traffic_of(
     messages: Iterable[Message], topology: Topology, gpu: Hardware, *, micro_batches: int
 ) -> dict[str, Traffic]:
-    """`node` and `network` -> traffic of a step. A group that spans nodes counts as network entirely."""
+    """`node` and `network` -> traffic of a step. A group that spans nodes counts as network entirely.
+
+    What stages hand on takes no time here: it leaves while its sender computes, and who waits for it waits for a stage.
+    """
     found = {"node": Traffic(), "network": Traffic()}
     for message in messages:
-        ranks = topology.size_over(message.axes)
+        ranks, is_handed_on = ranks_of(message, topology), message.kind in ("send", "receive")
         is_network = gpu.crosses_nodes(span_of(topology, message.axes))
         calls = message.calls * (1 if message.phase == "step" else micro_batches)
         wire = message.wire_bytes(ranks)
         time_s = gpu.message_s(wire, ranks=ranks, is_network=is_network)
         link = "network" if is_network else "node"
-        time_s = 0.0 if message.is_ahead else time_s
+        time_s = 0.0 if message.is_ahead or is_handed_on else time_s
         before = found[link]
         found[link] = Traffic(before.calls + calls, before.wire_bytes + calls * wire, before.time_s + calls * time_s)
     return found

@@ -39,7 +39,7 @@ from meshlora.common.compat import (
 from meshlora.layers.context import Block, RowsOfMask
 from meshlora.model.regions import tensors_in
 
-_KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
+_KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")
 # An attention mask of all pairs of tokens is of integers too, and too large to be real.
 _MOST_REAL_ELEMENTS = 2**25
@@ -203,7 +203,7 @@ class FakeRun(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record it, and run it on empty tensors in the real process group."""
         plain = schema_of(func).name.partition("::")[2].replace("_", "")
-        kind = next((k for k in _KINDS if k in plain), plain)
+        kind = "receive" if "recv" in plain else next((k for k in _KINDS if k in plain), plain)
         held = list(tensors_in(args))
         sizes = [t.nbytes for t in held]
         size = ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()

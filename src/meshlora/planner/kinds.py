@@ -23,12 +23,14 @@ class Shrunk:
     """A model on the meta device with one decoder layer of each kind.
 
     Attributes:
-        layers: name of the list of layers. order: for each layer of the whole model, the index of its kind.
+        layers: name of the list of layers. order: for each layer, of the whole model or of a pp rank, the index of its
+            kind. elsewhere: modules around the layers that other pp ranks have.
     """
 
     model: Any
     layers: str
     order: tuple[int, ...]
+    elsewhere: frozenset[str] = frozenset()
 
     def kind_of(self, name: str) -> int | None:
         """The layer of the module or parameter `name`; None outside the layers."""
@@ -38,9 +40,16 @@ class Shrunk:
         return int(name.removeprefix(prefix).partition(".")[0])
 
     def times(self, name: str) -> int:
-        """How often the whole model has the module or parameter `name`."""
+        """How often the whole model, or the pp rank, has the module or parameter `name`."""
         kind = self.kind_of(name)
-        return 1 if kind is None else self.order.count(kind)
+        if kind is not None:
+            return self.order.count(kind)
+        return int(not any(name == module or name.startswith(f"{module}.") for module in self.elsewhere))
+
+    @property
+    def num_kinds(self) -> int:
+        """How many kinds of layers the whole model has."""
+        return len(decoder_layers(self.model)[1])
 
 
 def shrink(model: Any) -> Shrunk:

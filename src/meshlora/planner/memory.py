@@ -26,6 +26,7 @@ from meshlora.plan.quantization import BITS, local_blocks
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.topology import DATA
 from meshlora.planner.kinds import Shrunk
+from meshlora.planner.pipeline import Stage, Turn
 
 Axes = tuple[frozenset[str], frozenset[str]]
 
@@ -58,7 +59,7 @@ class States:
 
 
 def states_of(shrunk: Shrunk, small: Blueprint) -> States:
-    """The states of the whole model. small: blueprint of the shrunk model with the adapter, on the topology."""
+    """The states of the whole model, or of a pp rank. small: blueprint of the shrunk model with the adapter."""
     model, plan = shrunk.model, small.plan
     weights, shards = _of_base(shrunk, plan, small.trained.targets)
     buffers = sum(
@@ -70,6 +71,8 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
     total, largest, count = 0, 0, 0
     for name, trained in small.trained.parameters.items():
         times, local = shrunk.times(name), local_shape(trained, plan)
+        if not times:
+            continue
         number = math.prod(local)
         total += times * number
         largest, count = max(largest, number * each), count + times
@@ -97,8 +100,11 @@ def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple
     torch's `fully_shard` splits dim 0 into equal parts and pads the last: every rank holds and sends as many rows as
     the largest part has.
     """
-    weights, shards = 0, [0] * (max(shrunk.order) + 1)
-    for name, parameter in shrunk.model.named_parameters():
+    weights, shards, counted = 0, [0] * shrunk.num_kinds, set[int]()
+    for name, parameter in shrunk.model.named_parameters(remove_duplicate=False):
+        if not shrunk.times(name) or id(parameter) in counted:  # a tied head may be on another rank
+            continue
+        counted.add(id(parameter))
         for tensor in held(name, parameter.shape, parameter.dtype, plan, targets):
             num_bytes = tensor.nbytes
             if plan.is_sharded(name, ndim=tensor.ndim):
@@ -233,47 +239,105 @@ class Peak:
     largest: int
 
 
+class _Walk:
+    """The memory of a rank in the course of a step's turns.
+
+    gathered: bytes of each layer's gathered copies. Others: as in `peak_of`.
+    """
+
+    def __init__(
+        self,
+        memory: StepMemory,
+        order: Sequence[int],
+        recomputed: Sequence[bool],
+        gathered: Sequence[int],
+        stream: float,
+        *,
+        start: float,
+    ) -> None:
+        self.memory, self.order, self.recomputed, self.gathered = memory, order, recomputed, gathered
+        self.stream, self.start, self.live, self.most, self.activations = stream, start, start, start, 0.0
+
+    def run(self, phase: Phase, beside: float = 0.0) -> None:
+        self.most = max(self.most, self.live + beside + phase.peak)
+        self.live += phase.end
+
+    def forward(self, stage: Stage) -> None:
+        self.run(self.memory.before)
+        if not stage.is_first:
+            received = self.memory.layers[self.order[stage.start]].output
+            self.run(Phase(received, received))
+        for index in range(stage.start, stage.stop):
+            layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
+            self.run(Phase(2 * whole + (self.gathered[index - 1] if index > stage.start else 0), 0))
+            twice = self.recomputed[index]
+            self.run(Phase(layer.forward.peak, layer.output) if twice else layer.forward, beside=2 * whole)
+        self.activations = max(self.activations, self.live - self.start)
+        if stage.is_last:
+            self.run(self.memory.after)
+            self.run(self.memory.chunk)
+        else:
+            kept = self.stream if stage.is_first and self.recomputed[stage.start] else 0.0  # the first layer's input
+            sent = self.memory.layers[self.order[stage.stop - 1]].output
+            self.run(Phase(self.stream, kept - self.stream - sent))
+
+    def backward(self, stage: Stage, *, accumulates: bool) -> None:
+        if stage.is_last:
+            self.run(self.memory.back)
+        else:
+            received = self.memory.layers[self.order[stage.stop - 1]].output
+            self.run(Phase(received, received))
+        for index in reversed(range(stage.start, stage.stop)):
+            layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
+            new = 0.0 if accumulates else layer.gradients
+            # The end of the traced backward includes its gradients.
+            back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
+            if self.recomputed[index]:
+                # It starts from its saved input, and then saves what the forward would have saved.
+                end = back.end + layer.saved + layer.kept_input - layer.output
+                back = Phase(max(layer.forward.peak, layer.saved + back.peak), end)
+            self.run(Phase(2 * whole, 0))
+            self.run(back, beside=whole + (self.gathered[index - 1] if index > stage.start else 0))
+
+
 def peak_of(
-    memory: StepMemory, order: Sequence[int], states: States, *, recomputed: Sequence[bool], accumulates: bool, dp: int
+    memory: StepMemory,
+    order: Sequence[int],
+    states: States,
+    *,
+    recomputed: Sequence[bool],
+    accumulates: bool,
+    dp: int,
+    stages: Sequence[Stage] = (),
+    turns: Sequence[Turn] = ((0, 0, True), (0, 0, False)),
+    stream: float = 0.0,
 ) -> Peak:
     """Walk through a step and track the peak.
 
     Under dp_shard a layer runs on copies out of the gather's buffer. In the forward that buffer lives until the next
     layer's has been copied out; in the backward it is freed, while that of the preceding layer is being filled.
 
+    A stage that is not the first has zeros in place of embedded tokens until its forward ends, one that is not the last
+    as many more after its last layer.
+
     order: the kind of each layer. recomputed: whether each layer is recomputed. accumulates: whether gradients of an
-    earlier micro-batch already exist. dp: the number of ranks that a layer is gathered from.
+    earlier micro-batch already exist. dp: the number of ranks that a layer is gathered from. stages: of a pp rank, by
+    default one of all layers. turns: its forwards and backwards in order. stream: bytes of the whole residual stream.
     """
-    live = most = float(states.gradients) if accumulates else 0.0
+    stages = stages or (Stage(0, len(order)),)
     gathered = [dp * states.shards[kind] if states.shards else 0 for kind in order]
-
-    def run(phase: Phase, beside: int = 0) -> None:
-        nonlocal live, most
-        most = max(most, live + beside + phase.peak)
-        live += phase.end
-
-    start = live
-    run(memory.before)
-    for index, (kind, twice) in enumerate(zip(order, recomputed, strict=True)):
-        layer, whole = memory.layers[kind], gathered[index]
-        most = max(most, live + 2 * whole + (gathered[index - 1] if index else 0))
-        run(Phase(layer.forward.peak, layer.output) if twice else layer.forward, beside=2 * whole)
-    activations = live - start
-    run(memory.after)
-    run(memory.chunk)
-    run(memory.back)
-    for index in reversed(range(len(order))):
-        layer, twice, whole = memory.layers[order[index]], recomputed[index], gathered[index]
-        new = 0.0 if accumulates else layer.gradients
-        # The end of the traced backward includes its gradients.
-        back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
-        if twice:
-            # It starts from its saved input, and then saves what the forward would have saved.
-            end = back.end + layer.saved + layer.kept_input - layer.output
-            back = Phase(max(layer.forward.peak, layer.saved + back.peak), end)
-        most = max(most, live + 2 * whole)
-        run(back, beside=whole + (gathered[index - 1] if index else 0))
+    start = float(states.gradients) if accumulates else 0.0
+    walk = _Walk(memory, order, recomputed, gathered, stream, start=start)
+    held: dict[tuple[int, int], float] = {}  # of each forward whose backward is to come
+    for number, place, is_forward in turns:
+        before = walk.live
+        if is_forward:
+            walk.forward(stages[place])
+            held[number, place] = walk.live - before
+        else:
+            walk.backward(stages[place], accumulates=accumulates)
+            walk.live = before - held.pop((number, place))
     # A bucket is reduced as a flat copy, out of place; the norm squares one parameter at a time in fp64.
     summed = max((2 * size for size in states.buckets.values()), default=0)
-    most = max(most, states.gradients + summed, states.gradients + 4 * states.largest)
-    return Peak(int(activations), int(most - activations), int(most))
+    most = max(walk.most, states.gradients + summed, states.gradients + 4 * states.largest)
+    return Peak(int(walk.activations), int(most - walk.activations), int(most))

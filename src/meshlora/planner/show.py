@@ -5,13 +5,13 @@ Owns: what is printed and written. Does not own: the numbers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from meshlora.plan.topology import TOKENS
+from meshlora.plan.topology import LAYERS, TOKENS
 from meshlora.planner.choose import Choice, Prediction
 from meshlora.planner.communication import grouped
 from meshlora.planner.problem import Problem
@@ -30,7 +30,9 @@ def ranking(problem: Problem, choice: Choice) -> Table:
     )
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits in 80 columns
     for name in ("topology", "batches", "re-\ncompute", "GB", "s\na step", "tokens/s\na GPU", "calls"):
-        table.add_column(name, justify="left" if name in ("topology", "re-\ncompute") else "right", no_wrap=True)
+        is_name = name == "topology"  # long ones are folded, in place of numbers cut short
+        justify: Literal["left", "right"] = "left" if is_name or name == "re-\ncompute" else "right"
+        table.add_column(name, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
     for prediction in choice.ranked:
         calls = sum(grouped(prediction.messages, micro_batches=prediction.micro_batches).values())
         rows = f"{prediction.micro_batches} x {prediction.micro_batch}"
@@ -51,7 +53,11 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
     table.add_row("together, at most", f"{prediction.memory_bytes / _GB:,.2f} GB")
     table.add_row("room on a GPU", f"{prediction.usable_bytes / _GB:,.2f} GB", end_section=True)
     for name, time_s in prediction.parts_s.items():
-        if name == "gathers of weights" and not prediction.topology.dp_shard:
+        shows = {
+            "gathers of weights": prediction.topology.dp_shard,
+            "waiting for other stages": prediction.topology.num_stages > 1,
+        }
+        if not shows.get(name, True):
             continue
         table.add_row(name, f"{time_s:,.3f} s")
     table.add_row("together", f"{prediction.time_s:,.3f} s", end_section=True)
@@ -80,18 +86,21 @@ def memory_parts(prediction: Prediction) -> dict[str, int]:
 
 
 def why_best(choice: Choice) -> list[str]:
-    """Why the best cuts tokens inside attention: what the best topology that does not would cost. Empty if it does not,
-    if there is no other, or if it does not fit either.
+    """Why the best cuts tokens inside attention, and layers into stages: what the best topology that does not would
+    cost. Of each empty if it does not, if there is no other, or if the best does not fit either.
     """
-    best = choice.ranked[0]
-    others = [other for other in choice.ranked if other.topology.size_over(TOKENS) == 1]
-    if not others or not best.fits or best.topology.size_over(TOKENS) == 1:
-        return []
-    cut = ",".join(f"{axis}={best.topology.size_over({axis})}" for axis in sorted(TOKENS))
-    other = others[0]
-    if not other.fits:
-        return [f"why {cut}: without it nothing fits; {_lack(other)}"]
-    return [f"why {cut}: the best without it, {other.topology}, takes {_cost(best, other)}"]
+    best, found = choice.ranked[0], []
+    for axes in (TOKENS, LAYERS):
+        others = [other for other in choice.ranked if other.topology.size_over(axes) == 1]
+        if not others or not best.fits or best.topology.size_over(axes) == 1:
+            continue
+        cut = ",".join(f"{axis}={best.topology.size_over({axis})}" for axis in sorted(axes))
+        other = others[0]
+        if other.fits:
+            found.append(f"why {cut}: the best without it, {other.topology}, takes {_cost(best, other)}")
+        else:
+            found.append(f"why {cut}: without it nothing fits; {_lack(other)}")
+    return found
 
 
 def _lack(other: Prediction) -> str:
@@ -178,9 +187,9 @@ def simulated(simulation: Simulation) -> Table:
     """Predicted and observed numbers, side by side."""
     predicted, seen = (Column(name, justify="right") for name in ("predicted", "seen"))
     table = Table("", predicted, seen, title=f"a step on {simulation.world:,} simulated ranks")
-    for name, pair in simulation.bytes.items():
+    for name, pair in simulation.fullest.bytes.items():
         table.add_row(f"{name}, GB", *(f"{number / _GB:,.3f}" for number in pair))
-    both_calls = (simulation.predicted_calls, simulation.calls)
+    both_calls = (simulation.fullest.predicted_calls, simulation.fullest.calls)
     for phase in ("forward", "loss", "backward", "step"):
         numbers = [sum(n for call, n in calls.items() if call.phase == phase) for calls in both_calls]
         table.add_row(f"collectives, {phase}", *(f"{number:,}" for number in numbers))

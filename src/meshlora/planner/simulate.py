@@ -8,6 +8,7 @@ torch's fake backend, which has every group of the topology and sends nothing.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import resource
 import sys
 import time
@@ -19,13 +20,18 @@ from typing import Any
 
 import torch
 
-from meshlora.adapter.attach import active_factors
+from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.groups import open_mesh, simulated_job
 from meshlora.common.compat import meta_parameters_allowed
 from meshlora.config.run import TrainConfig
+from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.schedule import one_forward_one_backward
+from meshlora.plan.stages import plan_of_rank
 from meshlora.planner.choose import Prediction
+from meshlora.planner.communication import ranks_of
 from meshlora.planner.fake import Call, FakeRun
 from meshlora.planner.memory import local_shape
+from meshlora.planner.pipeline import shown_micro_batches
 from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
 from meshlora.train.gradsync import clip_gradients, finish_gradients
@@ -37,22 +43,18 @@ MOST_ERROR = 0.05
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """A step of rank 0, observed and predicted.
+class RankSeen:
+    """A step of one rank, observed and predicted.
 
     Attributes:
-        world: number of ranks. calls, predicted_calls: collectives of one micro-batch and the end of a step.
+        calls, predicted_calls: collectives of its micro-batches and the end of a step.
         bytes: name -> (predicted, seen). shapes: messages about trained parameters of unpredicted shapes.
-        time_s, host_bytes: time of the simulation, and peak memory of the process.
     """
 
-    world: int
     calls: Counter[Call]
     predicted_calls: Counter[Call]
     bytes: dict[str, tuple[int, int]]
     shapes: tuple[str, ...]
-    time_s: float
-    host_bytes: int
 
     def differences(self) -> Iterator[str]:
         """Disagreements. Shapes, collectives and states must be equal, the peak within 5 %."""
@@ -68,23 +70,58 @@ class Simulation:
                 yield f"{name}: {predicted:,} bytes predicted, {seen:,} seen"
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """A step of the first rank of each stage.
+
+    Attributes:
+        world: number of ranks. ranks: by pp rank. time_s, host_bytes: time of the simulation, and peak memory of the
+            process.
+    """
+
+    world: int
+    ranks: tuple[RankSeen, ...]
+    time_s: float
+    host_bytes: int
+
+    @property
+    def fullest(self) -> RankSeen:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.bytes["peak"][1])
+
+    def differences(self) -> Iterator[str]:
+        """Of all ranks, each with its pp rank where there are several."""
+        for number, rank in enumerate(self.ranks):
+            where = f"pp rank {number}: " if len(self.ranks) > 1 else ""
+            yield from (where + difference for difference in rank.differences())
+
+
 def simulate(problem: Problem, prediction: Prediction) -> Simulation:
-    """Run a step of `prediction` and record both sides."""
+    """Run a step of `prediction` on the first rank of each stage, and record both sides."""
     started = time.perf_counter()
+    blueprint = problem.blueprint.on(prediction.topology).with_adapter(problem.lora)
+    ranks = tuple(_simulate(blueprint, prediction, number) for number in range(len(prediction.ranks)))
+    return Simulation(prediction.topology.world, ranks, time.perf_counter() - started, _most_resident_bytes())
+
+
+def _simulate(blueprint: Blueprint, prediction: Prediction, number: int) -> RankSeen:
+    """Of pp rank `number`."""
     topology, rows, tokens = prediction.topology, prediction.micro_batch, prediction.tokens
     run = FakeRun()
-    with simulated_job(topology.world):
-        blueprint = problem.blueprint.on(topology).with_adapter(problem.lora)
-        model, plan, trained = copy.deepcopy(blueprint.model), blueprint.plan, blueprint.trained.parameters
-        expected = Counter(local_shape(parameter, plan) for parameter in trained.values())
-        mesh = open_mesh(topology, copies=plan.copies, has_experts=bool(plan.experts))
+    with simulated_job(topology.world, number * topology.per_stage):
+        plan = plan_of_rank(blueprint.plan, number)
+        model, trained = copy.deepcopy(blueprint.model), blueprint.trained.parameters
+        own = [parameter for name, parameter in trained.items() if plan.holds(name)]
+        expected = Counter(local_shape(parameter, plan) for parameter in own)
+        mesh = open_mesh(topology, copies=blueprint.plan.copies, has_experts=bool(blueprint.plan.experts))
         with run, meta_parameters_allowed():
-            assemble(model, blueprint, mesh, run)
+            assemble(model, dataclasses.replace(blueprint, plan=plan), mesh, run)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are computed once, from the whole base
             adapter = sum(f.parameter.nbytes for f in active_factors(model))
             states = run.live_bytes
-            largest = _step(run, model, rows, tokens, accumulates=prediction.micro_batches > 1)
+            shown = shown_micro_batches(topology, prediction.micro_batches)
+            largest = _step(run, model, rows, tokens, shown, accumulates=prediction.micro_batches > 1)
             grads = sum(f.parameter.grad.nbytes for f in active_factors(model) if f.parameter.grad is not None)
             before = run.live_bytes
             optimizer = _update(model)
@@ -96,23 +133,22 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
         for s in shapes.keys() | expected.keys()
         if shapes[s] != expected[s]
     ]
-    own, calls = prediction.states, Counter[Call]()
-    for message in prediction.messages:
-        calls[Call(message.phase, message.kind, topology.size_over(message.axes), message.num_bytes)] += message.calls
-    return Simulation(
-        topology.world,
+    predicted, calls = prediction.ranks[number], Counter[Call]()
+    for message in predicted.messages:
+        call = Call(message.phase, message.kind, ranks_of(message, topology), message.num_bytes)
+        calls[call] += message.calls * (1 if message.phase == "step" else shown)
+    held = predicted.states
+    return RankSeen(
         run.calls,
         calls,
         {
-            "weights and buffers": (own.weights + own.buffers, states - adapter),
-            "adapter": (own.adapter, adapter),
-            "gradients": (own.gradients, grads),
-            "moments": (own.moments, moments),
-            "peak": (prediction.memory_bytes, states + moments + largest),
+            "weights and buffers": (held.weights + held.buffers, states - adapter),
+            "adapter": (held.adapter, adapter),
+            "gradients": (held.gradients, grads),
+            "moments": (held.moments, moments),
+            "peak": (predicted.memory_bytes, states + moments + largest),
         },
         tuple(wrong),
-        time.perf_counter() - started,
-        _most_resident_bytes(),
     )
 
 
@@ -126,11 +162,13 @@ def _most_resident_bytes() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _step(run: FakeRun, model: Any, rows: int, tokens: int, *, accumulates: bool) -> int:
-    """Run a micro-batch in which every token is trained, up to the clipped gradient; returns the peak.
+def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accumulates: bool) -> int:
+    """Run `number` micro-batches in which every token is trained, up to the clipped gradient; returns the peak.
 
     accumulates: start with the gradients of an earlier micro-batch.
     """
+    mesh, pipeline = runtime(model).mesh, runtime(model).pipeline
+    waiting: dict[tuple[int, int], Any] = {}
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
 
     def enter(phase: str) -> Any:
@@ -144,9 +182,19 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, *, accumulates: bool
     if accumulates:
         for factor in active_factors(model):
             factor.parameter.grad = torch.empty_like(factor.parameter)
-    loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
-    run.phase = "backward"
-    loss.backward()
+    order = one_forward_one_backward(number, rank=mesh.pp.rank, size=mesh.pp.size, interleave=mesh.topology.interleave)
+    for micro_batch, stage, is_forward in order:
+        with pipeline.at(stage):
+            if is_forward:
+                loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
+                waiting[micro_batch, stage] = loss, pipeline.noted()
+                del loss
+                continue
+            run.phase = "backward"
+            loss, know_again = waiting.pop((micro_batch, stage))
+            know_again()
+            loss.backward()
+            del loss, know_again
     run.phase = "step"
     finish_gradients(model, num_tokens=rows * tokens)
     clip_gradients(model, 1.0)

@@ -88,7 +88,8 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
         leaf.hold(packed_like(name, leaf.weight.dtype, plan))
     for unit in plan.units:
         shard_unit(model, unit, plan, mesh)
-    model.tie_weights()
+    if not plan.stages:  # else no stage has both of what could be tied
+        model.tie_weights()
     finish_sharding(model, plan, mesh)
     run.hold(model)
     model.meshlora = attach.Runtime(plan, mesh, None, *cuts, attach.Whole(model, plan))

@@ -62,6 +62,8 @@ def language_model_loss(
     mask: Any = attention_mask  # None is handed on: transformers need not look for padding
     given = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, trained=trained, more=more or {})
     batch = _held(model, given)
+    if (signal := _before_last(model, batch)) is not None:
+        return signal
     return _summed(_forward(model, batch), batch.own_labels, batch.trained, label_smoothing)
 
 
