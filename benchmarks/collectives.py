@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshlora.comm import direct
 from processes import Group, be_quiet, open_groups
-from table import Findings, Parity, Row, default_json, parser, run, smaller
+from table import Findings, Parity, Row, parser, run, smaller
 from tp_vs_peft import (
     PEER,
     REFERENCE,
@@ -181,11 +181,9 @@ def measure(options: argparse.Namespace) -> Findings:
 
 def main() -> int:
     options = parser(__doc__).parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("collectives")
     be_quiet()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of the profiler, in the processes that start now
-    return run("Collectives and bytes of a layer", options, measure)
+    return run("Collectives and bytes of a layer", options, measure, name="collectives")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ one thread a rank. Before anything is timed, loss and every gradient of 1,024 to
 A step is forward, loss, backward, gradient sync, AdamW. The systems take turns, one step at a time, so that what else
 the machine does hits all alike.
 
-Memory is the most resident memory of a rank during a step, above the level before the first one: `VmHWM`, begun anew.
+Memory is the most resident memory of a rank during a step, above the level before the first one: `VmHWM`, begun anew
+once the allocator has given back what nobody uses. It does so after a step too, for those who wait hold it otherwise.
 Bytes and calls of attention are counted at dispatch, of one layer.
 """
 
@@ -27,27 +28,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import many_adapters
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.train.losses import language_model_loss
-from processes import Group, batch_of, be_quiet, open_groups
-from quantized_memory import memory_bytes
-from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
-from tp_vs_peft import Meshlora, difference
+from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
+from tp_vs_peft import TINY, Meshlora, difference
 
 TOLERANCE = 1e-4  # fp32, relative
 RANK = 16
-MODEL = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 4096,
-    "max_position_embeddings": 16384,
-}
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+MODEL = {**many_adapters.MODEL, "max_position_embeddings": 16384}
 
 
 @dataclass(frozen=True)
@@ -105,16 +97,18 @@ def first_gradients(length: int) -> tuple[float, dict[str, torch.Tensor]]:
 def step(length: int) -> tuple[float, float, int]:
     """Seconds, CPU seconds and peak memory above the level before the first step, of one step."""
     candidate, batch = _held["candidate"], _tokens(length)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    begin_high_water_mark()
     started, cpu_started = time.perf_counter(), time.process_time()
     candidate.step(*batch)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-    return seconds, cpu, memory_bytes("VmHWM") - _held["level"]
+    peak = memory_bytes("VmHWM")
+    begin_high_water_mark()
+    return seconds, cpu, peak - _held["level"]
 
 
 def begin() -> None:
     """Memory counts from here."""
-    _held["level"] = memory_bytes("VmRSS")
+    _held["level"] = begin_high_water_mark()
 
 
 def count(length: int) -> dict[str, tuple[int, int]]:
@@ -254,10 +248,8 @@ def main() -> int:
     made.add_argument("--turns", type=int, default=5, help="of each system and length, one step each")
     made.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a row")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("context_parallel")
     be_quiet()
-    return run("Context parallel: two ranks against one process", options, measure)
+    return run("Context parallel: two ranks against one process", options, measure, name="context_parallel")
 
 
 if __name__ == "__main__":

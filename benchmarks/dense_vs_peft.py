@@ -31,7 +31,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from activation_memory import SavedBytes
 from base_products import time_products
 from processes import Group, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
 from tp_vs_peft import (
     LEARNING_RATE,
     MODEL,
@@ -305,10 +305,8 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--turns", type=int, default=10, help="of each system and shape, 3 timed steps each")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("dense_vs_peft")
     be_quiet()
-    return run("LoRA on one process: meshlora against PEFT", options, measure)
+    return run("LoRA on one process: meshlora against PEFT", options, measure, name="dense_vs_peft")
 
 
 if __name__ == "__main__":

@@ -56,9 +56,8 @@ from gpu_shapes import (
 from meshlora.adapter.attach import active_factors
 from meshlora.loading import load as api
 from meshlora.train.losses import language_model_loss
-from moe_vs_peft import begin_high_water_mark, memory_bytes
-from processes import be_quiet
-from table import Findings, Parity, ParityError, Row, default_json, greater, parser, run, smaller
+from processes import be_quiet, begin_high_water_mark, memory_bytes
+from table import Findings, Parity, ParityError, Row, greater, parser, run, smaller
 
 FP32_LIMIT = 1e-3  # relative, two layers; a wrong scale of LoRA is 1 off
 BF16_LOSS_LIMIT = 1e-2  # relative, at full size: rounding is about 1e-3
@@ -634,10 +633,8 @@ def main() -> int:
         made.error("--device cpu is for --tiny: the shapes are those of a GPU")
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("there is no GPU here; --dry-run works without one")
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("gpu")
     be_quiet()
-    return run("LoRA steps on one GPU: meshlora against PEFT", options, measure)
+    return run("LoRA steps on one GPU: meshlora against PEFT", options, measure, name="gpu")
 
 
 if __name__ == "__main__":

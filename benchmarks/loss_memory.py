@@ -28,7 +28,8 @@ from meshlora.comm.collectives import copy_one_to_each
 from meshlora.comm.groups import Axis, become_rank, leave, open_mesh
 from meshlora.layers.head.loss import CHUNK_BYTES, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
-from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
+from processes import memory_bytes
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
 
 TOLERANCE = 1e-5  # fp32, relative; a loss over half the vocabulary is 6e-2 off
 
@@ -104,14 +105,6 @@ def measure_here(system: System, shape: Shape, axis: Axis, gradient_file: Path |
     if gradient_file is not None and axis.rank == 0:
         torch.save(hidden.grad, gradient_file)
     return Measured(loss.item(), peak, *times)
-
-
-def memory_bytes(field: str) -> int:
-    """`VmRSS`, resident memory now, or `VmHWM`, the most it was."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status: this benchmark needs Linux")
 
 
 def serve(rank: int, system: System, shape: Shape, store: str, gradient_file: Path | None, pipe: Connection) -> None:
@@ -241,9 +234,7 @@ def main() -> int:
     made.add_argument("--hidden", type=int, default=1024)
     made.add_argument("--repeats", type=int, default=3, help="fresh processes per system")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("loss_memory")
-    return run("The loss without logits, at a large vocabulary", options, measure)
+    return run("The loss without logits, at a large vocabulary", options, measure, name="loss_memory")
 
 
 if __name__ == "__main__":

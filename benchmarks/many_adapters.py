@@ -45,7 +45,7 @@ from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Reporter
 from processes import be_quiet
-from table import Findings, Parity, ParityError, default_json, faster, parser, run
+from table import Findings, Parity, ParityError, faster, parser, run
 
 K, SEQ, RANK, TARGET = 8, 64, 16, 3.0
 LIMIT = 1e-4  # fp32, relative
@@ -330,9 +330,7 @@ def main() -> int:
     made.add_argument("--turns", type=int, default=15, help="turns of a full run (default 15)")
     made.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("many_adapters")
-    return run("Eight adapters at once", options, measure)
+    return run("Eight adapters at once", options, measure, name="many_adapters")
 
 
 if __name__ == "__main__":

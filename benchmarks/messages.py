@@ -25,7 +25,7 @@ from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, open_mesh
 from meshlora.plan.topology import Topology
 from processes import Group, be_quiet, open_groups
-from table import Findings, Parity, ParityError, default_json, faster, parser, run
+from table import Findings, Parity, ParityError, faster, parser, run
 
 SIZES = {"16 KiB": 2**14, "128 KiB": 2**17, "2 MiB": 2**21}
 DTYPES = ("float32", "bfloat16")
@@ -138,9 +138,7 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--turns", type=int, default=15, help="of each size (default 15)")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("messages")
-    return run("Collectives on CPUs: direct messages against gloo's own", options, measure)
+    return run("Collectives on CPUs: direct messages against gloo's own", options, measure, name="messages")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ With ep=2 meshlora runs on two processes with half of the sequences each.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import statistics
 import sys
@@ -44,8 +43,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.train.losses import language_model_loss
-from processes import Group, batch_of, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
+from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
 
 TOLERANCE = 1e-4  # fp32, relative L2 of each gradient; a factor of another expert is 1.4 off
 MEMORY_STEPS = 2
@@ -211,21 +210,6 @@ def measure_memory(shape: Shape) -> dict[str, int]:
         grown[phase] = memory_bytes("VmHWM") - level
     grown["less gradients"] = grown["later steps"] - sum(p.numel() * 4 for p in candidate.factors().values())
     return grown
-
-
-def begin_high_water_mark() -> int:
-    """What is resident now, once the allocator has given back what nobody uses."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory_bytes("VmRSS")
-
-
-def memory_bytes(field: str) -> int:
-    """`VmRSS`, resident memory now, or `VmHWM`, the most it was."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status: this benchmark needs Linux")
 
 
 def first_gradients(shape: Shape) -> tuple[float, dict[str, Tensor]]:
@@ -456,10 +440,8 @@ def main() -> int:
     made.add_argument("--threads", type=int, default=1, help="of each process")
     made.add_argument("--shape", type=int, action="append", help="measure only this of the shapes, from 0")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("moe_vs_peft")
     be_quiet()
-    return run("LoRA on experts: meshlora against PEFT", options, measure)
+    return run("LoRA on experts: meshlora against PEFT", options, measure, name="moe_vs_peft")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import traceback
@@ -84,6 +85,21 @@ def batch_of(batch_size: int, seq_len: int, vocab_size: int) -> tuple[Tensor, Te
     generator = torch.Generator().manual_seed(seq_len)
     ids, labels = torch.randint(0, vocab_size, (2, batch_size, seq_len), generator=generator)
     return ids, labels
+
+
+def memory_bytes(field: str) -> int:
+    """`VmRSS`, resident memory now, or `VmHWM`, the most it was."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status: this benchmark needs Linux")
+
+
+def begin_high_water_mark() -> int:
+    """What is resident now, once the allocator has given back what nobody uses; `VmHWM` begins anew."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_bytes("VmRSS")
 
 
 def be_quiet() -> None:

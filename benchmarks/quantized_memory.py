@@ -18,7 +18,6 @@ import ctypes
 import multiprocessing
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from torch import Tensor
 
 from meshlora.layers.experts.products import Projection, backward_rows, forward_rows
 from meshlora.layers.quantized import Packed, pack, stacked, unpacked
-from table import Findings, Parity, ParityError, Row, default_json, parser, run, smaller
+from processes import begin_high_water_mark, memory_bytes
+from table import Findings, Parity, ParityError, Row, parser, run, smaller
 
 KINDS = (None, "mxfp4", "nf4", "fp8", "int8")
 RANK = 8
@@ -97,23 +97,13 @@ def measure_here(shape: Shape, kind: str | None) -> Measured:
     step(weights(few, kind), torch.randn(4, 128).bfloat16(), few)
     held = weights(shape, kind)
     x = torch.randn(shape.experts * shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
-    ctypes.CDLL(None).malloc_trim(0)  # what packing has freed would be used again, and hide what a step needs
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    level = memory_bytes("VmRSS")
+    level = begin_high_water_mark()  # what packing has freed would be used again, and hide what a step needs
     found = step(held, x, shape)
     peak = memory_bytes("VmHWM") - level
     num_bytes = sum(w.codes.nbytes + w.scales.nbytes if isinstance(w, Packed) else w.nbytes for w in held)
     expected = step([unpacked(weight) for weight in held], x, shape) if kind else found
     gaps = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
     return Measured(num_bytes, peak, max(gaps))
-
-
-def memory_bytes(field: str) -> int:
-    """`VmRSS`, resident memory now, or `VmHWM`, the most it was."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status: this benchmark needs Linux")
 
 
 def measure(options: argparse.Namespace) -> Findings:
@@ -156,9 +146,7 @@ def main() -> int:
     made.add_argument("--tokens", type=int, default=16, help="of each expert")
     made.add_argument("--repeats", type=int, default=3, help="fresh processes per kind")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("quantized_memory")
-    return run("Routed experts in few bits", options, measure)
+    return run("Routed experts in few bits", options, measure, name="quantized_memory")
 
 
 if __name__ == "__main__":

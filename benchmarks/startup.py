@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from processes import Group, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run, smaller
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
 from tp_vs_peft import (
     ALONE,
     PEER,
@@ -243,10 +243,8 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--turns", type=int, default=7, help="of each system")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("startup")
     be_quiet()
-    return run("From a checkpoint to the first step", options, measure)
+    return run("From a checkpoint to the first step", options, measure, name="startup")
 
 
 if __name__ == "__main__":

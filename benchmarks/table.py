@@ -226,12 +226,16 @@ def default_json(name: str) -> Path:
 # --- a benchmark as a program ---------------------------------------------------------------------------------------
 
 
-def run(title: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Findings]) -> int:
-    """Measure, print the page, write `options.json`; the exit code.
+def run(
+    title: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Findings], *, name: str
+) -> int:
+    """Measure, print the page, write `options.json`, by default of a full run that of `name`; the exit code.
 
     A difference between systems is 1, and then the file says so and has no rows. A missed target is 0: it is in the
     table. Whatever else goes wrong is 2: its traceback is printed, and no file is written.
     """
+    if options.json is None and not (options.quick or options.tiny):
+        options.json = default_json(name)
     started = time.perf_counter()
     code = DONE
     try:

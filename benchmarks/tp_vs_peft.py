@@ -34,7 +34,7 @@ from meshlora.adapter.attach import active_factors
 from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, default_json, faster, parser, run
+from table import Findings, Parity, ParityError, Row, faster, parser, run
 
 TOLERANCE = 1e-4  # fp32, relative; meshlora without its gradient sums over tp is 1.0 off
 LEARNING_RATE = 1e-4
@@ -397,10 +397,8 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--turns", type=int, default=8, help="of each system and shape, 3 timed steps each")
     options = made.parse_args()
-    if options.json is None and not (options.quick or options.tiny):
-        options.json = default_json("tp_vs_peft")
     be_quiet()
-    return run("Tensor-parallel LoRA: meshlora against transformers + PEFT", options, measure)
+    return run("Tensor-parallel LoRA: meshlora against transformers + PEFT", options, measure, name="tp_vs_peft")
 
 
 if __name__ == "__main__":

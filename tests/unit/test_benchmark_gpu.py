@@ -12,7 +12,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("gpu", "gpu_shapes", "moe_vs_peft", "processes", "table")
+SCRIPTS = ("gpu", "gpu_shapes", "processes", "table")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def measure(options):
     return Findings(Parity("loss", 1e-7, 1e-4, agrees=True), rows)
 
 if __name__ == "__main__":
-    sys.exit(run("T", parser("A benchmark.").parse_args(), measure))
+    sys.exit(run("T", parser("A benchmark.").parse_args(), measure, name="t"))
 """
 
 

@@ -41,7 +41,7 @@ def test_a_missed_target_is_shown(make: Any, ours: float, peer: float, target: f
 
 def _run(tmp_path: Path, measure: Any) -> tuple[int, dict[str, Any]]:
     file = tmp_path / "a.b" / "found.json"
-    code = table.run("A title", argparse.Namespace(json=file, quick=True), measure)
+    code = table.run("A title", argparse.Namespace(json=file, quick=True), measure, name="t")
     assert (file.parent / "found.md").read_text().startswith("# A title\n")
     return code, json.loads(file.read_text())
 
@@ -72,5 +72,7 @@ def test_an_error_is_told_from_a_difference(tmp_path: Path) -> None:
     def measure(_: argparse.Namespace) -> table.Findings:
         raise RuntimeError("no memory")
 
-    assert table.run("T", argparse.Namespace(json=tmp_path / "found.json", quick=True), measure) == table.NOT_RUN
+    assert (
+        table.run("T", argparse.Namespace(json=tmp_path / "found.json", quick=True), measure, name="t") == table.NOT_RUN
+    )
     assert not list(tmp_path.iterdir())
