@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import masking_utils
+import torch
+from transformers import AutoModel, masking_utils
 
 from meshlora.common.errors import UnsupportedError
+from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.packing_check import check_packing
 
@@ -29,6 +31,17 @@ def test_attention_that_reads_borders_from_positions_is_taken(family: str) -> No
 def test_layers_that_run_across_are_refused(family: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{family}': its layers mix sequences of one row"):
         _check(family)
+
+
+def test_arguments_without_names_make_the_same_masks() -> None:
+    """Of the model inside, which its head always calls by name."""
+    model = AutoModel.from_config(twin_config("gpt_oss"), dtype=torch.float32).eval()
+    ids, positions = torch.arange(8).unsqueeze(0), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    across = model(ids, None, positions).last_hidden_state
+    read_positions_in_masks(model)
+    by_name, by_place = model(input_ids=ids, position_ids=positions), model(ids, None, positions)
+    assert torch.equal(by_name.last_hidden_state, by_place.last_hidden_state)
+    assert not torch.allclose(across, by_place.last_hidden_state)
 
 
 @pytest.mark.parametrize("name", [None, "eager", "sdpa"])

@@ -6,6 +6,7 @@ are kept apart (`train.packing_check`), which these models fail without it.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -18,14 +19,16 @@ _WITHOUT_POSITIONS = {"AfmoeModel", "GptOssModel"}
 def read_positions_in_masks(model: nn.Module) -> None:
     """Let a model that masks without position ids get masks of them, where it is called without a mask."""
     for module in model.modules():
-        if type(module).__name__ in _WITHOUT_POSITIONS:
+        kind = type(module)
+        if kind.__name__ in _WITHOUT_POSITIONS and kind.__module__.startswith("transformers."):
             module.register_forward_pre_hook(_with_masks, with_kwargs=True)
 
 
 def _with_masks(module: Any, args: Any, given: dict[str, Any]) -> Any:
+    given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **given}
     has_others = any(given.get(name) is not None for name in ("attention_mask", "past_key_values"))
     if has_others or given.get("position_ids") is None:
-        return args, given
+        return (), given
     if given.get("inputs_embeds") is None:  # masks take their shape and dtype
         given = given | {"inputs_embeds": module.get_input_embeddings()(given["input_ids"]), "input_ids": None}
     of_rows = {
@@ -39,4 +42,4 @@ def _with_masks(module: Any, args: Any, given: dict[str, Any]) -> Any:
         "full_attention": create_causal_mask(**of_rows),
         "sliding_attention": create_sliding_window_causal_mask(**of_rows),
     }
-    return args, given | {"attention_mask": masks}
+    return (), given | {"attention_mask": masks}
