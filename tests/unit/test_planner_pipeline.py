@@ -10,14 +10,18 @@ import pytest
 from peft import LoraConfig
 from transformers import AutoConfig
 
+from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.plan.topology import Topology
-from meshlora.planner.choose import Prediction, choose
+from meshlora.planner import pipeline
+from meshlora.planner.choose import Prediction, _in_stages, choose
+from meshlora.planner.communication import grouped
 from meshlora.planner.hardware import GPUS
 from meshlora.planner.pipeline import time_of_all
 from meshlora.planner.problem import Problem
 from meshlora.planner.show import why_best
+from meshlora.planner.trace import trace
 from tests.unit.test_planner import SHAPE, problem_of, simulated
 
 
@@ -31,12 +35,21 @@ def _of(number: int, **more: Any) -> dict[str, Any]:
         # A first, a middle and a last stage, of unequal length, each with another number of micro-batches in memory.
         pytest.param("llama", "pp=3", _of(5), id="pp"),
         pytest.param("llama", "pp=2,interleave=2", _of(5), id="interleaved"),
-        pytest.param("llama", "pp=2,tp=2,sp", _of(3, recompute="full"), id="sp_recomputed"),
+        # Rows and stages enough that rank 0 has many first inputs in memory: its own share of each.
+        pytest.param(
+            "llama", "pp=3,interleave=2,tp=2,sp", _of(6, batch=24, micro_batch=2, recompute="full"), id="sp_recomputed"
+        ),
         pytest.param("llama", "pp=2,cp=2", _of(2, batch=1), id="cp_one_micro_batch"),
         pytest.param("llama", "pp=2,dp=2,dp_shard", _of(3, micro_batch=2), id="sharded"),
         pytest.param("qwen3_moe", "pp=2,tp=2,sp,ep=2", _of(2), id="experts"),
+        pytest.param("llama", "pp=4,cp=4", _of(5, recompute="full"), id="cp_recomputed", marks=pytest.mark.proof),
+        pytest.param(
+            *("llama", "pp=2", _of(4, lora={"target_modules": ["embed_tokens", "q_proj", "v_proj"]})),
+            id="embedding_trained",
+            marks=pytest.mark.proof,
+        ),
         pytest.param("gpt2", "pp=2,tp=2", _of(3), id="tied", marks=pytest.mark.proof),
-        pytest.param("gemma2", "pp=3,interleave=2", _of(7, recompute=2), id="windows", marks=pytest.mark.proof),
+        pytest.param("gemma2", "pp=3", _of(7, recompute=2), id="windows", marks=pytest.mark.proof),
         pytest.param("llama", "pp=4,dp=512,tp=8,sp", _of(6, batch=2048), id="16384", marks=pytest.mark.proof),
     ],
 )
@@ -76,6 +89,74 @@ def test_ranks_wait_as_long_as_the_order_of_turns_makes_them(micro_batches: int)
         )
 
 
+def test_many_micro_batches_of_unequal_stages_are_added_up() -> None:
+    two, turns = Topology(pp=3, interleave=2), [[(1.0, 2.0), (1.3, 2.6)], [(1.1, 2.2)] * 2, [(0.9, 1.8), (1.2, 2.4)]]
+    assert time_of_all(two, turns, 0.1, 192) == pytest.approx(pipeline._run(two, turns, 0.1, 192), rel=0.01)
+
+
+def test_parts_of_a_step_are_those_of_the_busiest_rank_and_what_it_waits() -> None:
+    """Two nodes; of three layers the first rank has two, as the second one has the head."""
+    problem = dataclasses.replace(
+        problem_of("llama", 2, **_of(3, batch=6, recompute="full")),
+        gpu=dataclasses.replace(GPUS["h100"], gpus_per_node=1),
+    )
+    found = _predicted(problem, "pp=2")
+    small = problem.small.on(Topology(pp=2), has_stages=False).with_adapter(problem.lora)
+    with simulated_job(2):
+        one, two = (trace(small, rows=n, tokens=64) for n in (1, 2))
+    gpu = problem.gpu
+
+    def seconds(part: str) -> float:
+        return gpu.work_s(one.work[part], is_half=False)
+
+    # Kinds: the first layer, and the others. All are computed again.
+    again = seconds("layer 0") + seconds("layer 1")
+    first = seconds("before") + again, seconds("layer 1 back") + seconds("layer 0 back") + again
+    chunk_s = gpu.work_s(two.work["chunk"], is_half=False) / two.memory.chunk_tokens * 64
+    last = (
+        seconds("before") + seconds("layer 1") + seconds("after") + chunk_s,
+        seconds("back") + seconds("layer 1 back") + seconds("layer 1"),
+    )
+    stream = 64 * problem.model.config.hidden_size * 4
+    hop = gpu.message_s(stream, ranks=2, is_network=True)
+    assert hop > gpu.message_s(stream, ranks=2, is_network=False)
+    assert sum(first) > sum(last)
+    parts = dict(found.parts_s)
+    ends = parts.pop("update") + parts.pop("messages inside nodes") + parts.pop("messages between nodes")
+    assert ends == pytest.approx(found.parts_s["update"] + found.traffic["network"].time_s)
+    assert parts["recomputation"] == pytest.approx(6 * again)
+    assert sum(parts.values()) == pytest.approx(time_of_all(Topology(pp=2), [[first], [last]], hop, 6))
+    assert found.traffic["network"].wire_bytes == pytest.approx(6 * stream, rel=1e-3)  # and a norm
+
+
+def test_steps_of_interleaved_stages_are_filled_up() -> None:
+    problem = problem_of("llama", 2, **_of(4, batch=3))
+    assert _predicted(problem, "pp=2").micro_batches == 3
+    assert _predicted(problem, "pp=2,interleave=2").micro_batches == 4
+
+
+def test_stages_are_looked_at_in_place_of_a_part_of_an_axis() -> None:
+    problem = problem_of("llama", 8, **_of(4))
+    names = [str(found.topology) for found in choose(problem).ranked if found.topology.pp > 1]
+    assert {"pp=4,tp=2,sp", "pp=2,dp=2,tp=2", "pp=2,dp=4,dp_shard", "pp=2,dp=4,interleave=2"} <= {*names}
+    assert len(names) == len({*names})
+    experts = [*_in_stages(Topology.parse("dp=2,tp=4,sp,ep=8"), problem_of("qwen3_moe", 8, **_of(4)))]
+    assert Topology.parse("pp=2,tp=4,sp,ep=4") in experts
+    assert Topology.parse("pp=4,dp=2,ep=2") in experts
+
+
+def test_what_stages_hand_on_is_counted_by_itself() -> None:
+    found = _predicted(problem_of("llama", 2, **_of(4)), "pp=2")
+    # A message and a gradient of each of eight micro-batches; the token count is of one rank, the norm of two.
+    assert grouped(found.messages, micro_batches=8) == {
+        "layers": 0,
+        "ends": 0,
+        "buckets": 0,
+        "scalars": 1,
+        "stages": 16,
+    }
+
+
 def test_early_ranks_hold_more_micro_batches() -> None:
     """Of equal stages the first has as many in memory as there are stages, the last one."""
     problem = problem_of("llama", 3, **_of(6, batch=12, recompute="none"))
@@ -106,8 +187,13 @@ def test_stages_win_over_slow_links_between_nodes_and_the_reason_is_said() -> No
 def test_what_is_not_proved_with_stages_is_not_planned() -> None:
     with pytest.raises(UserError, match="each stage needs a layer, and the model has 2"):
         _predicted(problem_of("llama", 4), "pp=4")
-    with pytest.raises(UnsupportedError, match="trains nothing in layers 0 to 0"):
-        _predicted(problem_of("llama", 2, lora={"target_modules": ["q_proj"], "layers_to_transform": [1]}), "pp=2")
+    with pytest.raises(UnsupportedError, match="trains nothing in layers 2, 3"):
+        _predicted(problem_of("llama", 2, **_of(4, lora={"target_modules": ["embed_tokens"]})), "pp=2")
+    trained = {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}
+    with pytest.raises(UnsupportedError, match=r"training model\.embed_tokens\.weight, tied, on pp=2"):
+        _predicted(problem_of("llama", 2, lora=trained, config={"tie_word_embeddings": True}), "pp=2")
+    with pytest.raises(UnsupportedError, match="layers_to_transform: a layer of each kind stands for all of them"):
+        problem_of("llama", 2, lora={"target_modules": ["q_proj"], "layers_to_transform": [1]})
     with pytest.raises(UnsupportedError, match="a sharded base on pp=2,dp=2,interleave=2,dp_shard"):
         _predicted(problem_of("llama", 4, config={"num_hidden_layers": 4}), "pp=2,interleave=2,dp=2,dp_shard")
     with pytest.raises(UnsupportedError, match="its split over pp=2 is not proved"):

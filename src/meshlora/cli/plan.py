@@ -112,7 +112,7 @@ def _choose(options: argparse.Namespace) -> None:
         way_out = "use more GPUs, or shorter sequences"
         raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
     if options.gradients:
-        console.print(gradient_table(problem.small.on(best.topology).plan))
+        console.print(gradient_table(problem.small.on(best.topology, has_stages=False).plan))
     found = show.as_json(problem, choice)
     if options.simulate:
         found["simulation"] = _simulate(console, problem, best)

@@ -38,7 +38,7 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
             after=layer_cost(model, plan, plan.head),
         ),
     )
-    _check_shared(model, found)
+    check_shared(model, found)
     return found
 
 
@@ -89,16 +89,47 @@ def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies
     if not plan.stages:
         return
     trained = {plan.rank_of(name) for name in parameters}
-    if idle := sorted({*range(plan.topology.size_over(LAYERS))} - trained):
-        start, stop = plan.stages[idle[0]]
-        raise UnsupportedError(
-            f"an adapter on {plan.topology} that trains nothing in layers {start} to {stop - 1}",
-            "each stage of layers must have something to train",
-            "use fewer stages, or more targets",
-        )
+    if without := sorted({*range(plan.topology.size_over(LAYERS))} - trained):
+        stages = plan.stages[without[0] :: plan.topology.size_over(LAYERS)]
+        raise idle(plan.topology, [layer for start, stop in stages for layer in range(start, stop)])
+    check_tied(model, plan, copies)
+
+
+def idle(topology: Topology, layers: Sequence[int]) -> UnsupportedError:
+    """The refusal of an adapter that trains nothing in `layers`, those of a rank."""
+    return UnsupportedError(
+        f"an adapter on {topology} that trains nothing in layers {', '.join(map(str, layers))}",
+        "each stage of layers must have something to train",
+        "use fewer stages, or more targets",
+    )
+
+
+def check_tied(model: Any, plan: ModelPlan, copies: Collection[str]) -> None:
+    """Refuse to train an end that is tied with the other, on another stage. copies: trained parameters of the base.
+
+    Raises:
+        UnsupportedError: names it.
+    """
     ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     check_options(plan.topology, {f"training {name}, tied,": is_tied for name in copies if name in ends})
+
+
+def check_shared(model: Any, plan: ModelPlan) -> None:
+    """Refuse layers that share a weight with what another stage has; a head may be tied with the embedding.
+
+    Raises:
+        UnsupportedError: names both.
+    """
+    holders: dict[int, str] = {}
+    ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert isinstance(parameter, nn.Parameter)
+        other = holders.setdefault(id(parameter), name)
+        if plan.stage_of(other) != plan.stage_of(name) and {name, other} != ends:
+            raise UnsupportedError(
+                f"{plan.topology}: {name}", f"it is one weight with {other}, of another stage", "use pp=1"
+            )
 
 
 def cut_layers(costs: Sequence[float], number: int, *, after: float = 0.0) -> tuple[tuple[int, int], ...]:
@@ -169,16 +200,3 @@ def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
         units=tuple(filter(own.holds, plan.units)),
         quantized=held(plan.quantized),
     )
-
-
-def _check_shared(model: Any, plan: ModelPlan) -> None:
-    """Refuse layers that share a weight with what another stage has; a head may be tied with the embedding."""
-    holders: dict[int, str] = {}
-    ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert isinstance(parameter, nn.Parameter)
-        other = holders.setdefault(id(parameter), name)
-        if plan.stage_of(other) != plan.stage_of(name) and {name, other} != ends:
-            raise UnsupportedError(
-                f"{plan.topology}: {name}", f"it is one weight with {other}, of another stage", "use pp=1"
-            )

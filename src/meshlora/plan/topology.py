@@ -315,7 +315,7 @@ class Topology:
 
 
 def dense_sizes(world: int) -> Iterator[dict[str, Any]]:
-    """All sizes of the dense axes for `world` ranks, in one stage: what stages cost nobody predicts yet."""
+    """All sizes of the dense axes for `world` ranks, in one stage."""
     others = [name for name in _OTHERS if name not in LAYERS]
     for sizes in itertools.product(divisors(world), repeat=len(others)):
         if world % math.prod(sizes) == 0:

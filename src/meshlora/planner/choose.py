@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UserError
 from meshlora.common.float64 import wide_dtype
 from meshlora.loading.blueprint import Blueprint
-from meshlora.plan.budget import Message, Sizes
+from meshlora.plan.budget import Flow, Message, Sizes
 from meshlora.plan.families.proved import check_proved
+from meshlora.plan.stages import check_tied, idle
 from meshlora.plan.topology import DATA, FLAGS, LAYERS, TOKENS, TP, Topology, dense_sizes, divisors, field_of
 from meshlora.planner.communication import Traffic, hop_s, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware
-from meshlora.planner.memory import Peak, States, peak_of, states_of
+from meshlora.planner.memory import Peak, Prologue, States, StepMemory, peak_of, states_of
 from meshlora.planner.pipeline import (
     PartOfModel,
     Stage,
-    check_trained,
     parts_of,
     shown_micro_batches,
     time_of_all,
@@ -184,14 +185,16 @@ def _in_stages(topology: Topology, problem: Problem) -> Iterator[Topology]:
         for stages in divisors(size) if axis not in LAYERS else ():
             if not 1 < stages <= layers:
                 continue
-            shorter: dict[str, Any] = {axis: size // stages, **_flags(topology, axis, size // stages)}
+            ep = math.gcd(topology.ep, topology.world // stages // topology.etp)
+            shorter: dict[str, Any] = {axis: size // stages, "ep": ep, **_flags(topology, axis, size // stages)}
             try:
                 staged = dataclasses.replace(topology, **shorter).with_stages(stages)
             except UserError:  # its mesh of experts does not fit into a stage
                 continue
-            yield staged
-            if not staged.dp_shard and 2 * stages <= layers:
-                yield dataclasses.replace(staged, interleave=2)
+            plain = dataclasses.replace(staged, dp_shard=False)
+            yield from (staged, plain)
+            if 2 * stages <= layers:
+                yield dataclasses.replace(plain, interleave=2)
 
 
 def _flags(topology: Topology, axis: str, size: int) -> dict[str, bool]:
@@ -256,10 +259,12 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     small = problem.small.on(topology, has_stages=False)
     check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
     small = small.with_adapter(problem.lora)
-    parts = parts_of(problem.shrunk, small.plan)
+    parts = parts_of(problem.model, problem.shrunk, small.plan)
+    check_tied(problem.model, small.plan, small.adapter.copies if small.adapter else ())
     states = [states_of(part.shrunk, small) for part in parts]
     for part, own in zip(parts, states, strict=True):
-        check_trained(part, own.parameters)
+        if not own.parameters:
+            raise idle(topology, part.layers)
     cut = topology.size_over(topology.token_cut)
     tokens = -(-problem.seq // cut) * cut
     # Whatever the number of stages, their layers are alike.
@@ -367,23 +372,12 @@ def _prediction(
     turns: list[TurnTimes] = []
     for number, (part, held) in enumerate(zip(parts, states, strict=True)):
         recomputed = [again[layer] for layer in part.layers]
-        peak = peak_of(
-            memory,
-            part.shrunk.order,
-            held,
-            recomputed=recomputed,
-            accumulates=micro_batches > 1,
-            dp=topology.size_over(DATA),
-            stages=part.stages,
-            turns=list(turns_of(topology, number, shown_micro_batches(topology, micro_batches))),
-            stream=sizes.tokens * sizes.token_bytes,
-        )
+        peak = _peak_of_rank(number, part, memory, one.flow, held, sizes, recomputed, micro_batches)
         of_rank = dataclasses.replace(small, plan=part.plan)
         messages = messages_of(part.shrunk, of_rank, one.flow, sizes, held, recomputed=recomputed)
         ranks.append(RankCost(held, peak, tuple(messages)))
         turns.append(_turn_times(problem, part, messages, kernels, recomputed))
     busiest = max(range(len(parts)), key=lambda number: turns[number].total_s)
-    columns = -(-vocab // topology.tp)
     traffic = traffic_of(ranks[busiest].messages, topology, gpu, micro_batches=micro_batches)
     return Prediction(
         topology,
@@ -392,7 +386,7 @@ def _prediction(
         tokens,
         recompute,
         tuple(ranks),
-        chunk_tokens * columns * (wide_dtype(dtype).itemsize + dtype.itemsize),
+        chunk_tokens * -(-vocab // topology.tp) * (wide_dtype(dtype).itemsize + dtype.itemsize),
         traffic,
         {
             **{name: micro_batches * seconds for name, seconds in turns[busiest].parts_s.items()},
@@ -402,6 +396,32 @@ def _prediction(
             "update": _update_s(gpu, states[busiest]),
         },
         gpu.usable_bytes,
+    )
+
+
+def _peak_of_rank(
+    number: int,
+    part: PartOfModel,
+    memory: StepMemory,
+    flow: Flow,
+    states: States,
+    sizes: Sizes,
+    recomputed: Sequence[bool],
+    micro_batches: int,
+) -> Peak:
+    """Of pp rank `number`."""
+    topology, stream = part.plan.topology, sizes.tokens * sizes.token_bytes
+    tables = (memory.before.end - stream) / topology.size_over(TOKENS)  # each rank has its own tokens'
+    return peak_of(
+        memory,
+        part.shrunk.order,
+        states,
+        recomputed=recomputed,
+        accumulates=micro_batches > 1,
+        dp=topology.size_over(DATA),
+        stages=part.stages,
+        turns=list(turns_of(topology, number, shown_micro_batches(topology, micro_batches))),
+        prologue=Prologue(stream, tables, flow.is_trained_before),
     )
 
 

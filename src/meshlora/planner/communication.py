@@ -91,7 +91,8 @@ class Traffic:
 def traffic_of(
     messages: Iterable[Message], topology: Topology, gpu: Hardware, *, micro_batches: int
 ) -> dict[str, Traffic]:
-    """`node` and `network` -> traffic of a step. A group that spans nodes counts as network entirely.
+    """`node` and `network` -> traffic of a step. A group that spans nodes counts as network entirely, and so do all
+    stages if any of them is on another node.
 
     What stages hand on takes no time here: it leaves while its sender computes, and who waits for it waits for a stage.
     """
@@ -111,14 +112,16 @@ def traffic_of(
 
 def grouped(messages: Iterable[Message], *, micro_batches: int) -> dict[str, int]:
     """Collectives of a step, counted by place: layers; ends (before and after the layers, and the loss); gradient
-    buckets; two scalars, the token count and the norm.
+    buckets; two scalars, the token count and the norm; of several stages what they hand on, each way.
 
     The backward message at the entry of the modules after the last layer counts with the layers: it makes up for the
     first region, which sums no gradient, as nothing below it is trained.
     """
     found = {"layers": 0, "ends": 0, "buckets": 0, "scalars": 0}
     for message in messages:
-        if message.phase == "step":
+        if message.kind in ("send", "receive"):
+            found["stages"] = found.get("stages", 0) + message.calls * micro_batches
+        elif message.phase == "step":
             found["scalars" if message.num_bytes == 8 else "buckets"] += message.calls
         else:
             is_end = message.layer is None and message.phase != "backward"

@@ -239,6 +239,23 @@ class Peak:
     largest: int
 
 
+@dataclass(frozen=True)
+class Prologue:
+    """What several stages need to know of what is before the layers.
+
+    Attributes:
+        stream: bytes of the whole residual stream. tables: of what is made there the bytes that layers keep, as rotary
+            tables. is_trained_before: whether the input of the first layer requires grad.
+    """
+
+    stream: float = 0.0
+    tables: float = 0.0
+    is_trained_before: bool = False
+
+
+_NOTHING = Prologue()
+
+
 class _Walk:
     """The memory of a rank in the course of a step's turns.
 
@@ -251,12 +268,12 @@ class _Walk:
         order: Sequence[int],
         recomputed: Sequence[bool],
         gathered: Sequence[int],
-        stream: float,
+        prologue: Prologue,
         *,
         start: float,
     ) -> None:
         self.memory, self.order, self.recomputed, self.gathered = memory, order, recomputed, gathered
-        self.stream, self.start, self.live, self.most, self.activations = stream, start, start, start, 0.0
+        self.prologue, self.start, self.live, self.most, self.activations = prologue, start, start, start, 0.0
 
     def run(self, phase: Phase, beside: float = 0.0) -> None:
         self.most = max(self.most, self.live + beside + phase.peak)
@@ -277,9 +294,12 @@ class _Walk:
             self.run(self.memory.after)
             self.run(self.memory.chunk)
         else:
-            kept = self.stream if stage.is_first and self.recomputed[stage.start] else 0.0  # the first layer's input
+            keeps = stage.is_first and (
+                self.recomputed[stage.start] or self.prologue.is_trained_before
+            )  # the first input
+            kept = self.memory.layers[self.order[stage.start]].output if keeps else 0.0
             sent = self.memory.layers[self.order[stage.stop - 1]].output
-            self.run(Phase(self.stream, kept - self.stream - sent))
+            self.run(Phase(self.prologue.stream, kept + self.prologue.tables - self.memory.before.end - sent))
 
     def backward(self, stage: Stage, *, accumulates: bool) -> None:
         if stage.is_last:
@@ -310,7 +330,7 @@ def peak_of(
     dp: int,
     stages: Sequence[Stage] = (),
     turns: Sequence[Turn] = ((0, 0, True), (0, 0, False)),
-    stream: float = 0.0,
+    prologue: Prologue = _NOTHING,
 ) -> Peak:
     """Walk through a step and track the peak.
 
@@ -322,12 +342,12 @@ def peak_of(
 
     order: the kind of each layer. recomputed: whether each layer is recomputed. accumulates: whether gradients of an
     earlier micro-batch already exist. dp: the number of ranks that a layer is gathered from. stages: of a pp rank, by
-    default one of all layers. turns: its forwards and backwards in order. stream: bytes of the whole residual stream.
+    default one of all layers. turns: its forwards and backwards in order.
     """
     stages = stages or (Stage(0, len(order)),)
     gathered = [dp * states.shards[kind] if states.shards else 0 for kind in order]
     start = float(states.gradients) if accumulates else 0.0
-    walk = _Walk(memory, order, recomputed, gathered, stream, start=start)
+    walk = _Walk(memory, order, recomputed, gathered, prologue, start=start)
     held: dict[tuple[int, int], float] = {}  # of each forward whose backward is to come
     for number, place, is_forward in turns:
         before = walk.live

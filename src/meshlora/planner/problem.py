@@ -18,7 +18,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.quantized import levels_of_int8
 from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.plan.derive import decoder_layers
@@ -40,6 +40,7 @@ class Problem:
 
     Raises:
         UserError: a size out of range; sequences longer than the model's positions; layers that cannot be recomputed.
+        UnsupportedError: adapters on some of the layers.
     """
 
     blueprint: Blueprint
@@ -63,6 +64,9 @@ class Problem:
         limit = getattr(self.blueprint.config.get_text_config(), "max_position_embeddings", None)
         if limit and self.seq > limit:
             raise UserError(f"--seq {self.seq}", f"the model has {limit} positions", f"use at most {limit}")
+        if self.lora.layers_to_transform is not None:
+            rule = "a layer of each kind stands for all of them, whether they have adapters or not"
+            raise UnsupportedError("layers_to_transform", rule, "plan it on all layers: it costs no less")
         if self.quantization == "int8":
             levels_of_int8()  # cached for later: they cannot be computed on fake tensors
         if self.recompute not in (None, "none"):

@@ -66,7 +66,7 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
         table.add_row(words, f"{traffic.calls:,}, {traffic.wire_bytes / _GB:,.2f} GB sent")
     for name, calls in grouped(prediction.messages, micro_batches=prediction.micro_batches).items():
         words = {"layers": "layers", "ends": "embedding, head, loss", "buckets": "gradient buckets"}.get(name, name)
-        table.add_row(f"collectives of {words}", f"{calls:,}")
+        table.add_row(f"messages of {words}" if name == "stages" else f"collectives of {words}", f"{calls:,}")
     return table
 
 

@@ -72,7 +72,7 @@ class RankSeen:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of the first rank of each stage.
+    """A step of one rank of each place along pp.
 
     Attributes:
         world: number of ranks. ranks: by pp rank. time_s, host_bytes: time of the simulation, and peak memory of the
@@ -97,7 +97,7 @@ class Simulation:
 
 
 def simulate(problem: Problem, prediction: Prediction) -> Simulation:
-    """Run a step of `prediction` on the first rank of each stage, and record both sides."""
+    """Run a step of `prediction` on one rank of each place along pp, and record both sides."""
     started = time.perf_counter()
     blueprint = problem.blueprint.on(prediction.topology).with_adapter(problem.lora)
     ranks = tuple(_simulate(blueprint, prediction, number) for number in range(len(prediction.ranks)))

@@ -49,7 +49,8 @@ def language_model_loss(
 
     input_ids, attention_mask, labels: `[B, S]`; labels are already shifted (labels[b, t] is the token after t), -100
     where untrained. The logits `[B, S, V]` are never materialised: the head runs on a chunk of tokens at a time.
-    Under cp the sum is over this rank's tokens of these rows.
+    Under cp the sum is over this rank's tokens of these rows. Stages of a pipeline before the last have `[]`, 0, whose
+    backward is that of what they sent.
     position_ids: `[B, S]` of packed rows, restarting at each sequence.
     trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then
     need not wait for the device.
