@@ -18,6 +18,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.plan.stages import cut_layers, plan_of_rank
 from meshlora.plan.topology import LAYERS, Topology
+from meshlora.planner.pipeline import time_of_all
 from tests.blueprints import build_meta
 
 
@@ -55,26 +56,12 @@ def test_stages_wait_no_longer_than_the_schedule_says(number: int, size: int, in
     orders = [
         list(one_forward_one_backward(number, rank=rank, size=size, interleave=interleave)) for rank in range(size)
     ]
-    ends: dict[tuple[int, int, bool], int] = {}
-    free, left, running = [0] * size, [list(order) for order in orders], True
-    stages = size * interleave
-    while running:  # each forward and backward takes one unit
-        running = False
-        for rank, order in enumerate(left):
-            if not order:
-                continue
-            micro, stage, is_forward = order[0]
-            assert stage % size == rank
-            needs = [(stage - 1, micro, True)] if is_forward else [(stage + 1, micro, False), (stage, micro, True)]
-            needs = [need for need in needs if 0 <= need[0] < stages]
-            if all(need in ends for need in needs):
-                free[rank] = ends[stage, micro, is_forward] = 1 + max([free[rank], *(ends[need] for need in needs)])
-                order.pop(0)
-                running = True
-    assert not any(left), "a stage waits forever"
-    assert len(ends) == 2 * number * stages
-    assert max(free) == 2 * (number * interleave + size - 1)  # in units of a stage: the bubble is 1/interleave as long
+    topology = Topology(pp=size, interleave=interleave if size > 1 else 1)
+    units = time_of_all(topology, [[(1.0, 1.0)] * interleave] * size, 0.0, number)
+    assert units == 2 * (number * interleave + size - 1)  # in units of a stage: the bubble is 1/interleave as long
     for rank, order in enumerate(orders):
+        turns = [(micro, stage, way) for way in (True, False) for micro in range(number) for stage in range(interleave)]
+        assert sorted(order) == sorted((micro, place * size + rank, way) for micro, place, way in turns)
         held = itertools.accumulate(1 if is_forward else -1 for *_, is_forward in order)
         assert interleave > 1 or max(held) == min(number, size - rank)
 

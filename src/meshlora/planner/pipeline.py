@@ -119,10 +119,12 @@ def _run(
     done: dict[Turn, float] = {}
     now, place = [0.0] * size, [0] * size
     while any(at < len(turns) for at, turns in zip(place, waiting, strict=True)):
+        number_done = len(done)
         for rank in range(size):
             while place[rank] < len(waiting[rank]):
                 number, own, is_forward = waiting[rank][place[rank]]
                 stage = own * size + rank
+                assert is_forward or (number, stage, True) in done, "a backward comes before its forward"
                 before = stage - 1 if is_forward else stage + 1
                 ready = 0.0
                 if 0 <= before <= last:
@@ -132,4 +134,5 @@ def _run(
                 now[rank] = max(now[rank], ready) + turn_s[rank][own][0 if is_forward else 1]
                 done[number, stage, is_forward] = now[rank]
                 place[rank] += 1
+        assert len(done) > number_done, "a stage waits forever"
     return max(now)
