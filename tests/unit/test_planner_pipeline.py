@@ -14,9 +14,10 @@ from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.plan.topology import Topology
+from meshlora.planner import choose as planner
 from meshlora.planner import pipeline
 from meshlora.planner.choose import Prediction, _in_stages, choose
-from meshlora.planner.communication import grouped
+from meshlora.planner.communication import grouped, traffic_of
 from meshlora.planner.hardware import GPUS
 from meshlora.planner.pipeline import time_of_all
 from meshlora.planner.problem import Problem
@@ -133,6 +134,42 @@ def test_parts_of_a_step_are_those_of_the_busiest_rank_and_what_it_waits(vocab_s
     assert found.traffic["network"].wire_bytes == pytest.approx(6 * stream, rel=1e-3)  # and a norm
 
 
+def test_messages_are_in_turns_of_their_direction_and_once_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over slower links turns take longer by the messages of their direction, a rank's two stages together."""
+    topology, seen = Topology.parse("pp=2,interleave=2,tp=2"), []
+
+    def watched(given: Topology, turns: Any, hop_s: float, number: int) -> float:
+        seen.append(turns)
+        return time_of_all(given, turns, hop_s, number)
+
+    monkeypatch.setattr(planner, "time_of_all", watched)
+    links = [dataclasses.replace(GPUS["h100"], node_gb_s=gb_s) for gb_s in (1, 100)]
+    ranks = [
+        _predicted(
+            dataclasses.replace(problem_of("llama", 4, **_of(5, recompute="none")), gpu=gpu), str(topology)
+        ).ranks
+        for gpu in links
+    ]
+    slow, fast = seen
+    for number, rank in enumerate(ranks[0]):
+        ways = []
+        for way, phases in enumerate((("forward", "loss"), ("backward",))):
+            sent = [message for message in rank.messages if message.phase in phases]
+            more = [traffic_of(sent, topology, gpu, micro_batches=1)["node"].time_s for gpu in links]
+            turns = [sum(stage[way] for stage in each[number]) for each in (slow, fast)]
+            assert turns[0] - turns[1] == pytest.approx(more[0] - more[1])
+            ways.append(more[0] - more[1])
+        assert ways[0] != pytest.approx(ways[1])
+
+
+def test_layers_that_share_a_weight_are_not_in_two_stages() -> None:
+    problem = problem_of("llama", 2, **_of(4))
+    layers = problem.model.get_submodule("model.layers")
+    layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(UnsupportedError, match=r"layers\.3\.mlp\.up_proj\.weight: it is one weight with"):
+        _predicted(problem, "pp=2")
+
+
 def test_steps_of_interleaved_stages_are_filled_up() -> None:
     problem = problem_of("llama", 2, **_of(4, batch=3))
     assert _predicted(problem, "pp=2").micro_batches == 3
@@ -147,7 +184,8 @@ def test_stages_are_looked_at_in_place_of_a_part_of_an_axis() -> None:
     experts = [*_in_stages(Topology.parse("dp=2,tp=4,sp,ep=8"), problem_of("qwen3_moe", 8, **_of(4)))]
     assert Topology.parse("pp=2,tp=4,sp,ep=4") in experts
     assert Topology.parse("pp=4,dp=2,ep=2") in experts
-    assert Topology.parse("pp=2,dp=4,interleave=2") in [*_in_stages(Topology.parse("dp=8,dp_shard"), problem)]
+    whole = {*_in_stages(Topology.parse("dp=8,dp_shard"), problem)}
+    assert {Topology.parse(text) for text in ("pp=2,dp=4", "pp=2,dp=4,interleave=2")} <= whole
 
 
 def test_what_stages_hand_on_is_counted_by_itself() -> None:

@@ -294,9 +294,8 @@ class _Walk:
             self.run(self.memory.after)
             self.run(self.memory.chunk)
         else:
-            keeps = stage.is_first and (
-                self.recomputed[stage.start] or self.prologue.is_trained_before
-            )  # the first input
+            # The input of the first layer.
+            keeps = stage.is_first and (self.recomputed[stage.start] or self.prologue.is_trained_before)
             kept = self.memory.layers[self.order[stage.start]].output if keeps else 0.0
             sent = self.memory.layers[self.order[stage.stop - 1]].output
             self.run(Phase(self.prologue.stream, kept + self.prologue.tables - self.memory.before.end - sent))
