@@ -59,6 +59,7 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*FAMILY, *TP2, "--device", "cuda"], "no CUDA device"),
         (["--model", "nowhere", *TP2], "there is no such folder"),
         (["--family", "youtu", "--topology", "dp=2"], "zeroes the padding token's embedding"),
+        (["--family", "musicgen", "--topology", "cp=2"], "transformers cannot build it"),
         (["--family", "bert", *TP2], "neither transformers nor meshlora has a tensor-parallel plan"),
         ([*FAMILY, *TP2, "--set", "num_key_value_head=2"], "did you mean 'num_key_value_heads'?"),
         ([*FAMILY, *TP2, "--set", "num_key_value_heads"], "it must read KEY=VALUE"),
