@@ -42,6 +42,7 @@ QUIET = {
         "init_process_group",
         "destroy_process_group",
         "new_subgroups_by_enumeration",
+        "split_group",
         "is_initialized",
         "get_rank",
         "get_world_size",
@@ -141,6 +142,7 @@ def _calls(tree: ast.Module) -> set[str]:
 
 def test_only_one_file_opens_process_groups() -> None:
     openers = {"dist.new_group", "dist.new_subgroups_by_enumeration", "dist.init_process_group", "init_device_mesh"}
+    openers |= {"dist.split_group"}
     files = {str(f.relative_to(SOURCE)) for _, f, tree in _modules() if _calls(tree) & openers}
     assert files == {"comm/groups.py"}
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from peft import LoraConfig
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -120,6 +121,12 @@ PRIVATE = [
     Private("NamedGroup", "torch.distributed.ProcessGroup._set_group_name", "to be named by torch.distributed"),
     Private("NamedGroup", "torch.distributed.ProcessGroup._set_group_desc", "to be described by torch.distributed"),
     Private("job_store", "torch.distributed.distributed_c10d._get_default_store", "to tell who is missing"),
+    Private(
+        "can_split_groups",
+        "torch.distributed.distributed_c10d._get_default_group",
+        "to open an axis at once",
+    ),
+    Private("abort_groups", "torch.distributed.distributed_c10d._abort_process_group", "to end with a failed rank"),
     Private("set_timeout", "torch.distributed.distributed_c10d._set_pg_timeout", "to end a run whose rank hangs"),
     Private("timeout_of", "torch.distributed.ProcessGroup._get_backend", "to wait as long as gloo does"),
     Private("timeout_of", "torch.distributed.ProcessGroupGloo._Options._timeout", "to wait as long as gloo does"),
@@ -414,6 +421,25 @@ def test_the_time_limit_of_a_group_is_the_one_that_was_set(tmp_path: Path) -> No
         assert compat.timeout_of(dist.group.WORLD) == timedelta(seconds=40)
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_are_split_where_torch_can_split_them_and_aborted_where_kernels_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no GPU here: of the group only what is asked of it is in place."""
+    aborted: list[None] = []
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: aborted.append(None))
+    with simulated_job(3):
+        assert not compat.can_split_groups()
+        compat.abort_groups()
+        assert not aborted
+        monkeypatch.setattr(distributed_c10d, "get_backend", lambda *_: "nccl")
+        assert not compat.can_split_groups()  # a script opened the group, and bound no device
+        group = SimpleNamespace(bound_device_id=torch.device("cuda", 1))
+        monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: group)
+        assert compat.can_split_groups()
+        compat.abort_groups()
+        assert aborted
 
 
 def test_the_check_for_meta_parameters_takes_nothing_and_comes_back() -> None:

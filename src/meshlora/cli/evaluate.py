@@ -124,7 +124,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     check_nproc(options, place)
     if options.hypotheses and not options.generate:
         raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
-    with rank_edge() if place is not None else contextlib.nullcontext():
+    with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext():
         for file in filter(None, (options.json, options.hypotheses)):
             check_result_file(Path(file), file)
         if options.generate and place is not None:

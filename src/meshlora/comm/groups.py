@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +25,20 @@ from torch import Tensor
 from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshlora.comm.attempt import part_of_attempt
 from meshlora.comm.links import Links, Outbox
-from meshlora.comm.who_is_missing import Arrivals, Board, telling_the_others
+from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Watch
+from meshlora.comm.who_is_missing import Arrivals, explaining_timeouts
 from meshlora.common import compat
 from meshlora.common.errors import UserError
 from meshlora.plan.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
+# There where an NVIDIA driver is loaded.
+_DRIVER = [Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")]
+# How long ranks wait for each other while they load: a cold file system takes its time, and is no hang. A rank that
+# fails tells the others (`comm.watch`).
+LOADING_S = 7200.0
 # Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
 STORE = "MESHLORA_STORE"
 BACKEND = "meshlora_local"  # torch.distributed's name for `LocalGroup`
@@ -204,11 +211,11 @@ class Mesh:
         return tokens.flatten().tensor_split(axis.size)[axis.rank]
 
     @contextlib.contextmanager
-    def patient_for(self, timeout_s: float) -> Iterator[None]:
+    def patient_for(self, timeout_s: float, *, watch: Watch | None = None) -> Iterator[None]:
         """Inside the block a collective waits `timeout_s` seconds for the other ranks, then reports who is missing.
 
         Outside it the limit is that of `join`, as loading and proving may take long. The limit holds on NCCL too, which
-        names the collective itself.
+        names the collective itself. watch: this rank's, if it has one already.
         """
         if self.topology.world == 1:
             yield
@@ -216,10 +223,10 @@ class Mesh:
         for axis in self._axes.values():
             if axis.group is not None and not isinstance(axis.group, LocalGroup):
                 compat.set_timeout(axis.group, timeout_s)
-        file = os.environ.get(STORE)
-        store: Any = Board(Path(file).parent) if file else compat.job_store()
-        arrivals, world = self.world.arrivals, self.topology.world
-        with telling_the_others(arrivals, store, rank=self.rank, world=world, timeout_s=timeout_s):
+        with contextlib.ExitStack() as opened:
+            if watch is None:
+                watch = opened.enter_context(Watch(_board(compat.job_store), self.rank, world=self.topology.world))
+            opened.enter_context(explaining_timeouts(self.world.arrivals, watch, timeout_s=timeout_s))
             yield
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
@@ -286,19 +293,33 @@ def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
     return _store(os.environ.get(STORE), place.rank, place.world, timeout_s)
 
 
+def board_of_job() -> Board:
+    """The words that all ranks of a launcher's job share, from before any group is open."""
+
+    return _board(meet)
+
+
+def _board(store: Callable[[], Any]) -> Board:
+    file = os.environ.get(STORE)
+    return BoardInFolder(Path(file).parent) if file else BoardInStore(store())
+
+
 @functools.cache
 def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.Store:
     """Made once per process: a second store would claim the port, or the file, of the first."""
     if file is not None:
         return dist.FileStore(file, world)
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return part_of_attempt(store, rank, world, timeout_s=timeout_s)
     return store
 
 
-def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
+def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.device:
     """Join the launcher's job, or run alone; returns this rank's device.
 
-    NCCL on GPUs. On CPUs a `LocalGroup` if meshlora started the ranks, else gloo.
+    NCCL on GPUs. On CPUs a `LocalGroup` if meshlora started the ranks, else gloo. timeout_s: of its collectives, until
+    `Mesh.patient_for`.
 
     Raises:
         UserError: see `on_gpus`.
@@ -315,7 +336,7 @@ def join(device_type: str = "auto", *, timeout_s: float = 600.0) -> torch.device
         torch.zeros((), device=device, requires_grad=True).mul(2).backward()
     if place is None or dist.is_initialized():
         return device
-    store = meet(timeout_s=timeout_s)
+    store = meet()
     assert store is not None
     is_local = STORE in os.environ and not on_gpu
     if is_local:
@@ -339,9 +360,16 @@ def on_gpus(device_type: str, *, num_ranks: int) -> bool:
     """Whether the `num_ranks` ranks of this machine compute on its GPUs.
 
     Raises:
-        UserError: `device_type` is cuda and there is none, or there are fewer GPUs than ranks.
+        UserError: `device_type` is cuda and there is none, or there are fewer GPUs than ranks; or it is auto, and this
+            machine has a GPU that torch cannot use.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device_type == "auto" and not num_gpus and any(f.exists() for f in _DRIVER):
+        raise UserError(
+            "device: auto",
+            f"torch {torch.__version__} cannot use the NVIDIA GPU of this machine",
+            "install a build of torch for CUDA that fits the driver, or give device: cpu",
+        )
     if device_type == "cpu" or (device_type == "auto" and not num_gpus):
         return False
     if not num_gpus:
@@ -434,13 +462,25 @@ def _open_channels(topology: Topology, rank: int, arrivals: Arrivals) -> Channel
     return Channels(**found, in_order=tuple(found.values()))
 
 
+def _opened(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """This rank's group of `groups`, which have no common rank; None if it is in none. Collective over all ranks."""
+    if compat.can_split_groups():
+        # On NCCL each group opened by itself would be a split of the world in which all ranks take part: at dp=512,tp=8
+        # hundreds. This is one for all groups, connected at once.
+        return dist.split_group(split_ranks=groups, timeout=timedelta(seconds=LOADING_S))
+    group: dist.ProcessGroup | None
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group
+
+
 def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrivals) -> Axis:
     ranks = next(group for group in groups if rank in group)
+    arrivals.partitions.append([tuple(group) for group in groups])
     group: dist.ProcessGroup | None = None
     if len(ranks) == world > 1:
         group = dist.group.WORLD
     elif len(ranks) > 1:
-        group, _ = dist.new_subgroups_by_enumeration(groups)
+        group = _opened(groups)
     return Axis(len(ranks), ranks.index(rank), tuple(ranks), group, arrivals)
 
 

@@ -1,30 +1,34 @@
 """Arrivals at collectives: which ranks are missing when one has waited too long.
 
-Owns: the count of collectives that this rank has entered, per group; publishing it in the job's store, every few
-seconds from a thread; finding the ranks that did not arrive. Does not own: the collectives (`comm.collectives`), the
-store and the time limit of groups (`comm.groups`).
+Owns: the count of collectives that this rank has entered, per group; its answer to a rank that asks; finding the ranks
+that did not arrive. Does not own: the collectives (`comm.collectives`), how ranks ask each other (`comm.watch`), the
+time limit of groups (`comm.groups`).
+
+Answers have a fixed size: a group is named by the number of its partition of the ranks, not by its members.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from meshlora.comm.watch import Watch
 from meshlora.common.errors import CollectiveTimeoutError
 
-# Seconds between two reports.
-INTERVAL_S = 2.0
+# Of more ranks only the first are named.
+_NAMED = 16
+_EXPLAINS, _EXPLAINED = "m/explains", "m/explained"
 # gloo's words for a timeout, and ours. NCCL ends the process by itself and names the collective.
 _TIMED_OUT = ("Timed out waiting", "timed out")
 
 Ranks = tuple[int, ...]
+Partition = Sequence[Ranks]  # groups without a common rank
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Arrivals:
 
     Attributes:
         entered: number of collectives, by the ranks of their group. name, ranks: of the last one; is_in: still in it.
+        partitions: the groups of each axis, the same on all ranks, in the order in which they were opened.
         timeout_s, explain: set while reports are published; the time limit, and the message for a collective that
             exceeded it.
     """
@@ -41,6 +46,7 @@ class Arrivals:
     name: str = ""
     ranks: Ranks = ()
     is_in: bool = False
+    partitions: list[Partition] = field(default_factory=list, repr=False, compare=False)
     timeout_s: float | None = None
     explain: Callable[[], str] | None = None
 
@@ -60,110 +66,83 @@ class Arrivals:
             raise CollectiveTimeoutError(self.explain()) from error
         self.is_in = False
 
-    def words(self) -> str:
-        """As JSON, for the other ranks."""
-        counts = [[list(ranks), count] for ranks, count in self.entered.copy().items()]
-        return json.dumps({"entered": counts, "name": self.name, "ranks": self.ranks, "is_in": self.is_in})
+    def words(self, rank: int) -> str:
+        """As JSON, for the other ranks; `rank` is this one."""
+        own = [_group_of(rank, partition) for partition in self.partitions]
+        counts = [self.entered.get(ranks, 0) for ranks in own]
+        now = own.index(self.ranks) if self.ranks in own else None
+        return json.dumps({"entered": counts, "name": self.name, "now": now, "is_in": self.is_in})
 
     @classmethod
-    def read(cls, words: str) -> Arrivals:
-        """Parse the `words` of another rank."""
+    def read(cls, words: str, rank: int, partitions: list[Partition]) -> Arrivals:
+        """Parse the `words` of `rank`."""
         said = json.loads(words)
-        entered = {tuple(ranks): count for ranks, count in said["entered"]}
-        return cls(entered, said["name"], tuple(said["ranks"]), said["is_in"])
+        own = [_group_of(rank, partition) for partition in partitions]
+        entered = {ranks: count for ranks, count in zip(own, said["entered"], strict=True) if ranks and count}
+        now = () if said["now"] is None else own[said["now"]]
+        return cls(entered, said["name"], now, said["is_in"], partitions)
 
 
-class Board:
-    """A key-value store in a folder shared by all ranks: the methods of torch's store that are used here.
-
-    torch's own file only grows, and ranks report for as long as they train; here overwriting frees the old value.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _file(self, key: str) -> Path:
-        return self._folder / key.replace("/", "-")
-
-    def set(self, key: str, words: str) -> None:
-        """Set `key` atomically: a reader sees the old words or the new ones."""
-        try:
-            new = self._file(f"{key}.new")
-            new.write_text(words, encoding="utf-8")
-            new.replace(self._file(key))
-        except OSError as error:  # the folder disappears with the launcher
-            raise RuntimeError(str(error)) from error
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all `keys` are set."""
-        return all(self._file(key).exists() for key in keys)
-
-    def get(self, key: str) -> bytes:
-        """The value of `key`."""
-        return self._file(key).read_bytes()
+def _group_of(rank: int, partition: Partition) -> Ranks:
+    return next((ranks for ranks in partition if rank in ranks), ())
 
 
 @contextlib.contextmanager
-def telling_the_others(
-    arrivals: Arrivals, store: Any, *, rank: int, world: int, timeout_s: float, interval_s: float = INTERVAL_S
-) -> Iterator[None]:
-    """Inside the block this rank publishes its arrivals, and a collective that times out names the missing ranks.
+def explaining_timeouts(arrivals: Arrivals, watch: Watch, *, timeout_s: float) -> Iterator[None]:
+    """Inside the block a collective that times out names the missing ranks.
 
-    store: torch.distributed's or a `Board`, shared by all ranks. timeout_s: the time limit, for the message.
+    One rank of the job asks the others where they are; all show its words. timeout_s: the limit, for the message.
     """
-    ended = threading.Event()
+    rank = watch.rank
 
-    def tell() -> None:
-        with contextlib.suppress(RuntimeError):  # the store disappears with the rank or launcher that hosts it
-            store.set(_key(rank), arrivals.words())
-
-    def keep_telling() -> None:
-        while not ended.wait(interval_s):
-            tell()
+    def look_up(other: int) -> Arrivals | None:
+        if other == rank:
+            return arrivals
+        words = watch.answer_of(other)
+        return None if words is None else Arrivals.read(words, other, arrivals.partitions)
 
     def explain() -> str:
-        tell()
-        time.sleep(2 * interval_s)  # by then every rank that can has reported after the time limit
-        known = {rank: arrivals}
-        for other in set(range(world)) - {rank}:
-            with contextlib.suppress(RuntimeError, OSError):
-                if store.check([_key(other)]):
-                    known[other] = Arrivals.read(store.get(_key(other)).decode())
-        return say_who_is_missing(known, rank, timeout_s=timeout_s)
+        if watch.board.claim(_EXPLAINS, str(rank)) != str(rank):
+            deadline = time.monotonic() + 4 * watch.interval_s
+            while time.monotonic() < deadline:
+                if watch.board.check(_EXPLAINED):
+                    return watch.board.get(_EXPLAINED)
+                time.sleep(watch.interval_s / 10)
+        watch.ask()
+        time.sleep(2 * watch.interval_s)
+        text = say_who_is_missing(functools.cache(look_up), rank, timeout_s=timeout_s)
+        return watch.board.claim(_EXPLAINED, text)
 
     arrivals.explain, arrivals.timeout_s = explain, timeout_s
-    tell()
-    thread = threading.Thread(target=keep_telling, daemon=True, name="arrivals")
-    thread.start()
+    watch.answer = functools.partial(arrivals.words, rank)
     try:
         yield
     finally:
-        arrivals.explain = arrivals.timeout_s = None
-        ended.set()
-        thread.join(timeout=interval_s)
+        arrivals.explain = arrivals.timeout_s = watch.answer = None
 
 
-def say_who_is_missing(known: dict[int, Arrivals], rank: int, *, timeout_s: float) -> str:
-    """Why `rank` waits in vain. known: each rank's last report; absent for a rank that never reported.
+def say_who_is_missing(known: Callable[[int], Arrivals | None], rank: int, *, timeout_s: float) -> str:
+    """Why `rank` waits in vain. known: a rank's answer; None for one that gave none.
 
     A rank that is missing because it waits elsewhere for a third one is not the cause: the third one is.
     """
-    waits = known[rank]
+    waits = known(rank)
+    assert waits is not None
     looked_at: set[int] = set()
-    missing = _not_arrived(known, rank)
-    while waiting := [one for one in sorted(missing - looked_at) if one in known and known[one].is_in]:
+    missing = _not_arrived(known, waits, rank)
+    while waiting := {one: said for one in sorted(missing - looked_at) if (said := known(one)) and said.is_in}:
         looked_at.update(waiting)
-        behind = set().union(*(_not_arrived(known, one) for one in waiting)) - {rank}
+        behind = set().union(*(_not_arrived(known, said, one) for one, said in waiting.items())) - {rank}
         if behind - missing:
             missing = (missing - set(waiting)) | behind
     which = f"{waits.name} over {_words(waits.ranks)} (number {waits.entered.get(waits.ranks, 0)} of this group)"
     if not missing:
         return f"{which} did not end in {timeout_s:g} s, though all ranks came: is the network well?"
     last = [
-        f"rank {one} was last in {known[one].name} over {_words(known[one].ranks)}"
-        if one in known and known[one].name
+        f"rank {one} was last in {said.name} over {_words(said.ranks)}"
+        if (said := known(one)) and said.name
         else f"rank {one} said nothing"
-        for one in sorted(missing)
+        for one in sorted(missing)[:_NAMED]
     ]
     return (
         f"{which} was given up after {timeout_s:g} s (train.timeout_s): {_words(tuple(sorted(missing)))} did not "
@@ -171,16 +150,13 @@ def say_who_is_missing(known: dict[int, Arrivals], rank: int, *, timeout_s: floa
     )
 
 
-def _not_arrived(known: dict[int, Arrivals], rank: int) -> set[int]:
+def _not_arrived(known: Callable[[int], Arrivals | None], waits: Arrivals, rank: int) -> set[int]:
     """Ranks of the group in which `rank` waits that entered fewer of its collectives."""
-    waits = known[rank]
     number = waits.entered.get(waits.ranks, 0)
-    return {one for one in waits.ranks if one not in known or known[one].entered.get(waits.ranks, 0) < number} - {rank}
+    others = {one: known(one) for one in waits.ranks if one != rank}
+    return {one for one, said in others.items() if said is None or said.entered.get(waits.ranks, 0) < number}
 
 
 def _words(ranks: Ranks) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _key(rank: int) -> str:
-    return f"meshlora/arrivals/{rank}"
+    more = f" and {len(ranks) - _NAMED:,} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"

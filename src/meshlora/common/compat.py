@@ -234,6 +234,22 @@ def job_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
+def can_split_groups() -> bool:
+    """Whether `torch.distributed.split_group` works on this job: NCCL, bound to a device. torch does not say so."""
+    from torch.distributed import distributed_c10d
+
+    group = distributed_c10d._get_default_group()
+    return distributed_c10d.get_backend(group) == "nccl" and group.bound_device_id is not None
+
+
+def abort_groups() -> None:
+    """Abort the communicators of all NCCL groups: their kernels wait for ranks that are gone. May block."""
+    from torch.distributed import distributed_c10d
+
+    if distributed_c10d.is_initialized() and distributed_c10d.get_backend() == "nccl":
+        distributed_c10d._abort_process_group()
+
+
 def set_timeout(group: ProcessGroup, limit_s: float) -> None:
     """Set the timeout of later collectives of `group`. The public API sets it only when a group is created."""
     from torch.distributed import distributed_c10d

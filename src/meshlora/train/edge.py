@@ -8,6 +8,7 @@ of a rank, its reports to its launcher (ours or torchrun), its log, and its exit
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -21,7 +22,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshlora.comm.groups import launcher_place
+import torch
+
+from meshlora.comm.groups import board_of_job, launcher_place
+from meshlora.comm.watch import Cause, Watch
+from meshlora.common.compat import abort_groups
 from meshlora.common.errors import MeshloraError, UserError, report
 
 # Messages of sockets, gloo and NCCL when a peer is gone: always the effect of a failure elsewhere.
@@ -39,6 +44,8 @@ LOST_PEER = (
 # Variables set by our own launcher: its pid; the user's command; the file descriptor of a socket for reports.
 LAUNCHER, COMMAND, WORDS = "MESHLORA_LAUNCHER", "MESHLORA_COMMAND", "MESHLORA_WORDS"
 _RANK_0_FIRST_S = 5.0
+# At a job's end: how long telling the others may take, and printing on a slow terminal.
+_TELLING_S, _SPEAKING_S = 3.0, 1.0
 _ASKING = (signal.SIGINT, signal.SIGTERM)
 # A signal to all processes of a job reaches a rank twice, directly and from its launcher: this is one request.
 _ONE_REQUEST_S = 0.3
@@ -99,6 +106,19 @@ def how_to_go_on(words: str) -> str:
     return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
 
 
+def be_deterministic() -> None:
+    """From now on this process computes the same bytes each time, or says which operation cannot. Before a GPU is used.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html; sums over ranks in one order for a given topology.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_PROTO", "Simple")
+    torch.use_deterministic_algorithms(True)
+    # A search for bugs, which costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], None]) -> Iterator[Mapping[int, Any]]:
     """Inside the block `handler` gets the signals `numbers`; yields the previous handlers.
@@ -119,9 +139,9 @@ def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], Non
 
 
 @contextlib.contextmanager
-def noticing_signals() -> Iterator[threading.Event]:
+def noticing_signals(watch: Watch | None = None) -> Iterator[threading.Event]:
     """Yields an event that is set once this process is asked to stop. If another rank has failed, and the launcher
-    ends the rest, already the first signal ends this process.
+    ends the rest, already the first signal ends this process. watch: tells the other ranks of such an end.
 
     A thread reads signals from a socket: Python's own handlers run only when a collective has returned, and one that
     waits for a hanging rank never does.
@@ -139,7 +159,12 @@ def noticing_signals() -> Iterator[threading.Event]:
             while number := reader.recv(1)[0]:
                 if number not in _ASKING:
                     continue
-                if _another_rank_failed() or (asked.is_set() and time.monotonic() - asked_at > _ONE_REQUEST_S):
+                if _another_rank_failed():
+                    _end_by(number)
+                if asked.is_set() and time.monotonic() - asked_at > _ONE_REQUEST_S:
+                    if watch is not None:
+                        text = f"it was ended by signal {number} ({signal.Signals(number).name})"
+                        _within(_TELLING_S, functools.partial(watch.abort, text, code=128 + number))
                     _end_by(number)
                 if not asked.is_set():
                     asked_at = time.monotonic()
@@ -166,40 +191,81 @@ def _end_by(number: int) -> None:
 
 
 @contextlib.contextmanager
-def rank_edge() -> Iterator[None]:
+def rank_edge(*, is_watched: bool = False) -> Iterator[Watch | None]:
     """The edge of a rank's process: an error is printed once, reported to the launcher, and ends this process.
 
     Process groups are not closed first: closing can wait for ranks that wait for us. The error goes to the terminal,
     and to the rank's log if it has one.
+
+    is_watched: under a launcher that is not ours all ranks, on all machines, end with the first that fails, and show
+    its cause; yields the watch that sees to it. All ranks of the job call this.
     """
     terminal = os.dup(2)
+    watch = None
     try:
-        yield
+        with contextlib.ExitStack() as held:
+            place = launcher_place()
+            if is_watched and place is not None and place.world > 1 and not launched_by_us():
+                told = functools.partial(_end_with_job, terminal)
+                watch = Watch(board_of_job(), place.rank, world=place.world, speaks=place.local_rank == 0, told=told)
+                held.enter_context(watch)
+            yield watch
     except KeyboardInterrupt:
         _end_by(signal.SIGINT)
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
         place = launcher_place()
-        rank = place.rank if place else 0
-        text = describe(error)
+        rank, text = place.rank if place else 0, describe(error)
+        code = error.exit_code if isinstance(error, MeshloraError) else 1
+        if watch is not None:
+            # The launcher ends the ranks of a machine as soon as one is gone: first the cause is told.
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # An effect of another rank's end, and a mistake that all find: that one's words come first.
+            is_second = text == LOST_CONTACT or (rank > 0 and isinstance(error, UserError))
+            first = watch.first_cause(wait_s=_RANK_0_FIRST_S) if is_second else None
+            _end_with_job(terminal, first or watch.abort(text, code=code), watch)
         leave_word(text)
+        if not launched_by_us() and rank > 0 and isinstance(error, UserError):
+            # All ranks find the same mistake, and the launcher kills the rest when the first ends: give rank 0 the time
+            # to print it.
+            time.sleep(_RANK_0_FIRST_S)
         line = f"error: {'' if isinstance(error, UserError) else f'rank {rank}: '}{text}"
-        is_logged = not os.path.sameopenfile(2, terminal)
-        if is_logged:
-            print(line, file=sys.stderr, flush=True)
-        if not launched_by_us():
-            if rank > 0 and (isinstance(error, UserError) or text == LOST_CONTACT):
-                # All ranks find the same mistake, or lose the same peer, and the launcher kills the rest when the first
-                # ends: give rank 0 the time to print it. A rank still alive after that is the only one with the error.
-                time.sleep(_RANK_0_FIRST_S)
-            if is_logged:
-                os.write(terminal, f"{line}\n".encode())
-            else:
-                print(line, file=sys.stderr, flush=True)
-        _end(error.exit_code if isinstance(error, MeshloraError) else 1)
+        _print(line, terminal, only_in_log=launched_by_us())
+        _end(code)
     finally:
         os.close(terminal)
+
+
+def _end_with_job(terminal: int, cause: Cause, watch: Watch) -> None:
+    """End this process as the job ends: with the first cause, printed once on each machine."""
+    watch.ending.acquire()  # for good: its thread and the main one may come here both
+    leave_word(cause.text)
+    if cause.by == watch.rank or (watch.speaks and cause.host != socket.gethostname()):
+        who = "" if cause.code == UserError.exit_code else f"rank {cause.rank} ({cause.host}): "
+        _print(f"error: {who}{cause.text}", terminal)
+    elif not watch.speaks:
+        # The launcher ends the ranks of a machine when one has ended: first let the one speak that has the words.
+        time.sleep(watch.interval_s + _SPEAKING_S)
+    _within(_TELLING_S, abort_groups)
+    _end(cause.code)
+
+
+def _print(line: str, terminal: int, *, only_in_log: bool = False) -> None:
+    """Print `line` to the terminal, and to this rank's log if it has one."""
+    is_logged = not os.path.sameopenfile(2, terminal)
+    if is_logged:
+        print(line, file=sys.stderr, flush=True)
+    if not only_in_log:
+        os.write(terminal, f"{line}\n".encode())
+
+
+def _within(limit_s: float, act: Callable[[], object]) -> None:
+    """Call `act`, and go on after `limit_s` seconds if it has not returned: this process ends."""
+    thread = threading.Thread(target=act, daemon=True, name="last words")
+    thread.start()
+    thread.join(limit_s)
 
 
 def describe(error: BaseException) -> str:
