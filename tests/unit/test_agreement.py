@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,15 +19,16 @@ def _words(found: str) -> dict[str, str]:
     return {"in runs/mine": found, "as seed": "3"}
 
 
-def _agree(*looks: Look) -> list[str | UserError]:
+def _agree(*looks: Look, own: Sequence[Mapping[str, str]] = ()) -> list[str | UserError]:
     """What each rank finds, or is told."""
     store = HashStore()
+    own = own or [{}] * len(looks)
 
     def rank(number: int) -> str | UserError:
         try:
             if number == 0:
-                return str(agreement._agreed_on_rank_0(looks[0], _words, store, len(looks)))
-            return str(agreement._agreed_elsewhere(looks[number], _words, store, number))
+                return str(agreement._agreed_on_rank_0(looks[0], _words, own[0], store, len(looks)))
+            return str(agreement._agreed_elsewhere(looks[number], _words, own[number], store, number))
         except UserError as error:
             return error
 
@@ -57,7 +59,7 @@ def test_rank_that_sees_another_step_ends_all_with_one_line() -> None:
     found = _agree(lambda: "step 8", lambda: "step 4", lambda: "step 8")
     assert {str(one) for one in found} == {
         "rank 1 (node2) sees step 4 in runs/mine, rank 0 step 8: all ranks must begin the same run; is the folder "
-        "shared, and the file the same on all nodes?"
+        "shared by all nodes, and the file the same on each?"
     }
 
 
@@ -74,3 +76,13 @@ def test_rank_that_finds_a_mistake_where_rank_0_finds_none_is_named() -> None:
 def test_mistake_of_rank_0_is_that_of_all_and_nobody_waits() -> None:
     found = _agree(_fails("train.lr"), lambda: "step 8", _fails("something else"))
     assert [str(one) for one in found] == ["train.lr: it is wrong"] * 3
+
+
+def test_other_versions_end_all_at_once_and_before_what_they_cause() -> None:
+    own = [{"as version of torch": version} for version in ("2.13.0", "2.12.0")]
+    began = time.monotonic()
+    assert {str(one) for one in _agree(lambda: "step 8", _fails("model_type"), own=own)} == {
+        "rank 1 (node2) sees 2.12.0 as version of torch, rank 0 2.13.0: all ranks must begin the same run; install the "
+        "same on all nodes"
+    }
+    assert time.monotonic() - began < agreement._LAG_S  # no file system makes it the same

@@ -20,19 +20,25 @@ from meshlora.comm.groups import launcher_place, meet
 from meshlora.common.errors import MeshloraError, UserError
 
 # How long a file system may lag, and how long ranks wait for each other to read, possibly all of the data.
-_LAG_S = 15.0
+_LAG_S = 30.0
 _PATIENCE_S = 1800.0
 _LOOK_S = 0.02
 _AGAIN_S = 1.0
 _DECISION, _DIFFERS, _DONE, _VERDICT = (f"agreement/{name}" for name in ("decision", "differs", "done", "verdict"))
 
+# Begins the name of a fact that is a version.
+VERSION = "as version of "
+
 _Found = TypeVar("_Found")
 
 
-def agreed(look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]]) -> _Found:
+def agreed(
+    look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], *, own: Mapping[str, str]
+) -> _Found:
     """The result of `look()`, once every rank has found the same. Every rank calls this, before any group opens.
 
     words_of: the facts of it that all ranks must share, as parts of a sentence: `{"in runs/mine": "step 8"}`.
+    own: facts of this process that they must share, which no retry changes: `{"as version of torch": "2.13.0"}`.
 
     Raises:
         UserError: rank 0's own error, or the first difference; the same on all ranks.
@@ -42,12 +48,16 @@ def agreed(look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str,
     if place is None or store is None:
         return look()
     if place.rank == 0:
-        return _agreed_on_rank_0(look, words_of, store, place.world)
-    return _agreed_elsewhere(look, words_of, store, place.rank)
+        return _agreed_on_rank_0(look, words_of, own, store, place.world)
+    return _agreed_elsewhere(look, words_of, own, store, place.rank)
 
 
 def _agreed_on_rank_0(
-    look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], store: Any, world: int
+    look: Callable[[], _Found],
+    words_of: Callable[[_Found], Mapping[str, str]],
+    own: Mapping[str, str],
+    store: Any,
+    world: int,
 ) -> Any:
     """On rank 0: its result, after all others have compared theirs."""
     try:
@@ -55,7 +65,7 @@ def _agreed_on_rank_0(
     except UserError as error:
         store.set(_DECISION, json.dumps({"mistake": _parts(error)}))
         raise
-    store.set(_DECISION, json.dumps({"words": dict(words_of(found))}))
+    store.set(_DECISION, json.dumps({"own": dict(own), "words": dict(words_of(found))}))
     deadline = time.monotonic() + _PATIENCE_S
     while store.add(_DONE, 0) < world - 1:
         if time.monotonic() > deadline:
@@ -68,7 +78,11 @@ def _agreed_on_rank_0(
 
 
 def _agreed_elsewhere(
-    look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], store: Any, rank: int
+    look: Callable[[], _Found],
+    words_of: Callable[[_Found], Mapping[str, str]],
+    own: Mapping[str, str],
+    store: Any,
+    rank: int,
 ) -> Any:
     """On any other rank: its result, once it matches that of rank 0."""
     found, error = _tried(look)
@@ -76,10 +90,11 @@ def _agreed_elsewhere(
     decision = json.loads(store.get(_DECISION))
     if "mistake" in decision:
         raise UserError(*decision["mistake"])
-    deadline = time.monotonic() + _LAG_S
-    while (mistake := _difference(found, error, words_of, decision["words"], rank)) and time.monotonic() < deadline:
-        time.sleep(_AGAIN_S)
-        found, error = _tried(look)
+    if (mistake := _unlike(own, decision["own"], rank)) is None:
+        deadline = time.monotonic() + _LAG_S
+        while (mistake := _difference(found, error, words_of, decision["words"], rank)) and time.monotonic() < deadline:
+            time.sleep(_AGAIN_S)
+            found, error = _tried(look)
     if mistake is not None:
         store.set(_DIFFERS, json.dumps(_parts(mistake)))
     store.add(_DONE, 1)
@@ -103,19 +118,29 @@ def _difference(
     rank: int,
 ) -> UserError | None:
     """The first difference to what rank 0 sees, as an error to raise; None if there is none."""
-    where = f"rank {rank} ({socket.gethostname()})"
     if error is not None:
-        return UserError(f"{where}: {error.given}", error.rule, error.way_out or "rank 0 sees it otherwise")
+        way_out = error.way_out or "rank 0 sees it otherwise"
+        return UserError(f"{_where(rank)}: {error.given}", error.rule, way_out)
     assert found is not None
-    own = words_of(found)
+    return _unlike(words_of(found), decided, rank)
+
+
+def _unlike(own: Mapping[str, str], decided: Mapping[str, str], rank: int) -> UserError | None:
+    """The first of `own` that is another on rank 0."""
     for name in [*decided, *(own.keys() - decided.keys())]:
         if (here := own.get(name, "nothing")) != (there := decided.get(name, "nothing")):
             return UserError(
-                f"{where} sees {here} {name}, rank 0 {there}",
+                f"{_where(rank)} sees {here} {name}, rank 0 {there}",
                 "all ranks must begin the same run",
-                "is the folder shared, and the file the same on all nodes?",
+                "is the folder shared by all nodes, and the file the same on each?"
+                if not name.startswith(VERSION)
+                else "install the same on all nodes",
             )
     return None
+
+
+def _where(rank: int) -> str:
+    return f"rank {rank} ({socket.gethostname()})"
 
 
 def _parts(error: UserError) -> list[str]:

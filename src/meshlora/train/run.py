@@ -23,6 +23,7 @@ from meshlora.adapter.merging.merge import check_merge, merge
 from meshlora.adapter.targets.resolve import describe_targets
 from meshlora.comm.collectives import broadcast_in_place
 from meshlora.comm.groups import Mesh, join, launcher_place, leave
+from meshlora.comm.watch import Watch
 from meshlora.common.console import Console
 from meshlora.common.errors import UserError
 from meshlora.common.file_hash import FileHashes
@@ -31,7 +32,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.model.weights import checkpoint_files
 from meshlora.train.checkpoint.identity import Contents, identity_of_contents
 from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
-from meshlora.train.edge import noticing_signals, say_in_training
+from meshlora.train.edge import be_deterministic, noticing_signals, say_in_training
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Reporter
@@ -43,16 +44,24 @@ from meshlora.train.watch.tracking import open_trackers
 _PAUSE_S = 5.0
 
 
-def train(runs: Mapping[str, Prepared], *, console: Console | None = None, go_on: str = "--resume auto") -> None:
+def train(
+    runs: Mapping[str, Prepared],
+    *,
+    console: Console | None = None,
+    go_on: str = "--resume auto",
+    watch: Watch | None = None,
+) -> None:
     """Train the adapters of `runs`, by name, on one base; a single one is named "". Finished ones are left as they are.
 
     Every rank of the job calls this. The caller checks that the runs are proved.
 
-    go_on: the command to print for resuming runs that were asked to stop.
+    go_on: the command to print for resuming runs that were asked to stop. watch: of this rank (`edge.rank_edge`).
     """
     given = runs
     runs = {name: run for name, run in given.items() if not run.is_finished}
     console, first = console or Console(), next(iter(runs.values()))
+    if first.config.train.deterministic:
+        be_deterministic()
     join(first.config.device)
     with hashing_contents(runs.values()) as hashes:
         model, names = _loaded(runs)
@@ -65,8 +74,8 @@ def train(runs: Mapping[str, Prepared], *, console: Console | None = None, go_on
             notes = [*run.notes, *(prepare_output(run) if is_main else ())]
             reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
             introduce(run, notes, reporters[name])
-        stop = opened.enter_context(noticing_signals())
-        opened.enter_context(mesh.patient_for(first.config.train.timeout_s))
+        stop = opened.enter_context(noticing_signals(watch))
+        opened.enter_context(mesh.patient_for(first.config.train.timeout_s, watch=watch))
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
         of_adapters = {names[name]: run for name, run in runs.items()}
         trainer = Trainer(of_adapters, model, {names[name]: one for name, one in reporters.items()}, stop, check)

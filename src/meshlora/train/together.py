@@ -7,7 +7,9 @@ checks of one run (`train.prepare`), the lock (`train.lock`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -18,10 +20,11 @@ from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.tasks import CAUSAL
+from meshlora.common.versions import digest
 from meshlora.config.run import RunConfig
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.rules import ModelPlan
-from meshlora.train.lock import hold
+from meshlora.train.lock import hold, holder_of
 from meshlora.train.prepare import Prepared, blueprint_of, check_request, prepare, read_output, read_run_data
 
 # Longer values are compared by hash.
@@ -97,9 +100,27 @@ def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
     for name, run in runs.items():
         of = f" of adapter {name}" if name else ""
         done = "all steps done" if run.is_finished else "no checkpoint"
-        words[f"in {run.config.train.output}"] = f"step {run.resume.step}" if run.resume is not None else done
+        output = Path(run.config.train.output)
+        words[f"in {output}"] = f"step {run.resume.step}" if run.resume is not None else done
+        words[f"as holder of the lock of {output}"] = str(holder_of(output) or "nobody")
+        words[f"as run file{of}"] = _options(run.config)
+        words[f"as files of the base{of}"] = _sizes(run.files["model"])
         words |= {f"as {key}{of}": _shown(value) for key, value in run.identity.items()}
     return words
+
+
+def _options(config: RunConfig) -> str:
+    """A hash of all options but paths, which may differ between machines: what lies there is compared by itself."""
+    given = dataclasses.asdict(config)
+    for part, paths in {"model": ("path",), "data": ("train", "eval", "cache_dir")}.items():
+        given[part] = {name: value for name, value in given[part].items() if name not in paths}
+    del given["adapter"]
+    return digest([json.dumps(given, sort_keys=True, default=str)])
+
+
+def _sizes(files: Collection[Path]) -> str:
+    """A hash of names and sizes: reading the whole base on every rank would take too long."""
+    return digest([f"{file.name} {file.stat().st_size}" for file in files])
 
 
 def _shown(value: str) -> str:

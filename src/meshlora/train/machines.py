@@ -1,0 +1,235 @@
+"""The machines of a job: what each rank computes on, compared before any group is open.
+
+Owns: a rank's device and free memory, their exchange through the job's store, the refusals, the words on them that
+begin a run, and which rank looks after the others of its machine. Does not own: versions and files, which are compared
+before (`train.agreement`), the watch itself (`comm.watch`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshlora.comm.groups import Place, launcher_place, meet, on_gpus
+from meshlora.common.errors import UserError
+from meshlora.common.versions import digest, own_sources, versions
+from meshlora.train.agreement import VERSION
+
+_PATIENCE_S = 600.0
+_VERDICT = "machines/verdict"
+# A rank with less than this share of what another has free is named.
+_LITTLE = 0.8
+_NAMED = 4
+_BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one rank computes on.
+
+    Attributes:
+        machine: names the machine, as host does, but so that no two machines have the same. pid: of the process.
+        device: `cuda` or `cpu`. name: of the GPU. unit: names the GPU among all there are.
+        free_bytes: memory of the device that nobody uses. mistake: the parts of a user error instead of a device.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    device: str
+    name: str = ""
+    unit: str = ""
+    free_bytes: int = 0
+    mistake: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """For messages: `rank 3 (node2)`."""
+        return f"rank {self.rank} ({self.host})"
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank's watch looks after: process ids of this machine, by rank, and the first rank of another machine."""
+
+    pids: Mapping[int, int] = field(default_factory=dict)
+    next_machine: int | None = None
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a job, as one rank knows them.
+
+    Attributes:
+        line: the first line of a run, on rank 0.
+        post: what this rank looks after.
+    """
+
+    line: str
+    post: Post
+
+
+def machines(device_type: str) -> Machines:
+    """The machines of this job, which fit together. Every rank calls this before any group opens.
+
+    device_type: as in the run file.
+
+    Raises:
+        UserError: a rank's device, or that of two; the same on all ranks.
+    """
+    place = launcher_place() or Place(0, 1, 0)
+    return compared(place, seat_of(place, device_type))
+
+
+def compared(place: Place, seat: Seat) -> Machines:
+    """The machines of the job, of which this process' part is `seat`. Errors as of `machines`."""
+    store = meet() if place.world > 1 else None
+    if store is None:
+        _raise(mistake_of([seat]))
+        return Machines(line_of([seat]), Post())
+    store.set(_key(place.rank), json.dumps(asdict(seat)))
+    if place.rank == 0:
+        seats = [_read(store, rank) for rank in range(place.world)]
+        parts, posts = mistake_of(seats), posts_of(seats)
+        for rank, post in posts.items():
+            store.set(_post(rank), json.dumps(asdict(post)))
+        store.set(_VERDICT, json.dumps(parts))
+        _raise(parts)
+        return Machines(line_of(seats), posts.get(0, Post()))
+    store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
+    _raise(json.loads(store.get(_VERDICT)))
+    given = json.loads(store.get(_post(place.rank))) if store.check([_post(place.rank)]) else {}
+    pids = {int(rank): pid for rank, pid in given.get("pids", {}).items()}
+    return Machines("", Post(pids, given.get("next_machine")))
+
+
+def seat_of(place: Place, device_type: str) -> Seat:
+    """What this process computes on, without a context on its GPU if its rank has none."""
+    here: dict[str, Any] = {"rank": place.rank, "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
+    try:
+        is_on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1)
+    except UserError as error:
+        return Seat(**here, device="", mistake=(error.given, error.rule, error.way_out))
+    if not is_on_gpu:
+        return Seat(**here, device="cpu")
+    unit = torch.cuda.get_device_properties(place.local_rank)
+    free, _ = torch.cuda.mem_get_info(place.local_rank)
+    return Seat(**here, device="cuda", name=unit.name, unit=str(unit.uuid), free_bytes=free)
+
+
+def mistake_of(seats: Sequence[Seat]) -> tuple[str, ...]:
+    """The parts of a user error, if these ranks cannot train together."""
+    wrong = next((seat for seat in seats if seat.mistake), None)
+    if wrong is not None:
+        given, *rest = wrong.mistake
+        return (f"{wrong.where}: {given}", *rest)
+    first = seats[0]
+    other = next((seat for seat in seats if seat.device != first.device), None)
+    if other is not None:
+        here, there = (f"a GPU ({seat.name})" if seat.device == "cuda" else "the CPU" for seat in (other, first))
+        return (
+            f"{other.where} would compute on {here}, {first.where} on {there}",
+            "all ranks of a run compute on one kind of device",
+            "can torch use the GPUs of all machines (driver, container, build of torch)? Or use device: cpu",
+        )
+    taken: dict[str, Seat] = {}
+    for seat in seats if first.device == "cuda" else ():
+        if (before := taken.setdefault(f"{seat.machine} {seat.unit}", seat)) is not seat:
+            return (
+                f"{before.where} and {seat.where} would compute on one GPU ({seat.name})",
+                "each rank needs a GPU of its own",
+                "start fewer ranks on that machine, or give each its GPU, as --gpus-per-task=1 does under SLURM",
+            )
+    return ()
+
+
+def posts_of(seats: Sequence[Seat]) -> dict[int, Post]:
+    """Who looks after whom, by rank: the first rank of a machine after its others and the next machine, the second
+    after the first."""
+    homes: dict[str, list[Seat]] = {}
+    for seat in seats:
+        homes.setdefault(seat.machine, []).append(seat)
+    firsts = [home[0].rank for home in homes.values()]
+    posts = {}
+    for (first, *others), follower in zip(homes.values(), [*firsts[1:], firsts[0]], strict=True):
+        next_machine = follower if follower != first.rank else None
+        posts[first.rank] = Post({seat.rank: seat.pid for seat in others}, next_machine)
+        if others:
+            posts[others[0].rank] = Post({first.rank: first.pid})
+    return posts
+
+
+def line_of(seats: Sequence[Seat]) -> str:
+    """The first line of a run: its machines, devices, and the versions that compute."""
+    hosts = list({seat.machine: seat.host for seat in seats}.values())
+    shown = ", ".join(hosts[:_NAMED]) + (", ..." if len(hosts) > _NAMED else "")
+    words = [f"{_count(len(hosts), 'machine')} ({shown}): {_count(len(seats), 'rank')} on "]
+    if seats[0].device == "cpu":
+        words[0] += "CPUs"
+    else:
+        names = Counter(seat.name for seat in seats)
+        words[0] += ", ".join(f"{number} x {name}" for name, number in names.items())
+        least = min(seats, key=lambda seat: seat.free_bytes)
+        most = max(seat.free_bytes for seat in seats)
+        words.append(f"{least.free_bytes / 1e9:.1f} GB free")
+        if least.free_bytes < _LITTLE * most:
+            words[-1] += f" on {least.where}, up to {most / 1e9:.1f} GB on others: is another process there?"
+    return "; ".join([*words, ", ".join(f"{name} {version}" for name, version in own_versions().items())])
+
+
+def own_versions() -> dict[str, str]:
+    """Name -> version of what computes, and of NCCL where there is a GPU."""
+    found = versions()
+    if torch.cuda.is_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def own_words() -> dict[str, str]:
+    """What all ranks must share before they read anything, for `agreement.agreed`."""
+    found = {f"{VERSION}{name}": version for name, version in own_versions().items()}
+    return found | {f"{VERSION}meshlora's code": digest(own_sources())}
+
+
+def _read(store: Any, rank: int) -> Seat:
+    store.wait([_key(rank)], timedelta(seconds=_PATIENCE_S))
+    given = json.loads(store.get(_key(rank)))
+    return Seat(**{**given, "mistake": tuple(given["mistake"])})
+
+
+def _machine() -> str:
+    """Names this machine, and the processes that see each other's ids: the same host name may be given twice."""
+    known = [socket.gethostname()]
+    for read in (_BOOT.read_text, lambda: os.readlink(_PIDS)):
+        try:
+            known.append(read().strip())
+        except OSError:  # not on Linux
+            known.append("")
+    return " ".join(known)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def _raise(parts: Sequence[str]) -> None:
+    if parts:
+        raise UserError(*parts)
+
+
+def _key(rank: int) -> str:
+    return f"machines/{rank}"
+
+
+def _post(rank: int) -> str:
+    return f"machines/post/{rank}"
