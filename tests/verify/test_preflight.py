@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared
 from meshlora.train.together import prepare_run
 from meshlora.verify import preflight as module
-from meshlora.verify import stand_in
+from meshlora.verify import request, stand_in
 from meshlora.verify.preflight import preflight, preflight_state
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.stand_in import provable
@@ -372,3 +373,61 @@ def test_train_proves_before_it_trains_under_each_launcher(tmp_path: Path) -> No
         said.append(done.stdout)
     assert said[0].index("preflight: llama on tp=2,sp proved in") < said[0].index("step 1/1")
     assert "preflight" not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "where"),
+    [("cpu", []), ("auto", []), ("device", ["CPUs"])],  # without a GPU the devices of a run are its CPUs
+)
+def test_run_is_proved_where_it_says(
+    wanted: str, where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proved = _count(monkeypatch)
+    run = _prepared(tmp_path, preflight=wanted)
+    preflight({"": run}, cache_dir=tmp_path / "cache")
+    assert len(proved) == 1 + len(where)
+    out = capsys.readouterr().out
+    assert all(f"on tp=2,sp on {name}, float32, proved in" in out for name in where)
+    state = preflight_state({"": run}, cache_dir=tmp_path / "cache").splitlines()
+    assert [line.partition(": proved")[0] for line in state] == ["preflight", *(f"preflight: {name}" for name in where)]
+
+
+def test_devices_are_another_proof_than_cpus_and_are_compared_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With eight GPUs that are not there: what is asked of them, not that they do it."""
+    run = _prepared(tmp_path, preflight="auto")
+    on_cpus, key = module.proof_of(run, tmp_path / "cache")
+    monkeypatch.setattr(module, "on_gpus", lambda *_, **__: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    (place,) = module._devices_of(run)
+    assert (place.device, place.dtype, place.most_ranks) == ("cuda", "float32", 8)
+    monkeypatch.setattr(request, "on_gpus", lambda *_, **__: True)
+    on_gpus, other = module.proof_of(run, tmp_path / "cache", place)
+    assert (on_cpus.case.device, on_cpus.case.dtype) == ("cpu", "float64")
+    assert (on_gpus.case.device, on_gpus.case.dtype) == ("cuda", "float32")
+    a100 = dataclasses.replace(place, name="A100")
+    assert len({key, other, module.proof_of(run, tmp_path / "cache", a100)[1]}) == 3
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnsupportedError, match="needs 2 GPUs to have every axis"):
+        module._devices_of(run)
+
+
+def test_check_proves_before_the_run_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a login node, or while an image is built: `train` then finds it in the cache."""
+    proved = _count(monkeypatch)
+    words = [str(_run_file(tmp_path)), "--set", "topology=dp=2"]
+    assert main(["check", *words]) == 0
+    assert "preflight: train will prove this" in capsys.readouterr().out
+    assert proved == []
+    assert main(["check", *words, "--prove"]) == 0
+    assert "preflight: proved, 20" in capsys.readouterr().out
+    assert proved == ["dp=2"]
+
+
+def test_preflight_off_in_the_run_file_is_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preflight({"": _prepared(tmp_path, preflight="off")}, cache_dir=tmp_path / "cache")
+    assert "no preflight: that this model" in capsys.readouterr().out

@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
     add_run_file(check)
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
+    check.add_argument("--prove", action="store_true", help="do the preflight now, as train does before its first step")
     check.set_defaults(run=_check)
 
     add_inspect(commands)
@@ -184,59 +185,86 @@ def _add_verify(commands: Any) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     import_libraries()
-    from meshlora.comm.groups import join, launcher_place, on_gpus
+    from meshlora.comm.groups import launcher_place
+    from meshlora.train.edge import rank_edge
+
+    place = launcher_place()
+    check_nproc(options, place)
+    if options.resume_despite and options.resume is None:
+        raise UserError(
+            f"--resume-despite {options.resume_despite[0]}", "it has no effect without --resume", "give both"
+        )
+    if options.nproc is not None:
+        _start_ranks(options)
+        return
+    with rank_edge(is_watched=True) as watch, contextlib.ExitStack() as held:
+        _train_as_rank(options, place, watch, held)
+
+
+def _start_ranks(options: argparse.Namespace) -> None:
+    """Check and prove the run of `--nproc N`, and start its ranks on this machine."""
+    from meshlora.comm.groups import on_gpus
+    from meshlora.config.file import read_runs
+    from meshlora.train.launch import launch
+    from meshlora.train.together import holding_outputs, prepare_runs
+    from meshlora.verify.pool import stop_forking
+    from meshlora.verify.preflight import preflight
+
+    resume, despite = options.resume, options.resume_despite
+    configs = read_runs(options.file, options.overrides)
+    on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+    runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
+    with holding_outputs(runs, resume=resume, despite=despite) as runs:
+        if _are_finished(runs):
+            return
+        preflight(runs, skip=options.no_preflight)
+        stop_forking()
+        words = ["train", *run_file_words(options)]
+        words += ["--resume", resume] if resume is not None else []
+        words += [word for name in despite for word in ("--resume-despite", name)]
+        timeout_s = max(config.train.timeout_s for config in configs.values())
+        launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+
+
+def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> None:
+    """Train as one rank of a launcher, or alone. held: closes the locks of the outputs."""
+    from meshlora.comm.groups import join
+    from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.train.agreement import agreed
-    from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file, rank_edge
-    from meshlora.train.launch import launch
+    from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file
+    from meshlora.train.machines import machines, own_words
     from meshlora.train.run import train
     from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
     from meshlora.verify.preflight import preflight
 
-    place = launcher_place()
-    check_nproc(options, place)
-    resume, despite = options.resume, options.resume_despite
-    if despite and resume is None:
-        raise UserError(f"--resume-despite {despite[0]}", "it has no effect without --resume", "give both")
-    if options.nproc is not None:
+    is_main, world = place is None or place.rank == 0, place.world if place else 1
+
+    def look() -> dict[str, Any]:
         configs = read_runs(options.file, options.overrides)
-        on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
-        runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
-        with holding_outputs(runs, resume=resume, despite=despite) as runs:
-            if _are_finished(runs):
-                return
-            preflight(runs, skip=options.no_preflight)
-            stop_forking()
-            words = ["train", *run_file_words(options)]
-            words += ["--resume", resume] if resume is not None else []
-            words += [word for name in despite for word in ("--resume-despite", name)]
-            timeout_s = max(config.train.timeout_s for config in configs.values())
-            launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+        runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
+        if launched_by_us() or not is_main:
+            return runs
+        return held.enter_context(holding_outputs(runs, resume=options.resume, despite=options.resume_despite))
+
+    runs = agreed(look, words_of, own=own_words())
+    if _are_finished(runs, is_main=is_main):
         return
-    is_main = place is None or place.rank == 0
-    with rank_edge(), contextlib.ExitStack() as held:
-        world = place.world if place else 1
-
-        def look() -> dict[str, Any]:
-            configs = read_runs(options.file, options.overrides)
-            runs = prepare_runs(configs, world=world, resume=resume, despite=despite)
-            if launched_by_us() or not is_main:
-                return runs
-            return held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
-
-        runs = agreed(look, words_of)
-        if _are_finished(runs, is_main=is_main):
-            return
-        if not launched_by_us() and is_main:
-            # Join first: ranks that wait for this one then notice if it ends here.
-            join(next(iter(runs.values())).config.device)
-            preflight(runs, skip=options.no_preflight)
-            stop_forking()
-        if place is not None and place.rank > 0:
-            goes_on = any(run.resume is not None for run in runs.values())
-            log_to_file(logs_of(runs), place.rank, goes_on=goes_on)
-        train(runs, go_on=how_to_go_on(options.words))
+    device = next(iter(runs.values())).config.device
+    found = machines(device)
+    if watch is not None:
+        watch.looks_after(found.post.pids, found.post.next_machine)
+    if is_main:
+        Console().say(found.line)
+    if not launched_by_us() and is_main:
+        # Join first: ranks that wait for this one then notice if it ends here.
+        join(device)
+        preflight(runs, skip=options.no_preflight)
+        stop_forking()
+    if place is not None and place.rank > 0:
+        log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
+    train(runs, go_on=how_to_go_on(options.words), watch=watch)
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
@@ -305,7 +333,7 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.train.optimizer import learning_rate
     from meshlora.train.together import prepare_runs
     from meshlora.train.watch.plot import plot_schedule
-    from meshlora.verify.preflight import preflight_state
+    from meshlora.verify.preflight import preflight, preflight_state
 
     runs = prepare_runs(read_runs(options.file, options.overrides))
     if options.plot and "" not in runs:
@@ -324,6 +352,8 @@ def _check(options: argparse.Namespace) -> None:
         plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
     command = shlex.join(["meshlora", "train", *run_file_words(options), "--nproc", str(run.topology.world)])
+    if options.prove:
+        preflight(runs)
     console.say(preflight_state(runs))
     console.say(f"ready: {command}")
 

@@ -24,10 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from meshlora.common import private
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.private import PrivateFolder, open_own
 
-CACHE = Path("~/.cache/meshlora/hashes")
+CACHE = private.CACHE / "hashes"
 # Smaller files take milliseconds and are read every time.
 _SMALLEST_KEPT = 4 << 20
 # A file changed this recently may change again within one tick of its file system's clock.

@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 from packaging.version import Version
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from meshlora.common import private
 from meshlora.common.console import Console
 from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.files import read_json
@@ -58,7 +59,7 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
 _WEIGHTS = {"model": ["model.safetensors"], "config": [], "adapter": ["adapter_model.safetensors"]}
 _INDEX = "model.safetensors.index.json"
 _INDEX_BYTES = 32 * 2**20
-_LOCKS = Path("~/.cache/meshlora/hub")
+_LOCKS = private.CACHE / "hub"
 # A transfer that has not moved for so long is given up; the library's own limits are shorter, and it tries again.
 _STALLED_S = 300.0
 _LOCK_S, _LOOK_S = 86_400.0, 0.2

@@ -32,6 +32,8 @@ from typing import BinaryIO
 from meshlora.common.errors import UserError
 from meshlora.common.files import write_atomically
 
+# Of all that is worked out once: proofs, tokens, hashes. An image or a shared folder may bring it along.
+CACHE = Path(os.environ.get("MESHLORA_CACHE") or "~/.cache/meshlora")
 # Waiting for a lock is reported after this time: short waits are not worth a line.
 SAY_AFTER_S = 5.0
 _POLL_S = 0.1

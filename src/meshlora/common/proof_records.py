@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshlora.common import private
 from meshlora.common.errors import UserError
 from meshlora.common.private import NotOwnError, PrivateFolder, open_own
 
-CACHE = Path("~/.cache/meshlora/proofs")
+CACHE = private.CACHE / "proofs"
 # Roughly what the proof of a twin writes, so that a full disk is noticed before it.
 _ENOUGH_BYTES = 8_000_000
 _MOST_BYTES = 2**20  # read of a record; a real one has some ten thousand

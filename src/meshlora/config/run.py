@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshlora.common.errors import UserError
+from meshlora.common.private import CACHE
 from meshlora.common.reading import check_path
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.numbers import check_numbers, number, require
@@ -62,7 +63,7 @@ class DataConfig:
     max_length: int = number(1024, most=10**8)
     packing: bool = False
     loss_on: Literal["completion", "all"] = "completion"
-    cache_dir: str = "~/.cache/meshlora/tokens"
+    cache_dir: str = str(CACHE / "tokens")
     eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
 
@@ -135,6 +136,7 @@ class TrainConfig:
         on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
             gradient that is not finite, or skip the step.
         timeout_s: timeout of collectives in seconds.
+        deterministic: the same bytes on the same topology and devices, on GPUs too, where kernels are slower for it.
         replica_check_every: steps between comparisons of the replicas of each factor, which are also compared before
             every save; 0: never.
         decay_biases_and_norms: apply weight decay to biases and norm weights too.
@@ -180,6 +182,7 @@ class TrainConfig:
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     timeout_s: float = number(600.0, "above 0", most=10**7)
+    deterministic: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -269,6 +272,8 @@ class RunConfig:
         lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to continue from.
         topology: as in `dp=2,tp=2,sp`; a missing dp is inferred from the number of processes.
         device: where ranks compute.
+        preflight: where the proof before the first step runs: on CPUs in float64; also on the devices of the run in
+            float32; auto: on these too if they are GPUs; off: nowhere.
         generate: options of `meshlora evaluate --generate`.
         preset: a recipe for values missing in the file (`config.presets`), already filled in here.
     """
@@ -280,6 +285,7 @@ class RunConfig:
     adapter: str | None = None
     topology: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    preflight: Literal["auto", "cpu", "device", "off"] = "auto"
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     preset: str | None = None
 

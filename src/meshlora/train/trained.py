@@ -124,10 +124,16 @@ class TrainedAdapter:
             assert self.last_saved is not None
             self.check(self.last_saved)
 
+    def _is_proved_on_devices(self) -> bool:
+        """Whether the first step of the real model belongs to the preflight: its replicas are compared after it."""
+        wanted, is_on_gpus = self.run.config.preflight, runtime(self.model).mesh.device.type == "cuda"
+        return wanted == "device" or (wanted == "auto" and is_on_gpus)
+
     def between(self, done: int) -> None:
         """Take the samples, evaluation and checkpoint due after `done` steps."""
         options = self.run.config.train
-        if options.replica_check_every and done % options.replica_check_every == 0:
+        every = options.replica_check_every
+        if every and (done % every == 0 or (done == self.start + 1 and self._is_proved_on_devices())):
             check_replicas(self.model, step=done, last_saved=self.last_saved)
         if self.run.samples is not None and (done % options.sample_every == 0 or done == self.run.steps):
             with self.reporter.doing("samples"):

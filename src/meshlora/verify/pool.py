@@ -282,6 +282,7 @@ def _become_rank(rank: int, size: int, store: str, device: str) -> None:
         "ignore", message=".*is_gradient_checkpointing.*"
     )  # peft calls what transformers deprecates
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 is meant
     become_rank(rank, size, device, store=store)
 
 

@@ -2,7 +2,8 @@
 
 Owns: the request and key of the proof, and the refusal; several adapters are proved one by one, then together. Does not
 own: the twin of a run (`verify.stand_in`), the comparison of several (`verify.at_once`), records of passed proofs
-(`common.proof_records`). The proof itself is that of `meshlora verify`, on CPUs, in float64.
+(`common.proof_records`). The proof itself is that of `meshlora verify`: on CPUs in float64, and on the devices of the
+run in float32, whose rounding gives the limits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from meshlora.comm.groups import on_gpus
 from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.common.proof_records import CACHE, proved_on, remember, usable_cache
@@ -35,7 +37,7 @@ from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
 from meshlora.verify.report.page import write_report
 from meshlora.verify.request import Proof, Request, prepare_proof
-from meshlora.verify.stand_in import StandIn, provable
+from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ class _Claim:
     """What one proof of a preflight shows.
 
     Attributes:
-        name: the adapter; empty for the only one. what, doing, when: words of messages. asked: what its record must
-            contain. prove: called with a usable cache of references, processes and a progress
+        name: the adapter; empty for the only one. what, where, doing, when: words of messages. asked: what its record
+            must contain. prove: called with a usable cache of references, processes and a progress
             callback; raises for a difference and returns further fields of the record.
     """
 
     name: str
     what: str
+    where: str
     doing: str
     when: str
     asked: dict[str, Any]
@@ -61,14 +64,16 @@ def preflight(
 ) -> None:
     """Prove that each of `runs`, by adapter, trains as one process would, and that several do together.
 
-    What is on record is not proved again. skip: accept only families that ship with a proof, and say what is given up.
+    On CPUs in float64, and on the devices of the run in float32, as `preflight` of the run file says. What is on record
+    is not proved again. skip: as `preflight: off`: accept only families that ship with a proof, and say what is given
+    up.
 
     Raises:
         UnsupportedError: a twin trains differently, or lacks a kind of block of the model; with `skip`, a family
             without a proof. MeshloraError: the proof broke off; KeyboardInterrupt.
     """
     console = console or Console()
-    if skip:
+    if skip or next(iter(runs.values())).config.preflight == "off":
         run = next(iter(runs.values()))
         check_proved_here(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
         console.say(
@@ -99,19 +104,54 @@ def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) ->
     for claim in _claims(runs, cache_dir):
         date = proved_on(cache_dir, claim.asked)
         state = f"proved, {date}" if date else f"train will prove {claim.when}"
+        state = f"{claim.where}: {state}" if claim.where else state
         lines.append(f"{claim.name}: preflight: {state}" if claim.name else f"preflight: {state}")
     return "\n".join(lines)
 
 
 def _claims(runs: Mapping[str, Prepared], cache_dir: Path) -> list[_Claim]:
-    """One for each run; of several a last one for all together."""
-    claims = [_of_one(name, run, cache_dir) for name, run in runs.items()]
-    return claims if "" in runs else [*claims, _of_all(runs, [claim.asked["key"] for claim in claims])]
+    """For each run one on CPUs, and one on its devices if it asks for that; of several a last one for all together."""
+    claims = [_of_one(name, run, cache_dir, _ON_CPUS) for name, run in runs.items()]
+    all_at_once = [] if "" in runs else [_of_all(runs, [claim.asked["key"] for claim in claims])]
+    on_devices = [_of_one(name, run, cache_dir, place) for name, run in runs.items() for place in _devices_of(run)]
+    return [*claims, *all_at_once, *on_devices]
 
 
-def _of_one(name: str, run: Prepared, cache_dir: Path) -> _Claim:
-    proof, key = proof_of(run, cache_dir)
-    what = f"{run.plan.model_type} on {proof.topologies[0]}"
+@dataclass(frozen=True)
+class _Place:
+    """Where a proof runs: `cpu` or `cuda`, in which dtype, on how many ranks at most. name: of the devices."""
+
+    device: str
+    dtype: str
+    most_ranks: int
+    name: str
+
+
+_ON_CPUS = _Place("cpu", "float64", MOST_RANKS, "")
+
+
+def _devices_of(run: Prepared) -> list[_Place]:
+    """The devices on which `run` is proved besides, in float32: GPUs, or CPUs if it says so."""
+    wanted, is_on_gpus = run.config.preflight, on_gpus(run.config.device, num_ranks=1)
+    if wanted == "cpu" or (wanted == "auto" and not is_on_gpus):
+        return []
+    if not is_on_gpus:
+        return [_Place("cpu", "float32", MOST_RANKS, "CPUs")]
+    name = torch.cuda.get_device_properties(0).name
+    place = _Place("cuda", "float32", torch.cuda.device_count(), f"{name}, CUDA {torch.version.cuda}")
+    if (needed := provable(run.topology, most_ranks=place.most_ranks).world) > place.most_ranks:
+        raise UnsupportedError(
+            f"preflight on {place.most_ranks} x {name}",
+            f"{run.topology} needs {needed} GPUs to have every axis of more than one rank, and ranks of one machine "
+            "prove it",
+            "use fewer ranks a stage, or preflight: cpu",
+        )
+    return [place]
+
+
+def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
+    proof, key = proof_of(run, cache_dir, place)
+    what = f"{run.plan.model_type} on {proof.topologies[0]}" + (f" on {place.name}, {place.dtype}," * bool(place.name))
 
     def prove(usable: Path, processes: Processes, update: Callable[[str], None]) -> Mapping[str, Any]:
         started = time.perf_counter()
@@ -119,6 +159,7 @@ def _of_one(name: str, run: Prepared, cache_dir: Path) -> _Claim:
         outcomes = list(run_proof(own, processes, progress=lambda text: update(f"preflight: {text}")))
         command = (
             f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}"
+            f"{f' --dtype {place.dtype} --device {place.device}' * bool(place.name)}"
             "  # the twin of your own configuration: --model FOLDER --twin"
         )
         details = functools.partial(document, proof, outcomes, command=command, seconds=time.perf_counter() - started)
@@ -137,7 +178,7 @@ def _of_one(name: str, run: Prepared, cache_dir: Path) -> _Claim:
         "request": request | {"objective": vars(proof.request.objective)},
     }
     doing = f"proving a twin of {what} against transformers + peft on one process (once; about half a minute)"
-    return _Claim(name, what, doing, "this combination first (about half a minute)", asked, prove)
+    return _Claim(name, what, place.name, doing, "this combination first (about half a minute)", asked, prove)
 
 
 def _of_all(runs: Mapping[str, Prepared], keys: list[str]) -> _Claim:
@@ -163,7 +204,7 @@ def _of_all(runs: Mapping[str, Prepared], keys: list[str]) -> _Claim:
         "topology": str(topology),
         "request": keys,
     }
-    return _Claim("together", what, f"{what} against each by itself (once; seconds)", "it", asked, prove)
+    return _Claim("together", what, "", f"{what} against each by itself (once; seconds)", "it", asked, prove)
 
 
 def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, folder: Path | None) -> None:
@@ -183,9 +224,9 @@ def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, fold
     )
 
 
-def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
+def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[Proof, str]:
     """The proof that covers `run`, and the key of its record."""
-    stand_in = StandIn(run)
+    stand_in = StandIn(run, most_ranks=place.most_ranks)
     config, topology, options = stand_in.config, stand_in.topology, run.blueprint.options
     request = Request(
         topologies=(str(topology),),
@@ -200,13 +241,15 @@ def proof_of(run: Prepared, cache_dir: Path) -> tuple[Proof, str]:
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
-        device="cpu",
+        dtype=place.dtype,
+        device=place.device,
         trust_remote_code=options.trust_remote_code,
         cache_dir=cache_dir,
     )
     proof = prepare_proof(request)
     stand_in.check(proof)
-    return proof, digest([proof.key, str(topology), json.dumps(versions()), *own_sources()])
+    on = [place.name] if place.name else []
+    return proof, digest([proof.key, str(topology), json.dumps(versions()), *on, *own_sources()])
 
 
 def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes: Processes) -> dict[str, Worst]:

@@ -27,7 +27,7 @@ from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof
 
 # What a machine can run beside the job: more than two ranks on an axis show nothing new.
-_MOST_RANKS = 8
+MOST_RANKS = 8
 # The ones that a CPU can run in float64. Others are proved with the choice of transformers.
 _ATTENTIONS = ("eager", "sdpa")
 _WAY_OUT = "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight"
@@ -41,11 +41,11 @@ class StandIn:
         attn_implementation: of the runs, if a CPU supports it. quantization: of its frozen base.
     """
 
-    def __init__(self, *runs: Prepared) -> None:
+    def __init__(self, *runs: Prepared, most_ranks: int = MOST_RANKS) -> None:
         self._run = run = runs[0]
         self._given = run.blueprint.config
         layers = _adapters_of_layers(runs)
-        self.topology = provable(run.topology)
+        self.topology = provable(run.topology, most_ranks=most_ranks)
         stages = self.topology.num_stages
         self._layers = layers_of_twin(self._given, layers=layers, least=stages)
         attention = run.blueprint.options.attn_implementation
@@ -148,14 +148,16 @@ class StandIn:
             )
 
 
-def provable(topology: Topology) -> Topology:
+def provable(topology: Topology, *, most_ranks: int = MOST_RANKS) -> Topology:
     """`topology`, or if it is too large for a machine, a smaller one that keeps as many of its features as possible.
+
+    It can still be larger than `most_ranks`, where no smaller one has every axis.
 
     It shrinks dp, cp and the axes of experts; features are axes of more than one rank, and experts with dp groups of
     their own.
     """
     interleave = min(topology.interleave, 2)
-    if topology.world <= _MOST_RANKS:
+    if topology.world <= most_ranks:
         return dataclasses.replace(topology, interleave=interleave)
     topology = dataclasses.replace(topology.with_stages(min(topology.size_over(LAYERS), 2)), interleave=interleave)
     least = min(2, topology.dp)  # a sum over one rank proves nothing
@@ -164,7 +166,7 @@ def provable(topology: Topology) -> Topology:
     smaller = [
         dataclasses.replace(topology, dp=dp, cp=cp, ep=ep, etp=etp)
         for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp))
-        for dp in range(least, max(least, _MOST_RANKS // others, ep * etp) + 1)
+        for dp in range(least, max(least, most_ranks // others, ep * etp) + 1)
         if dp * of_stage % (ep * etp) == 0
     ]
     wanted = features_of_topology(topology)
