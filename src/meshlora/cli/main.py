@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shlex
 import sys
@@ -203,6 +204,7 @@ def _train(options: argparse.Namespace) -> None:
 
 def _start_ranks(options: argparse.Namespace) -> None:
     """Check and prove the run of `--nproc N`, and start its ranks on this machine."""
+    from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import on_gpus
     from meshlora.config.file import read_runs
     from meshlora.train.launch import launch
@@ -211,7 +213,7 @@ def _start_ranks(options: argparse.Namespace) -> None:
     from meshlora.verify.preflight import preflight
 
     resume, despite = options.resume, options.resume_despite
-    configs = read_runs(options.file, options.overrides)
+    configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
     on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
     runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
     with holding_outputs(runs, resume=resume, despite=despite) as runs:
@@ -228,6 +230,7 @@ def _start_ranks(options: argparse.Namespace) -> None:
 
 def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> None:
     """Train as one rank of a launcher, or alone. held: closes the locks of the outputs."""
+    from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import join
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
@@ -242,8 +245,9 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     is_main, world = place is None or place.rank == 0, place.world if place else 1
 
     def look() -> dict[str, Any]:
-        configs = read_runs(options.file, options.overrides)
+        configs, note = fitted(read_runs(options.file, options.overrides), world=world)
         runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
+        runs = {name: dataclasses.replace(run, notes=(*note, *run.notes)) for name, run in runs.items()}
         if launched_by_us() or not is_main:
             return runs
         return held.enter_context(holding_outputs(runs, resume=options.resume, despite=options.resume_despite))

@@ -136,6 +136,8 @@ class TrainConfig:
         on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
             gradient that is not finite, or skip the step.
         timeout_s: timeout of collectives in seconds.
+        on_fewer: if started with another number of processes than the topology has, as by torchrun after a node was
+            lost: stop, or continue on a topology that fits.
         deterministic: the same bytes on the same topology and devices, on GPUs too, where kernels are slower for it.
         replica_check_every: steps between comparisons of the replicas of each factor, which are also compared before
             every save; 0: never.
@@ -182,6 +184,7 @@ class TrainConfig:
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     timeout_s: float = number(600.0, "above 0", most=10**7)
+    on_fewer: Literal["stop", "continue"] = "stop"
     deterministic: bool = False
     overwrite: bool = False
 

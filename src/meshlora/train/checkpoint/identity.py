@@ -25,7 +25,7 @@ Contents = Mapping[str, tuple[Path, ...]]
 _CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
 _FREE = {*_CHOICES, "keep_last", "keep_best", "routing_replay"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
-    *("on_save_error", "on_nonfinite", "timeout_s", "deterministic"),
+    *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic"),
 }
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
