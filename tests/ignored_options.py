@@ -187,10 +187,13 @@ CAUGHT_BY: dict[str, str] = {
     ),
     "train.on_nonfinite": "tests/ranks/test_not_finite.py::test_ten_skipped_steps_in_a_row_end_the_run",
     "train.timeout_s": f"{_OPTIONS}::test_ranks_are_waited_for_as_long_as_the_run_file_says",
+    "train.on_fewer": "tests/unit/test_elastic.py::test_planner_chooses_what_fits",
+    "train.deterministic": f"{_OPTIONS}::test_the_same_bytes_are_asked_of_torch_where_the_run_file_says_so",
     "train.overwrite": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",
     "lora": f"{_OPTIONS}::test_adapter_and_topology_are_those_of_the_run_file",
     "adapter": "tests/ranks/test_trainer.py::test_going_on_from_an_adapter_starts_where_it_ended",
     "topology": f"{_OPTIONS}::test_adapter_and_topology_are_those_of_the_run_file",
     "device": "tests/unit/test_user_mistakes.py::test_fewer_gpus_than_processes",
+    "preflight": "tests/verify/test_preflight.py::test_preflight_off_in_the_run_file_is_the_option",
     "preset": "tests/unit/test_presets.py::test_microsoft_e2e_is_the_recipe_of_the_paper",
 }

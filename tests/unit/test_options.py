@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from meshlora.config.file import read_run
 from meshlora.config.run import DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import read_records, tokenize
 from meshlora.loading.blueprint import read_model_config
+from meshlora.train import trained
 from meshlora.train.batches import MicroBatch
 from meshlora.train.prepare import Prepared
 from meshlora.train.run import train
@@ -208,10 +210,39 @@ def test_ranks_are_waited_for_as_long_as_the_run_file_says(setup: Setup, monkeyp
     """That they then are given up is in tests/ranks/test_failures.py."""
     waited: list[float] = []
 
-    def noted(_: Mesh, timeout_s: float) -> contextlib.nullcontext[None]:
+    def noted(_: Mesh, timeout_s: float, **__: object) -> contextlib.nullcontext[None]:
         waited.append(timeout_s)
         return contextlib.nullcontext()
 
     monkeypatch.setattr(Mesh, "patient_for", noted)
     train({"": prepared(setup, train__steps=1, train__timeout_s=7.0, topology="")})
     assert waited == [7.0]
+
+
+def test_the_same_bytes_are_asked_of_torch_where_the_run_file_says_so(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO"):
+        monkeypatch.setenv(name, "")  # the test's own afterwards
+        monkeypatch.delenv(name)
+    try:
+        train({"": prepared(setup, train__steps=1, topology="")})
+        assert not torch.are_deterministic_algorithms_enabled()
+        options = {"train__steps": 1, "train__overwrite": True, "topology": ""}
+        train({"": prepared(setup, train__deterministic=True, **options)})
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("preflight", "steps"), [("cpu", [3, 3]), ("device", [1, 3, 3])])
+def test_replicas_of_the_first_step_belong_to_the_preflight_on_devices(
+    preflight: str, steps: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(trained, "check_replicas", lambda _, *, step, **__: compared.append(step))
+    options = {"train__steps": 3, "train__replica_check_every": 3, "topology": ""}
+    train({"": prepared(setup, preflight=preflight, **options)})
+    assert compared[-len(steps) :] == steps
+    assert 2 not in compared

@@ -118,7 +118,9 @@ def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
                 match = compiled.fullmatch if _FORMS[option] == "{}" else compiled.match
                 for name in names:
                     match(name)
-    except (re.error, OverflowError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(given, "it is nested too deeply for a regular expression") from None
+    except (re.error, OverflowError) as error:
         raise UserError(given, f"it is not a regular expression ({error})") from None
     except OutOfTimeError:
         rule = f"its patterns take more than {_SECONDS:.0f} s on the names of the model"
