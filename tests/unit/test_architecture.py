@@ -170,7 +170,7 @@ def test_only_one_file_calls_collectives() -> None:
 def test_the_environment_is_read_in_five_files() -> None:
     """The command line sets defaults for libraries, and is the sixth that may touch it."""
     files = {str(f.relative_to(SOURCE)) for _, f, _ in _modules() if "os.environ" in f.read_text()}
-    assert files <= {"comm/groups.py", "train/launch.py", "train/edge.py", "common/hub.py", "cli/main.py"} | {
+    assert files <= {"comm/launchers.py", "train/launch.py", "train/edge.py", "common/hub.py", "cli/main.py"} | {
         "common/private.py"
     }
 

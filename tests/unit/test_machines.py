@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from meshlora.comm import groups
-from meshlora.comm.groups import Place
+from meshlora.comm.launchers import Place
 from meshlora.common.errors import UserError
 from meshlora.train import machines as module
 from meshlora.train.machines import Machines, Post, Seat, line_of, machines, mistake_of, posts_of

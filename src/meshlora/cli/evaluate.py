@@ -30,12 +30,20 @@ def run_file_words(options: argparse.Namespace) -> list[str]:
     return [options.file, *(word for override in options.overrides for word in ("--set", override))]
 
 
-def check_nproc(options: argparse.Namespace, place: Any) -> None:
-    """Refuse a bad `--nproc`, or one inside a launcher. place: of this process in it, if there is one."""
+def checked_place(options: argparse.Namespace) -> Any:
+    """This process' place in its launcher's job, if there is one.
+
+    Raises:
+        UserError: `--nproc` is below 1, or given inside a launcher.
+    """
+    from meshlora.comm.launchers import launcher_place
+
+    place = launcher_place()
     if options.nproc is not None and place is not None:
         raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    return place
 
 
 def add_evaluate(commands: Any) -> None:
@@ -111,7 +119,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from meshlora.comm.groups import launcher_place, leave, on_gpus
+    from meshlora.comm.groups import leave, on_gpus
     from meshlora.common.files import check_result_file, write_json_atomically
     from meshlora.common.hub import located_files
     from meshlora.config.file import read_run
@@ -120,8 +128,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
     from meshlora.train.launch import launch
 
-    place = launcher_place()
-    check_nproc(options, place)
+    place = checked_place(options)
     if options.hypotheses and not options.generate:
         raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext():

@@ -26,7 +26,7 @@ os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from meshlora.cli.adapter import add_merge_and_export
-from meshlora.cli.evaluate import add_evaluate, add_run_file, check_nproc, run_file_words
+from meshlora.cli.evaluate import add_evaluate, add_run_file, checked_place, run_file_words
 from meshlora.cli.inspect import add_inspect, show_rows
 from meshlora.cli.plan import add_plan
 from meshlora.common.errors import MeshloraError, UserError, report
@@ -186,11 +186,9 @@ def _add_verify(commands: Any) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     import_libraries()
-    from meshlora.comm.groups import launcher_place
     from meshlora.train.edge import rank_edge
 
-    place = launcher_place()
-    check_nproc(options, place)
+    place = checked_place(options)
     if options.resume_despite and options.resume is None:
         raise UserError(
             f"--resume-despite {options.resume_despite[0]}", "it has no effect without --resume", "give both"
@@ -289,7 +287,7 @@ def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
 def _verify(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.adapter.formats.peft_format import read_lora
-    from meshlora.comm.groups import launcher_place
+    from meshlora.comm.launchers import launcher_place
     from meshlora.train.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.faults.objectives import as_proved

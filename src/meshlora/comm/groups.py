@@ -1,8 +1,9 @@
-"""Process groups: the only file that opens them, and one of two that read the launcher's environment.
+"""Process groups: the only file that opens them.
 
 Owns: the ranks' store before any group is open (`meet`), joining the job (`join`), the mesh of a topology
 (`open_mesh`), the group of ranks on one machine (`LocalGroup`), and `Axis`, the handle that collectives take.
-Does not own: the collectives themselves (`comm.collectives`), starting processes (`train.launch`).
+Does not own: the collectives themselves (`comm.collectives`), what a launcher says (`comm.launchers`), starting
+processes (`train.launch`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora.comm.attempt import part_of_attempt
+from meshlora.comm.launchers import enter_place, is_by_torchrun, launcher_place, local_store, set_rendezvous
 from meshlora.comm.links import Links, Outbox
 from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Watch
 from meshlora.comm.who_is_missing import Arrivals, explaining_timeouts
@@ -39,8 +39,6 @@ _DRIVER = [Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")]
 # How long ranks wait for each other while they load: a cold file system takes its time, and is no hang. A rank that
 # fails tells the others (`comm.watch`).
 LOADING_S = 7200.0
-# Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
-STORE = "MESHLORA_STORE"
 BACKEND = "meshlora_local"  # torch.distributed's name for `LocalGroup`
 
 
@@ -233,28 +231,6 @@ class Mesh:
         return self  # process groups cannot be copied, and copies of a model share them
 
 
-@dataclass(frozen=True)
-class Place:
-    """What the launcher assigned: this process' rank, the world size, and the rank on this host (its device)."""
-
-    rank: int
-    world: int
-    local_rank: int
-
-
-def launcher_place() -> Place | None:
-    """This process' place according to torchrun's or SLURM's variables; None outside a launcher."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
-    # The step's, not the job's: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and runs alone.
-    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # With --gpus-per-task=1 each task sees its own GPU alone, as number 0.
-        local_rank = 0 if torch.cuda.device_count() == 1 else int(env.get("SLURM_LOCALID", "0"))
-        return Place(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), local_rank)
-    return None
-
-
 def num_processes() -> int:
     """Number of processes of this job, from the open group, else the launcher, else one."""
     if dist.is_initialized():
@@ -268,39 +244,34 @@ def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch
 
     Whatever launcher started the parent, this process is not a rank of that job.
     """
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", STORE):
-        os.environ.pop(name, None)
-    if world > 1:
-        os.environ.update(place_in_environment(rank, world, store=store))
+    enter_place(rank, world, store=store)
     return join(device_type)
-
-
-def place_in_environment(rank: int, world: int, *, store: str) -> dict[str, str]:
-    """Environment of rank `rank` of `world` processes on this machine, which rendezvous through the file `store`."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), STORE: store}
 
 
 def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
     """The store shared by the ranks of this job before any group is open; None for a single process.
 
-    A file if meshlora started the ranks, on this machine. Else the launcher's store: under SLURM it is on the first
-    host of the step, unless MASTER_ADDR says otherwise.
+    A file if meshlora started the ranks, on this machine. Else the launcher's store, on the host of rank 0.
+
+    Raises:
+        UserError: see `launchers.set_rendezvous`.
     """
     place = launcher_place()
     if place is None:
         return None
-    _set_slurm_rendezvous()
-    return _store(os.environ.get(STORE), place.rank, place.world, timeout_s)
+    file = local_store()
+    if file is None:
+        set_rendezvous()
+    return _store(file, place.rank, place.world, timeout_s)
 
 
 def board_of_job() -> Board:
     """The words that all ranks of a launcher's job share, from before any group is open."""
-
     return _board(meet)
 
 
 def _board(store: Callable[[], Any]) -> Board:
-    file = os.environ.get(STORE)
+    file = local_store()
     return BoardInFolder(Path(file).parent) if file else BoardInStore(store())
 
 
@@ -310,7 +281,7 @@ def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.St
     if file is not None:
         return dist.FileStore(file, world)
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if is_by_torchrun():
         return part_of_attempt(store, rank, world, timeout_s=timeout_s)
     return store
 
@@ -338,7 +309,7 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
         return device
     store = meet()
     assert store is not None
-    is_local = STORE in os.environ and not on_gpu
+    is_local = local_store() is not None and not on_gpu
     if is_local:
         if BACKEND not in Backend.backend_list:
             Backend.register_backend(BACKEND, LocalGroup, devices=["cpu"])
@@ -482,19 +453,3 @@ def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrival
     elif len(ranks) > 1:
         group = _opened(groups)
     return Axis(len(ranks), ranks.index(rank), tuple(ranks), group, arrivals)
-
-
-def _set_slurm_rendezvous() -> None:
-    """Set the variables that torch needs and `srun` does not set."""
-    env = os.environ
-    if "MASTER_ADDR" in env or "SLURM_PROCID" not in env:
-        return
-    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    env["MASTER_ADDR"] = first_host(hosts)
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
-
-
-def first_host(hosts: str) -> str:
-    """The first host of a SLURM list: `node[03-07,12],other` -> `node03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", hosts)
-    return (match[1] + (match[2] or "")) if match else hosts

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from meshlora.comm.groups import launcher_place, meet
+from meshlora.comm.groups import meet
+from meshlora.comm.launchers import launcher_place
 from meshlora.common.errors import MeshloraError, UserError
 
 # How long a file system may lag, and how long ranks wait for each other to read, possibly all of the data.

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from meshlora.comm.groups import board_of_job, launcher_place
+from meshlora.comm.groups import board_of_job
+from meshlora.comm.launchers import launcher_place
 from meshlora.comm.watch import Cause, Watch
 from meshlora.common.compat import abort_groups
 from meshlora.common.errors import MeshloraError, UserError, report

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshlora.comm.groups import place_in_environment
+from meshlora.comm.launchers import place_in_environment
 from meshlora.common.errors import MeshloraError, RankFailedError, UserError
 from meshlora.common.lifetime import Janitor
 from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS, handling_signals

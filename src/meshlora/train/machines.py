@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from meshlora.comm.groups import Place, launcher_place, meet, on_gpus
+from meshlora.comm.groups import meet, on_gpus
+from meshlora.comm.launchers import Place, launcher_place
 from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, own_sources, versions
 from meshlora.train.agreement import VERSION

@@ -22,7 +22,8 @@ from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.adapter.merging.merge import check_merge, merge
 from meshlora.adapter.targets.resolve import describe_targets
 from meshlora.comm.collectives import broadcast_in_place
-from meshlora.comm.groups import Mesh, join, launcher_place, leave
+from meshlora.comm.groups import Mesh, join, leave
+from meshlora.comm.launchers import launcher_place
 from meshlora.comm.watch import Watch
 from meshlora.common.console import Console
 from meshlora.common.errors import UserError

@@ -1,0 +1,220 @@
+"""Launchers: what torchrun, SLURM, mpirun and our own tell a rank by its environment.
+
+Owns: a rank's place in the job (`launcher_place`), and where the ranks meet (`set_rendezvous`). Does not own: opening
+groups (`comm.groups`), starting processes (`train.launch`).
+
+In the order of search: RANK and WORLD_SIZE (torchrun, our `--nproc`, PyTorchJob of Kubernetes, Ray), Open MPI, MPICH
+and Intel MPI, SLURM's `srun`, any other that speaks PMI. `mpirun` within a SLURM job starts its helpers by `srun`, so
+what SLURM says to ranks is about those: MPI is asked first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from meshlora.common.errors import UserError
+
+# Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
+STORE = "MESHLORA_STORE"
+# (rank, number of ranks, rank on this host, ranks on this host) of launchers that speak MPI or PMI.
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PALS = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+# Ranks of one mpirun share these, and those of another on the same host do not.
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+_FIRST_PORT, _NUM_PORTS = 20000, 12768  # below 32768, where Linux begins to give ports to whoever asks for any
+# In Kubernetes the name of another pod is known only once that pod has started.
+_RESOLVES_IN_S = 30.0
+_AGAIN_S = 1.0
+_SCONTROL_S = 10.0  # the longest that SLURM is asked for an address
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher assigned: this process' rank, the world size, and the rank on this host (its device)."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def launcher_place() -> Place | None:
+    """This process' place according to its launcher; None outside a launcher.
+
+        srun --ntasks 2 ...   ->   Place(rank=0, world=2, local_rank=0) and Place(rank=1, world=2, local_rank=1)
+
+    Raises:
+        UserError: the launcher's variables are no numbers, or contradict each other.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _place("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if _is_one_of_several(*_OPEN_MPI[:2]):
+        return _place(*_OPEN_MPI[:3])
+    if "MPI_LOCALRANKID" in env and _is_one_of_several(*_HYDRA[:2]):
+        return _place(*_HYDRA[:3])
+    # The step's, not the job's: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and runs alone.
+    if _is_one_of_several(*_SLURM[:2]):
+        place = _place(*_SLURM)
+        return Place(place.rank, place.world, 0) if _sees_its_own_gpu() else place
+    if _is_one_of_several(*_PALS[:2]):
+        return _place(*_PALS[:3])
+    return None
+
+
+def _is_one_of_several(rank: str, world: str) -> bool:
+    return rank in os.environ and _number(world, 1) > 1
+
+
+def _place(rank: str, world: str, local_rank: str) -> Place:
+    place = Place(_number(rank), _number(world), _number(local_rank, 0))
+    if not 0 <= place.rank < place.world:
+        raise UserError(
+            f"{rank}={place.rank} with {world}={place.world}", f"ranks are 0 to {place.world - 1}", "mend the launcher"
+        )
+    return place
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not re.fullmatch(r"\s*\d{1,9}\s*", text):
+        raise UserError(f"{name}={text}", "a launcher sets it to a whole number", "unset it to run as one process")
+    return int(text)
+
+
+def _sees_its_own_gpu() -> bool:
+    """Whether a task of SLURM sees a single GPU, as number 0, and its neighbours see others.
+
+    With --gpus-per-task=1 they do; where all tasks see the one GPU of their node, they must not share it.
+    """
+    if torch.cuda.device_count() != 1:
+        return False
+    if "SLURM_GPUS_ON_NODE" in os.environ:  # of the step, whichever of them this task sees
+        return _number("SLURM_GPUS_ON_NODE") > _number("SLURM_LOCALID", 0)
+    # SLURM counts no GPUs here: whoever restricted this task to one did so by hand.
+    return "CUDA_VISIBLE_DEVICES" in os.environ
+
+
+def is_by_torchrun() -> bool:
+    """Whether the ranks meet in the store of torchrun's agents, which outlives an attempt."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def local_store() -> str | None:
+    """The file in which the ranks of `meshlora train --nproc N` meet; None under any other launcher."""
+    return os.environ.get(STORE)
+
+
+def place_in_environment(rank: int, world: int, *, store: str) -> dict[str, str]:
+    """Environment of rank `rank` of `world` processes on this machine, which rendezvous through the file `store`."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), STORE: store}
+
+
+def enter_place(rank: int, world: int, *, store: str) -> None:
+    """Make this process rank `rank` of a job on this machine, whatever launcher started it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *_OPEN_MPI, *_HYDRA, *_PALS, *_SLURM, STORE):
+        os.environ.pop(name, None)
+    if world > 1:
+        os.environ.update(place_in_environment(rank, world, store=store))
+
+
+def set_rendezvous() -> None:
+    """Set MASTER_ADDR and MASTER_PORT, which torch needs, where the launcher did not.
+
+    Raises:
+        UserError: the host is unknown, or has no address.
+    """
+    env = os.environ
+    if is_by_torchrun():
+        return
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = _host_of_rank_0()
+    env.setdefault("MASTER_PORT", str(_port()))
+    _number("MASTER_PORT")
+    _check_resolves(env["MASTER_ADDR"])
+
+
+def _host_of_rank_0() -> str:
+    """As SLURM has it, or this host if it has all ranks."""
+    env = os.environ
+    if _is_by_slurm():
+        if _number("SLURM_STEP_NUM_NODES", 0) == 1:
+            return "127.0.0.1"
+        name = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+        return name if _resolves(name) else _slurms_address_of(name) or name
+    for _, world, _, on_this_host in (_OPEN_MPI, _HYDRA, _PALS):
+        if world in env and env.get(on_this_host) == env[world]:
+            return "127.0.0.1"
+    raise UserError(
+        "MASTER_ADDR", "this launcher does not say where rank 0 is", "set it, to a host that all others can reach"
+    )
+
+
+def _is_by_slurm() -> bool:
+    """Whether `srun` started the ranks themselves, and not a helper of mpirun or torchrun on each node."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    is_by_mpi = not {_OPEN_MPI[0], "MPI_LOCALRANKID"}.isdisjoint(os.environ)
+    return tasks is not None and not is_by_mpi and os.environ.get("WORLD_SIZE", tasks) == tasks
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a SLURM list: `node[03-07,12],other` -> `node03`, `rack[1-2]node[01-04]` -> `rack1node01`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else hosts
+
+
+def _slurms_address_of(node: str) -> str:
+    """By which SLURM itself reaches a node whose name is unknown to DNS; empty if it cannot be asked."""
+    if shutil.which("scontrol") is None:
+        return ""
+    try:
+        words = ["scontrol", "--oneliner", "show", "node", node]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=_SCONTROL_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"\bNodeAddr=(\S+)", said)
+    return found[1] if found else ""
+
+
+def _port() -> int:
+    """One for each step of SLURM, or each mpirun; else torch's own default."""
+    env = os.environ
+    if _is_by_slurm():
+        # Steps of a job never meet, nor do jobs of near numbers with few steps.
+        return _FIRST_PORT + (101 * _number("SLURM_JOB_ID", 0) + _step()) % _NUM_PORTS
+    if job := next((env[name] for name in _MPI_JOB if name in env), None):
+        return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+    return 29500
+
+
+def _step() -> int:
+    text = os.environ.get("SLURM_STEP_ID", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def _check_resolves(host: str) -> None:
+    deadline = time.monotonic() + _RESOLVES_IN_S
+    while not _resolves(host):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"MASTER_ADDR={host}", "cannot resolve it", "set MASTER_ADDR to a name or an address of rank 0's host"
+            )
+        time.sleep(_AGAIN_S)
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
