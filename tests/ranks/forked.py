@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from meshlora.verify import pool
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Forked:

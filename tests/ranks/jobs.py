@@ -94,9 +94,9 @@ class Job:
             device="cpu",
         )
 
-    def start(self, *command: str) -> subprocess.Popen[str] | Forked:
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str] | Forked:
         path = os.pathsep.join([str(self.folder / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
         process = self._forked(command, env) if self.is_forked else self._anew(command, env)
         self.started.append(process)
         return process

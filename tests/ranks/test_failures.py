@@ -6,6 +6,7 @@ have a file of their own.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import tempfile
 import time
@@ -15,7 +16,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.processes import is_alive, wait_until
+from tests.processes import free_port, is_alive, wait_until
 from tests.ranks.jobs import PATIENCE_S, TRAIN, Job, base, job_either_way
 
 __all__ = ["base", "job_either_way"]  # fixtures
@@ -124,13 +125,46 @@ def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
     assert "meshlora train run.yaml --no-preflight --resume auto" in out
 
 
+def test_request_of_a_scheduler_saves_and_ends_with_the_code_that_it_was_told(job: Job) -> None:
+    """SIGUSR1 killed all ranks, and a stopped run ended like one that is done: no scheduler could go on with it."""
+    job.write(steps=1_000_000)
+    process = job.start(*TRAIN, "--stopped-exit-code", "85")
+    wait_until(job.trains)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.4)
+    for number in (signal.SIGUSR2, signal.SIGTERM):  # at the time limit; none of them insists
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (85, "")
+    (saved,) = job.checkpoints()
+    assert f"stopped as asked; saved in output/checkpoints/{saved.name}" in out
+    assert out.splitlines()[-1].endswith("--stopped-exit-code 85 --resume auto")
+
+
+@pytest.mark.proof
+def test_every_rank_that_was_asked_to_stop_ends_with_the_code(job: Job) -> None:
+    """Started one by one, as srun does; rank 0 has written all before another ends, for which srun may kill it."""
+    job.write(steps=1_000_000)
+    words = ("-m", "meshlora", "train", "run.yaml", "--no-preflight", "--stopped-exit-code", "85")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [job.start(*words, RANK=str(rank), **place) for rank in range(2)]
+    wait_until(job.trains)
+    ranks[1].send_signal(signal.SIGUSR1)
+    out, _ = ranks[0].communicate(timeout=PATIENCE_S)
+    ranks[1].communicate(timeout=PATIENCE_S)
+    assert [rank.returncode for rank in ranks] == [85, 85]
+    assert "stopped as asked; saved in output/checkpoints/step-" in out
+
+
 def test_signal_to_a_single_process_saves(job: Job) -> None:
     job.write(steps=1_000_000)
-    process = job.start("-m", "meshlora", "train", "run.yaml", "--no-preflight", "--set", "topology=''")
+    alone = ("--no-preflight", "--set", "topology=''", "--stopped-exit-code", "3")
+    process = job.start("-m", "meshlora", "train", "run.yaml", *alone)
     wait_until(job.trains)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (3, "")
     (saved,) = job.checkpoints()
     assert (job.output / "checkpoints" / "latest").resolve() == saved.resolve()
     assert out.splitlines()[-1].endswith("--resume auto")

@@ -25,6 +25,13 @@ def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e
     )
 
 
+def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:
+    """Add `--local-rank`, which `torch.distributed.launch` and deepspeed put before the command or after its words."""
+    parser.add_argument(
+        "--local-rank", "--local_rank", type=int, default=default, metavar="N", help="as old launchers give it"
+    )
+
+
 def run_file_words(options: argparse.Namespace) -> list[str]:
     """The arguments of `add_run_file` as given, to pass on to ranks."""
     return [options.file, *(word for override in options.overrides for word in ("--set", override))]
@@ -69,6 +76,7 @@ def add_evaluate(commands: Any) -> None:
     evaluate.add_argument(
         "--hypotheses", metavar="FILE", help="write generated texts, a line each (default hypotheses.txt in the output)"
     )
+    add_local_rank(evaluate)
     evaluate.set_defaults(run=_evaluate)
 
     generate = commands.add_parser("generate", help="continue prompts on one process")

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -26,13 +27,15 @@ os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from meshlora.cli.adapter import add_merge_and_export
-from meshlora.cli.evaluate import add_evaluate, add_run_file, checked_place, run_file_words
+from meshlora.cli.evaluate import add_evaluate, add_local_rank, add_run_file, checked_place, run_file_words
 from meshlora.cli.inspect import add_inspect, show_rows
 from meshlora.cli.plan import add_plan
 from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, import_libraries, note_interrupts
 from meshlora.common.reading import path_argument
 
+# Among words that are joined by NUL: not part of a command that a user would give.
+_LOCAL_RANK = re.compile(r"\0--local[-_]rank[=\0][^\0]*")
 # Metavars of arguments that are paths.
 _PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
 
@@ -61,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         note_interrupts(interrupts)
         options = _parser().parse_args(arguments)
-        options.words = shlex.join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)])
+        words = _LOCAL_RANK.sub("", "\0".join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)]))
+        options.words = shlex.join(words.split("\0"))
+        _take_local_rank(options)
         _locate(options)
         run: Callable[[argparse.Namespace], None] = options.run
         run(options)
@@ -75,6 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _take_local_rank(options: argparse.Namespace) -> None:
+    """Read `--local-rank`, which launchers without LOCAL_RANK in the environment give to every process.
+
+    Raises:
+        UserError: the environment says otherwise.
+    """
+    if (given := options.local_rank) is None:
+        return
+    if os.environ.setdefault("LOCAL_RANK", str(given)) != str(given):
+        raise UserError(f"--local-rank {given}", f"LOCAL_RANK is {os.environ['LOCAL_RANK']}", "leave it out")
 
 
 def _locate(options: argparse.Namespace) -> None:
@@ -96,6 +113,7 @@ def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType |
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
+    add_local_rank(parser, default=None)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
     train = commands.add_parser("train", help="train an adapter as a run file says")
@@ -117,6 +135,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what may differ from it, as in data",
     )
+    train.add_argument(
+        "--stopped-exit-code",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exit code of a run that was asked to stop before its last step, for a scheduler to tell (default 0)",
+    )
+    add_local_rank(train)
     train.set_defaults(run=_train)
 
     _add_verify(commands)
@@ -193,6 +219,9 @@ def _train(options: argparse.Namespace) -> None:
         raise UserError(
             f"--resume-despite {options.resume_despite[0]}", "it has no effect without --resume", "give both"
         )
+    if options.stopped_exit_code not in {0, *range(3, 126)}:
+        given, rule = f"--stopped-exit-code {options.stopped_exit_code}", "1 and 2 are failures, above 125 are signals"
+        raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
     if options.nproc is not None:
         _start_ranks(options)
         return
@@ -223,7 +252,9 @@ def _start_ranks(options: argparse.Namespace) -> None:
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
         timeout_s = max(config.train.timeout_s for config in configs.values())
-        launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+        is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+    if is_done is False and options.stopped_exit_code:
+        raise SystemExit(options.stopped_exit_code)
 
 
 def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> None:
@@ -233,7 +264,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.train.agreement import agreed
-    from meshlora.train.edge import how_to_go_on, launched_by_us, log_to_file
+    from meshlora.train.edge import how_to_go_on, launched_by_us, leave_result, log_to_file
     from meshlora.train.machines import machines, own_words
     from meshlora.train.run import train
     from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
@@ -266,7 +297,11 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
         stop_forking()
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
-    train(runs, go_on=how_to_go_on(options.words), watch=watch)
+    is_done = train(runs, go_on=how_to_go_on(options.words), watch=watch, ends_if_stopped=True)
+    if launched_by_us():
+        leave_result(is_done)
+    elif not is_done:
+        raise SystemExit(options.stopped_exit_code)
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:

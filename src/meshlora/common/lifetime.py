@@ -22,8 +22,11 @@ from types import FrameType
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 # A first line tells it that the folders are gone already; end of file, that this process has ended. It removes them for
-# four seconds, because other processes killed at the same moment may still be writing.
-_JANITOR = 'read -r _ && exit; for _ in 1 2 3 4 5 6 7 8; do rm -rf -- "$@"; sleep 0.5; done'
+# four seconds, because other processes killed at the same moment may still be writing. A scheduler signals every
+# process of a job, this one too.
+_JANITOR = (
+    'trap "" INT TERM HUP USR1 USR2; read -r _ && exit; for _ in 1 2 3 4 5 6 7 8; do rm -rf -- "$@"; sleep 0.5; done'
+)
 
 
 def end_with(parent: int) -> None:

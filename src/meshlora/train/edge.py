@@ -1,8 +1,8 @@
 """The edge of a rank's process: incoming signals, and how its end is reported.
 
-Owns: signals in training: the first SIGINT or SIGTERM is a request to stop, the second ends this process; the last line
-of a rank, its reports to its launcher (ours or torchrun), its log, and its exit. Does not own: the launcher
-(`train.launch`), the response to a request (`train.trainer`).
+Owns: signals in training: the first SIGINT or SIGTERM is a request to stop, the second ends this process; SIGUSR1 and
+SIGUSR2 are requests however often they come; the last line of a rank, its reports to its launcher (ours or torchrun),
+its log, and its exit. Does not own: the launcher (`train.launch`), the response to a request (`train.trainer`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ LAUNCHER, COMMAND, WORDS = "MESHLORA_LAUNCHER", "MESHLORA_COMMAND", "MESHLORA_WO
 _RANK_0_FIRST_S = 5.0
 # At a job's end: how long telling the others may take, and printing on a slow terminal.
 _TELLING_S, _SPEAKING_S = 3.0, 1.0
-_ASKING = (signal.SIGINT, signal.SIGTERM)
+# Schedulers send the last two some minutes before a time limit, where SIGTERM follows: only the first two may insist.
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+INSISTING = (signal.SIGINT, signal.SIGTERM)
 # A signal to all processes of a job reaches a rank twice, directly and from its launcher: this is one request.
 _ONE_REQUEST_S = 0.3
 
@@ -136,7 +138,18 @@ def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], Non
         yield before
     finally:
         for number, handled in before.items():
-            signal.signal(number, handled)
+            if signal.getsignal(number) is handler:
+                signal.signal(number, handled)
+
+
+def hear_no_more() -> None:
+    """Ignore SIGTERM, SIGUSR1 and SIGUSR2 to the end of this process, which the caller brings about.
+
+    Launchers send SIGTERM to all ranks as soon as one has ended with another code than 0 (`srun --kill-on-bad-exit`, 20
+    ms after the first), and would report those that tidy up as killed. What hangs they kill by SIGKILL some time later.
+    """
+    for number in {*ASKING} - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -148,7 +161,7 @@ def noticing_signals(watch: Watch | None = None) -> Iterator[threading.Event]:
     waits for a hanging rank never does.
     """
     asked = threading.Event()
-    with handling_signals(_ASKING, lambda *_: None) as handled:
+    with handling_signals(ASKING, lambda *_: None) as handled:
         if not handled:
             yield asked
             return
@@ -156,19 +169,19 @@ def noticing_signals(watch: Watch | None = None) -> Iterator[threading.Event]:
         writer.setblocking(False)  # as set_wakeup_fd demands
 
         def listen() -> None:
-            asked_at = 0.0
+            asked_at: float | None = None  # by a signal that may insist
             while number := reader.recv(1)[0]:
-                if number not in _ASKING:
-                    continue
-                if _another_rank_failed():
-                    _end_by(number)
-                if asked.is_set() and time.monotonic() - asked_at > _ONE_REQUEST_S:
-                    if watch is not None:
-                        text = f"it was ended by signal {number} ({signal.Signals(number).name})"
-                        _within(_TELLING_S, functools.partial(watch.abort, text, code=128 + number))
-                    _end_by(number)
-                if not asked.is_set():
-                    asked_at = time.monotonic()
+                if number in INSISTING:
+                    now = time.monotonic()
+                    if _another_rank_failed():
+                        _end_by(number)
+                    if asked_at is not None and now - asked_at > _ONE_REQUEST_S:
+                        if watch is not None:
+                            text = f"it was ended by signal {number} ({signal.Signals(number).name})"
+                            _within(_TELLING_S, functools.partial(watch.abort, text, code=128 + number))
+                        _end_by(number)
+                    asked_at = now if asked_at is None else asked_at
+                if number in ASKING:
                     asked.set()
 
         thread = threading.Thread(target=listen, daemon=True, name="signals")

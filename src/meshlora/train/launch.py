@@ -30,7 +30,7 @@ from typing import Any
 from meshlora.comm.launchers import place_in_environment
 from meshlora.common.errors import MeshloraError, RankFailedError, UserError
 from meshlora.common.lifetime import Janitor
-from meshlora.train.edge import COMMAND, LAUNCHER, LOST_CONTACT, WORDS, handling_signals
+from meshlora.train.edge import ASKING, COMMAND, INSISTING, LAUNCHER, LOST_CONTACT, WORDS, handling_signals
 
 # How long after a rank's failure the others may still report: the cause may be theirs.
 _GRACE_S = 1.0
@@ -38,7 +38,7 @@ _LOOK_S = 0.05
 _LONGEST_WORD = 2**18
 # Ranks create sockets in it, whose paths are limited to 107 bytes.
 _LONGEST_FOLDER = 60
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (*ASKING, signal.SIGHUP)
 
 
 @dataclass
@@ -62,9 +62,9 @@ def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s
     """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have succeeded, with the result of rank 0
     (`edge.leave_result`), if any.
 
-    When one rank fails the others are killed. While all ranks train, a first SIGINT or SIGTERM is forwarded to them,
-    and they save and exit. command: the user's command, for messages on how to resume. timeout_s: how long the others
-    may take to end after rank 0.
+    When one rank fails the others are killed. While all ranks train, a request to stop (`edge.ASKING`) is forwarded to
+    them, and they save and exit. command: the user's command, for messages on how to resume. timeout_s: how long the
+    others may take to end after rank 0.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
@@ -74,7 +74,7 @@ def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # datagrams: reports arrive whole
     with ours, theirs, signals_end_what_was_started(), _folder_of_run() as (folder, janitor):
         try:
-            with _first_signal_handed_on(ranks, nproc):
+            with _requests_handed_on(ranks, nproc):
                 for number in range(nproc):
                     environment = os.environ | place_in_environment(number, nproc, store=str(folder / "store"))
                     environment |= {LAUNCHER: str(os.getpid()), COMMAND: command, WORDS: str(theirs.fileno())}
@@ -162,12 +162,15 @@ def _read(ranks: Sequence[_Rank], words: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _first_signal_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None]:
-    """Inside the block the first SIGINT or SIGTERM is forwarded to the ranks, if all train; others end the launch."""
+def _requests_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None]:
+    """Inside the block requests to stop are forwarded to the ranks, if all train. The second SIGINT or SIGTERM, and
+    whatever comes before all train, ends the launch.
+    """
     handed_on: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
-        if handed_on or len(ranks) < nproc or not all(rank.trains for rank in ranks):
+        insists = number in INSISTING and any(earlier in INSISTING for earlier in handed_on)
+        if insists or len(ranks) < nproc or not all(rank.trains for rank in ranks):
             before[number](number, frame)
             return
         handed_on.append(number)
@@ -175,13 +178,13 @@ def _first_signal_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
-    with handling_signals((signal.SIGINT, signal.SIGTERM), handle) as before:
+    with handling_signals(ASKING, handle) as before:
         yield
 
 
 @contextlib.contextmanager
 def signals_end_what_was_started() -> Iterator[None]:
-    """Inside the block the first SIGINT, SIGTERM or SIGHUP raises; later ones are ignored while the block cleans up.
+    """Inside the block the first of `_ENDING` raises; later ones are ignored while the block cleans up.
 
     Otherwise SIGTERM would end this process at once, and orphan its ranks and temporary folders.
 

@@ -33,7 +33,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.model.weights import checkpoint_files
 from meshlora.train.checkpoint.identity import Contents, identity_of_contents
 from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
-from meshlora.train.edge import be_deterministic, noticing_signals, say_in_training
+from meshlora.train.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Reporter
@@ -51,12 +51,15 @@ def train(
     console: Console | None = None,
     go_on: str = "--resume auto",
     watch: Watch | None = None,
-) -> None:
+    ends_if_stopped: bool = False,
+) -> bool:
     """Train the adapters of `runs`, by name, on one base; a single one is named "". Finished ones are left as they are.
 
-    Every rank of the job calls this. The caller checks that the runs are proved.
+    Every rank of the job calls this. The caller checks that the runs are proved. Returns whether all steps are done, or
+    the run was asked to stop before.
 
     go_on: the command to print for resuming runs that were asked to stop. watch: of this rank (`edge.rank_edge`).
+    ends_if_stopped: the caller then ends this process, which hears no signal any more.
     """
     given = runs
     runs = {name: run for name, run in given.items() if not run.is_finished}
@@ -70,12 +73,12 @@ def train(
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
     is_main = mesh.rank == 0
     with contextlib.ExitStack() as opened:
+        stop = opened.enter_context(noticing_signals(watch))
         reporters = {}
         for name, run in runs.items():
             notes = [*run.notes, *(prepare_output(run) if is_main else ())]
             reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
             introduce(run, notes, reporters[name])
-        stop = opened.enter_context(noticing_signals(watch))
         opened.enter_context(mesh.patient_for(first.config.train.timeout_s, watch=watch))
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
         of_adapters = {names[name]: run for name, run in runs.items()}
@@ -90,10 +93,14 @@ def train(
                 one.reporter.say(f"stopped as asked; saved in {one.last_saved}{end}")
         if not is_done and is_main and len(runs) > 1:
             console.say(f"Go on with:\n{go_on}")
+        if not is_done and ends_if_stopped:
+            hear_no_more()
+            broadcast_in_place(torch.zeros(1, device=mesh.device), mesh.world)  # no rank ends before all are deaf
     leave()
     if is_done and first.config.train.merge_at_end and is_main:
         for run in given.values():
             merge_at_end(run, console=console)
+    return is_done
 
 
 def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
