@@ -6,7 +6,6 @@ have a file of their own.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import tempfile
 import time
@@ -127,14 +126,12 @@ def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
 
 def test_request_of_a_scheduler_saves_and_ends_with_the_code_that_it_was_told(job: Job) -> None:
     """SIGUSR1 killed all ranks, and a stopped run ended like one that is done: no scheduler could go on with it."""
-    job.write(steps=1_000_000)
+    job.write("\n    at(3, 1, lambda loss: (time.sleep(2), loss)[1])\n")
     process = job.start(*TRAIN, "--stopped-exit-code", "85")
-    wait_until(job.trains)
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(0.4)
-    for number in (signal.SIGUSR2, signal.SIGTERM):  # at the time limit; none of them insists
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
+    wait_until((job.folder / "faults" / "fault-at").exists)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # the last at the time limit: none insists
+        process.send_signal(number)
+        time.sleep(0.4)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (85, "")
     (saved,) = job.checkpoints()

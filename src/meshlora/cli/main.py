@@ -1,8 +1,8 @@
-"""The command line: `meshlora train | verify | check | inspect | plan | evaluate | generate | merge | export | plot`.
+"""The command line: `meshlora train | verify | check | inspect | plan | launch-script | evaluate | generate | ...`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 success, 1 failure, 2 a wrong
-request. Does not own: the work itself; merge and export (`cli.adapter`), plan (`cli.plan`), evaluate and generate
-(`cli.evaluate`), inspect (`cli.inspect`).
+request. Does not own: the work itself; merge and export (`cli.adapter`), plan (`cli.plan`), launch-script
+(`cli.launch_script`), evaluate and generate (`cli.evaluate`), inspect (`cli.inspect`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from meshlora.cli.adapter import add_merge_and_export
 from meshlora.cli.evaluate import add_evaluate, add_local_rank, add_run_file, checked_place, run_file_words
 from meshlora.cli.inspect import add_inspect, show_rows
+from meshlora.cli.launch_script import add_launch_script
 from meshlora.cli.plan import add_plan
 from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, import_libraries, note_interrupts
@@ -155,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_inspect(commands)
     add_plan(commands)
+    add_launch_script(commands)
     add_evaluate(commands)
     add_merge_and_export(commands)
 
