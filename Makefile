@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test proof bench check static lint types house setup clean
+.PHONY: demo test test-slurm proof bench check static lint types house setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,13 @@ test: static
 # And all else: every family, topology, fault and signal. Some hours on two cores.
 proof: test
 	$(PYTEST) -m proof
+
+# A real SLURM with two virtual nodes on this machine, started and ended by the tests, and a real mpirun.
+SLURM := slurmctld slurmd srun munged mpirun
+test-slurm: $(READY)
+	@PATH="$$PATH:/usr/sbin"; for name in $(SLURM); do command -v $$name > /dev/null || { \
+	    echo "$$name is missing: apt-get install slurmctld slurmd slurm-client munge openmpi-bin"; exit 1; }; done
+	$(BIN)/python -m pytest -q -m slurm tests/cluster
 
 # While one works: below 2 minutes on two cores.
 check: static

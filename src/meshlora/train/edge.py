@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,8 @@ def be_deterministic() -> None:
 
 
 @contextlib.contextmanager
-def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
-    """Inside the block `handler` gets the signals `numbers`; yields the previous handlers, which come back at its end.
+def handling_signals(numbers: Collection[int], handler: Callable[[int, Any], None]) -> Iterator[Mapping[int, Any]]:
+    """Inside the block `handler` gets the signals `numbers`; yields the previous handlers.
 
     Ignored signals stay ignored, as SIGHUP under nohup, and SIGINT in a script's background job. Outside of the main
     thread, which alone can handle signals, nothing is handled or yielded.
@@ -194,8 +194,6 @@ def noticing_signals(watch: Watch | None = None) -> Iterator[threading.Event]:
                 signal.set_wakeup_fd(old)
                 os.write(writer.fileno(), b"\0")
                 thread.join()
-                if asked.is_set():  # another request must not kill what is about to end
-                    handled |= dict.fromkeys(handled.keys() - {*INSISTING}, signal.SIG_IGN)
 
 
 def _end_by(number: int) -> None:
