@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
@@ -71,6 +72,23 @@ def test_file_system_that_lags_gets_some_seconds() -> None:
 def test_rank_that_finds_a_mistake_where_rank_0_finds_none_is_named() -> None:
     found = _agree(lambda: "step 8", _fails("train.jsonl"))
     assert {str(one) for one in found} == {"rank 1 (node2): train.jsonl: it is wrong; rank 0 sees it otherwise"}
+
+
+@pytest.mark.parametrize("look", [_fails("train.lr"), lambda: "step 4"])
+def test_rank_0_ends_when_the_others_know_why(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under srun and mpirun the store ends with it: the others said that they had lost a connection."""
+    monkeypatch.setattr(agreement, "_LAG_S", 0.0)
+    store, seen = HashStore(), []
+    slow = mock.Mock(wraps=store)
+    slow.wait.side_effect = lambda *given: (store.wait(*given), time.sleep(0.3))
+    slow.get.side_effect = lambda key: (seen.append(key), store.get(key))[1]
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(agreement._agreed_elsewhere, lambda: "step 8", _words, {}, slow, 1)
+        with pytest.raises(UserError) as own:
+            agreement._agreed_on_rank_0(look, _words, {}, store, 2)
+        last = agreement._DECISION if "train.lr" in str(own.value) else agreement._VERDICT
+        assert last in seen
+        assert str(other.exception()) == str(own.value)
 
 
 def test_mistake_of_rank_0_is_that_of_all_and_nobody_waits() -> None:

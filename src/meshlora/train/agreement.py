@@ -25,7 +25,11 @@ _LAG_S = 30.0
 _PATIENCE_S = 1800.0
 _LOOK_S = 0.02
 _AGAIN_S = 1.0
-_DECISION, _DIFFERS, _DONE, _VERDICT = (f"agreement/{name}" for name in ("decision", "differs", "done", "verdict"))
+# How long rank 0, which may be the store, stays for the others to hear why all end.
+_HEARD_S = 10.0
+_DECISION, _DIFFERS, _DONE, _VERDICT, _HEARD = (
+    f"agreement/{name}" for name in ("decision", "differs", "done", "verdict", "heard")
+)
 
 # Begins the name of a fact that is a version.
 VERSION = "as version of "
@@ -65,6 +69,7 @@ def _agreed_on_rank_0(
         found = look()
     except UserError as error:
         store.set(_DECISION, json.dumps({"mistake": _parts(error)}))
+        _wait_until_heard(store, world)
         raise
     store.set(_DECISION, json.dumps({"own": dict(own), "words": dict(words_of(found))}))
     deadline = time.monotonic() + _PATIENCE_S
@@ -74,6 +79,8 @@ def _agreed_on_rank_0(
         time.sleep(_LOOK_S)
     first = store.get(_DIFFERS).decode() if store.check([_DIFFERS]) else ""
     store.set(_VERDICT, first)
+    if first:
+        _wait_until_heard(store, world)
     _raise(first)
     return found
 
@@ -90,6 +97,7 @@ def _agreed_elsewhere(
     store.wait([_DECISION], timedelta(seconds=_PATIENCE_S))
     decision = json.loads(store.get(_DECISION))
     if "mistake" in decision:
+        store.add(_HEARD, 1)
         raise UserError(*decision["mistake"])
     if (mistake := _unlike(own, decision["own"], rank)) is None:
         deadline = time.monotonic() + _LAG_S
@@ -100,8 +108,16 @@ def _agreed_elsewhere(
         store.set(_DIFFERS, json.dumps(_parts(mistake)))
     store.add(_DONE, 1)
     store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
-    _raise(store.get(_VERDICT).decode())
+    verdict = store.get(_VERDICT).decode()
+    store.add(_HEARD, 1)
+    _raise(verdict)
     return found
+
+
+def _wait_until_heard(store: Any, world: int) -> None:
+    deadline = time.monotonic() + _HEARD_S
+    while store.add(_HEARD, 0) < world - 1 and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _tried(look: Callable[[], _Found]) -> tuple[_Found | None, UserError | None]:
