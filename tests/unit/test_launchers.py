@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshlora.cli import main as command_line
 from meshlora.comm import groups, launchers
 from meshlora.comm.launchers import Place, first_host, launcher_place, set_rendezvous
 from meshlora.common.errors import UserError
@@ -204,6 +205,27 @@ def test_host_that_is_known_a_little_later_is_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", ask)
     _set(RANK=0, WORLD_SIZE=2, MASTER_ADDR="run-0.run")
     assert _rendezvous()[0] == "run-0.run"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--local-rank=3", "train", "run.yaml"], ["train", "run.yaml", "--local_rank", "3", "--no-preflight"]],
+    ids=["torch.distributed.launch", "behind the words"],
+)
+def test_local_rank_of_an_old_launcher_is_taken(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no part of the command that goes on with the run."""
+    seen: list[tuple[str, Place | None]] = []
+    monkeypatch.setattr(command_line, "_train", lambda options: seen.append((options.words, launcher_place())))
+    _set(RANK=3, WORLD_SIZE=4)
+    assert command_line.main(words) == 0
+    rest = " --no-preflight" if "--no-preflight" in words else ""
+    assert seen == [(f"meshlora train run.yaml{rest}", Place(3, 4, 3))]
+
+
+def test_local_rank_that_the_environment_contradicts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    _set(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1)
+    assert command_line.main(["--local-rank=3", "train", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "error: --local-rank 3: LOCAL_RANK is 1; leave it out\n"
 
 
 def test_rank_of_our_own_launcher_forgets_the_one_that_started_its_parent() -> None:
