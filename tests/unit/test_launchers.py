@@ -207,6 +207,16 @@ def test_host_that_is_known_a_little_later_is_waited_for(monkeypatch: pytest.Mon
     assert _rendezvous()[0] == "run-0.run"
 
 
+def test_port_that_is_taken_is_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _set(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}: another process of this host listens there; set it"):
+            groups.meet()
+
+
 @pytest.mark.parametrize(
     "words",
     [["--local-rank=3", "train", "run.yaml"], ["train", "run.yaml", "--local_rank", "3", "--no-preflight"]],

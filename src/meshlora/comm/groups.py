@@ -25,7 +25,14 @@ from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora.comm.attempt import part_of_attempt
-from meshlora.comm.launchers import enter_place, is_by_torchrun, launcher_place, local_store, set_rendezvous
+from meshlora.comm.launchers import (
+    enter_place,
+    is_by_torchrun,
+    launcher_place,
+    local_store,
+    master_port,
+    set_rendezvous,
+)
 from meshlora.comm.links import Links, Outbox
 from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Watch
 from meshlora.comm.who_is_missing import Arrivals, explaining_timeouts
@@ -280,7 +287,13 @@ def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.St
     """Made once per process: a second store would claim the port, or the file, of the first."""
     if file is not None:
         return dist.FileStore(file, world)
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        given = f"MASTER_PORT={master_port()}"
+        raise UserError(given, "another process of this host listens there", "set it to a free one") from None
     if is_by_torchrun():
         return part_of_attempt(store, rank, world, timeout_s=timeout_s)
     return store

@@ -140,8 +140,13 @@ def set_rendezvous() -> None:
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _host_of_rank_0()
     env.setdefault("MASTER_PORT", str(_port()))
-    _number("MASTER_PORT")
+    master_port()
     _check_resolves(env["MASTER_ADDR"])
+
+
+def master_port() -> int:
+    """The port at which ranks meet, once `set_rendezvous` was called."""
+    return _number("MASTER_PORT")
 
 
 def _host_of_rank_0() -> str:
