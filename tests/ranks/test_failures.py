@@ -124,6 +124,18 @@ def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
     assert "meshlora train run.yaml --no-preflight --resume auto" in out
 
 
+@pytest.mark.proof
+def test_ranks_of_a_torchrun_that_is_killed_end(job: Job) -> None:
+    """They trained on, unseen, and kept their GPUs."""
+    job.write(steps=1_000_000)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshlora", "train", "run.yaml")
+    process = job.start(*torchrun, "--no-preflight")
+    wait_until(job.trains)
+    process.send_signal(signal.SIGUSR1)  # which torchrun does not handle, unless it is told to
+    process.communicate(timeout=PATIENCE_S)
+    wait_until(lambda: not any(map(is_alive, job.started_ranks())), timeout_s=5)
+
+
 def test_request_of_a_scheduler_saves_and_ends_with_the_code_that_it_was_told(job: Job) -> None:
     """SIGUSR1 killed all ranks, and a stopped run ended like one that is done: no scheduler could go on with it."""
     job.write("\n    at(3, 1, lambda loss: (time.sleep(2), loss)[1])\n")

@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupts: list[int] = []
     if "MESHLORA_LAUNCHER" in os.environ:  # `train.edge` takes seconds to import
         end_with(int(os.environ["MESHLORA_LAUNCHER"]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: its ranks would train on, unseen, after it was killed
+        end_with(os.getppid())
     if arguments is None:  # the process is ours
         sys.excepthook = _say_fault
     try:
