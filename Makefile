@@ -32,7 +32,7 @@ SLURM := slurmctld slurmd srun munged mpirun
 test-slurm: $(READY)
 	@PATH="$$PATH:/usr/sbin"; for name in $(SLURM); do command -v $$name > /dev/null || { \
 	    echo "$$name is missing: apt-get install slurmctld slurmd slurm-client munge openmpi-bin"; exit 1; }; done
-	$(BIN)/python -m pytest -q -m slurm tests/cluster
+	$(BIN)/python -m pytest -q -s -m slurm tests/cluster
 
 # While one works: below 2 minutes on two cores.
 check: static

@@ -119,6 +119,6 @@ def test_job_that_meets_its_time_limit_is_requeued_and_ends_with_the_same_bytes(
 def test_mpirun_trains_the_adapter_of_one_machine(folder: Path, undisturbed: str) -> None:
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     words = [sys.executable, "-m", "meshlora", "train", "run.yaml", "--set", "train.output=mpirun"]
-    done = subprocess.run([*mpirun, *words], cwd=folder, env=environment(folder / "faults"), check=False)
-    assert done.returncode == 0
+    done = subprocess.run([*mpirun, *words], cwd=folder, env=environment(folder / "faults"), capture_output=True)
+    assert done.returncode == 0, done.stderr
     assert _hash(folder / "mpirun") == undisturbed

@@ -76,6 +76,12 @@ def test_file_is_written_whole_and_says_what_it_starts(tmp_path: Path, capsys: p
     assert "llama-8b.yaml --set train.lr=1e-3 --resume auto --stopped-exit-code 85 ||" in text
 
 
+def test_nothing_is_downloaded_where_the_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A login node has room for no model, and a laptop none for this one."""
+    run = str(write_run_file(tmp_path / "run.yaml", model={"path": "acme/llama-70b"}, topology="tp=8"))
+    assert "#SBATCH --gpus-per-node=8\n" in _written(capsys, run, "--slurm")
+
+
 MISTAKES = {
     ("--slurm", "--nodes", "3", "--gpus-per-node", "8", "--set", "topology=dp=2,tp=8"): ("16", "24 were started"),
     ("--slurm", "--nodes", "2", "--gpus-per-node", "3"): ("tp=8 on 6 processes",),

@@ -78,7 +78,7 @@ def _launch_script(options: argparse.Namespace) -> None:
     _check_options(options)
     if options.out:
         check_result_file(Path(options.out), f"--out {options.out}")
-    config = next(iter(read_runs(options.file, options.overrides).values()))
+    config = next(iter(read_runs(options.file, options.overrides, downloads=False).values()))
     ranks = options.gpus_per_node
     if ranks is None:
         ranks = -(-Topology.parse(config.topology).world // options.nodes)

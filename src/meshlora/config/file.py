@@ -42,10 +42,11 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     return runs[""]
 
 
-def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str, RunConfig]:
+def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads: bool = True) -> dict[str, RunConfig]:
     """Name -> run of each adapter in a run file; a file without `adapters:` is one run, under "".
 
     The keys of an adapter override the shared ones, and its output is the subfolder of its name in the shared output.
+    downloads: names of the hub become folders; else they stay names.
 
     Raises:
         UserError: as in `read_run`, but for several adapters.
@@ -54,7 +55,7 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
     for override in overrides or []:
         _apply(tree, override)
     if "adapters" not in tree:
-        return {"": _run(tree)}
+        return {"": _run(tree, downloads)}
     adapters = tree.pop("adapters")
     if not isinstance(adapters, dict) or not adapters:
         raise UserError(
@@ -69,7 +70,7 @@ def read_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str,
             raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
         own_tree = _tree_of(tree, name, own)
         try:
-            runs[name] = _run(own_tree)
+            runs[name] = _run(own_tree, downloads)
         except UserError as error:
             raise UserError(f"adapters.{name}: {error.given}", error.rule, error.way_out) from None
     return runs
@@ -90,13 +91,13 @@ _NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RU
 _DEEPEST_KEY = 10
 
 
-def _run(tree: dict[str, Any]) -> RunConfig:
+def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
     tree = with_preset(tree)
     if isinstance(tree.get("train"), Mapping):
         tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
     config = _build(RunConfig, tree, "")
     assert isinstance(config, RunConfig)
-    return _located(config)
+    return _located(config) if downloads else config
 
 
 def _located(config: RunConfig) -> RunConfig:
