@@ -85,6 +85,7 @@ def test_nothing_is_downloaded_where_the_file_is_written(tmp_path: Path, capsys:
 MISTAKES = {
     ("--slurm", "--nodes", "3", "--gpus-per-node", "8", "--set", "topology=dp=2,tp=8"): ("16", "24 were started"),
     ("--slurm", "--nodes", "2", "--gpus-per-node", "3"): ("tp=8 on 6 processes",),
+    ("--slurm", "--nodes", "3"): ("--nodes 3: the 8 ranks of topology tp=8,sp do not divide",),
     ("--slurm", "--nodes", "0"): ("--nodes 0: it must be at least 1",),
     ("--slurm", "--gpus-per-node", "-8"): ("--gpus-per-node -8: it must be at least 1",),
     ("--slurm", "--time", "soon"): ("--time soon", "HH:MM:SS", "as in 24:00:00"),

@@ -81,9 +81,12 @@ def _launch_script(options: argparse.Namespace) -> None:
     config = next(iter(read_runs(options.file, options.overrides, downloads=False).values()))
     ranks = options.gpus_per_node
     if ranks is None:
-        ranks = -(-Topology.parse(config.topology).world // options.nodes)
-    # The rule names both if they do not fit, and whatever topology leaves open is what they give.
-    topology = Topology.parse(config.topology, world=options.nodes * ranks)
+        smallest = Topology.parse(config.topology)
+        ranks, rest = divmod(smallest.world, options.nodes)
+        if rest:
+            rule = f"the {smallest.world} ranks of topology {smallest} do not divide among them"
+            raise UserError(f"--nodes {options.nodes}", rule, "give --gpus-per-node too")
+    topology = Topology.parse(config.topology, world=options.nodes * ranks)  # dp is what the number of ranks leaves
     text = filled(options, ranks=ranks, has_gpus=config.device != "cpu")
     if not options.out:
         hand_over(text.removesuffix("\n"))
