@@ -153,15 +153,23 @@ def test_request_of_a_scheduler_saves_and_ends_with_the_code_that_it_was_told(jo
 
 @pytest.mark.proof
 def test_every_rank_that_was_asked_to_stop_ends_with_the_code(job: Job) -> None:
-    """Started one by one, as srun does; rank 0 has written all before another ends, for which srun may kill it."""
-    job.write(steps=1_000_000)
+    """Started one by one, as srun does, which sends SIGTERM to the others when the first ends with such a code."""
+    job.write(
+        """
+    from meshlora.train import run
+    leave = run.leave
+    run.leave = lambda: (time.sleep(3 * (rank == 0)), leave())
+""",
+        steps=1_000_000,
+    )
     words = ("-m", "meshlora", "train", "run.yaml", "--no-preflight", "--stopped-exit-code", "85")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [job.start(*words, RANK=str(rank), **place) for rank in range(2)]
     wait_until(job.trains)
     ranks[1].send_signal(signal.SIGUSR1)
-    out, _ = ranks[0].communicate(timeout=PATIENCE_S)
     ranks[1].communicate(timeout=PATIENCE_S)
+    ranks[0].send_signal(signal.SIGTERM)
+    out, _ = ranks[0].communicate(timeout=PATIENCE_S)
     assert [rank.returncode for rank in ranks] == [85, 85]
     assert "stopped as asked; saved in output/checkpoints/step-" in out
 
