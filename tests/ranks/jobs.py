@@ -120,10 +120,11 @@ class Job:
         """Whatever the test found, nothing of it is left for the next."""
         for process in self.started:
             process.kill()
-            process.communicate()
-        for pid in self.living_ranks():
+        for pid in self.living_ranks():  # they may hold what is read below
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for process in self.started:
+            process.communicate()
 
     def run(self, *command: str) -> tuple[int, str, str]:
         """(exit code, stdout, stderr), once all has ended, in time after the fault where there was one."""

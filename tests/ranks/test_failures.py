@@ -132,8 +132,7 @@ def test_ranks_of_a_torchrun_that_is_killed_end(job: Job) -> None:
     process = job.start(*torchrun, "--no-preflight")
     wait_until(job.trains)
     process.send_signal(signal.SIGUSR1)  # which torchrun does not handle, unless it is told to
-    process.communicate(timeout=PATIENCE_S)
-    wait_until(lambda: not any(map(is_alive, job.started_ranks())), timeout_s=5)
+    wait_until(lambda: not any(map(is_alive, job.started_ranks())), timeout_s=PATIENCE_S)
 
 
 def test_request_of_a_scheduler_saves_and_ends_with_the_code_that_it_was_told(job: Job) -> None:
