@@ -230,7 +230,9 @@ def _train(options: argparse.Namespace) -> None:
         _start_ranks(options)
         return
     with rank_edge(is_watched=True) as watch, contextlib.ExitStack() as held:
-        _train_as_rank(options, place, watch, held)
+        is_done = _train_as_rank(options, place, watch, held)
+    if not is_done and options.stopped_exit_code:  # out here: to the other ranks this one has ended well
+        raise SystemExit(options.stopped_exit_code)
 
 
 def _start_ranks(options: argparse.Namespace) -> None:
@@ -261,8 +263,8 @@ def _start_ranks(options: argparse.Namespace) -> None:
         raise SystemExit(options.stopped_exit_code)
 
 
-def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> None:
-    """Train as one rank of a launcher, or alone. held: closes the locks of the outputs."""
+def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> bool:
+    """Train as one rank of a launcher, or alone. Returns False if it was stopped. held: closes the locks of outputs."""
     from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import join
     from meshlora.common.console import Console
@@ -287,7 +289,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
 
     runs = agreed(look, words_of, own=own_words())
     if _are_finished(runs, is_main=is_main):
-        return
+        return True
     device = next(iter(runs.values())).config.device
     found = machines(device)
     if watch is not None:
@@ -302,10 +304,10 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
     is_done = train(runs, go_on=how_to_go_on(options.words), watch=watch, ends_if_stopped=True)
-    if launched_by_us():
+    if launched_by_us():  # which ends with the code itself
         leave_result(is_done)
-    elif not is_done:
-        raise SystemExit(options.stopped_exit_code)
+        return True
+    return is_done
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
