@@ -256,11 +256,13 @@ def _end_with_job(terminal: int, cause: Cause, watch: Watch) -> None:
     """End this process as the job ends: with the first cause, printed once on each machine."""
     watch.ending.acquire()  # for good: its thread and the main one may come here both
     leave_word(cause.text)
-    if cause.by == watch.rank or (watch.speaks and cause.host != socket.gethostname()):
+    is_own = cause.by == watch.rank
+    if is_own or (watch.speaks and cause.host != socket.gethostname()):
         who = "" if cause.code == UserError.exit_code else f"rank {cause.rank} ({cause.host}): "
         _print(f"error: {who}{cause.text}", terminal)
-    elif not watch.speaks:
-        # The launcher ends the ranks of a machine when one has ended: first let the one speak that has the words.
+    if watch.rank == 0 or not (is_own or watch.speaks):
+        # The launcher ends the ranks of a machine when one has ended: first let the one speak that has the words. And
+        # rank 0 may hold the store in which all others read them.
         time.sleep(watch.interval_s + _SPEAKING_S)
     _within(_TELLING_S, abort_groups)
     _end(cause.code)
