@@ -150,10 +150,10 @@ class FakeRun(TorchDispatchMode):
         made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
         for tensor in made:
             self._hold(tensor)
-        if self._section is not None and made and not _is_view(func):
+        if self._section is not None and made and not is_view(func):
             moved = sum(t.nbytes for t in (*given, *made))
             is_causal = any(arg is True for arg in (*args, *kwargs.values()))  # of attention, its only flag
-            self._section.work[Work(_flops(name, given, made, is_causal=is_causal), moved)] += 1
+            self._section.work[Work(flops_of(name, given, made, is_causal=is_causal), moved)] += 1
         return found
 
     def _block(self, masks: RowsOfMask, rows: slice, own: slice, positions: np.ndarray) -> Block:
@@ -279,13 +279,13 @@ def _takes_device(func: Any) -> bool:
 
 
 @functools.cache
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether an operator only returns views of its input."""
     returns = schema_of(func).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _flops(name: str, given: list[Tensor], made: list[Tensor], *, is_causal: bool) -> int:
+def flops_of(name: str, given: list[Tensor], made: list[Tensor], *, is_causal: bool) -> int:
     """Floating-point operations of a matrix product or an attention; 0 for other, memory-bound operators."""
     short = name.partition("::")[2]
     if short in _PRODUCTS:
