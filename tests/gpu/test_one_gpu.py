@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 
 import meshlora
+from meshlora.layers.rms_norm import RmsNormFunction
 from meshlora.train.losses import language_model_loss
 from tests.conftest import Prove
 from tests.twins import make_batches, make_twin
@@ -37,3 +38,17 @@ def test_bf16_base_trains_fp32_factors_on_the_gpu(tmp_path: Path) -> None:
     norm = meshlora.clip_gradients(model, 1.0)
     assert 0 < norm < float("inf")
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_kernel_of_a_norm_computes_its_formula(dtype: torch.dtype) -> None:
+    x, g = torch.randn(2, 3, 257, 512, device="cuda", dtype=torch.float64).to(dtype)
+    weight = torch.rand(512, device="cuda").to(dtype)
+    found = {}
+    for device in ("cuda", "cpu"):
+        own = x.to(device).requires_grad_()
+        y = RmsNormFunction.apply(own, weight.to(device), 1e-5)
+        y.backward(g.to(device))
+        found[device] = y.detach().cpu().double(), own.grad.cpu().double()
+    for on_gpu, on_cpu in zip(found["cuda"], found["cpu"], strict=True):
+        assert float((on_gpu - on_cpu).norm() / on_cpu.norm()) < torch.finfo(dtype).eps

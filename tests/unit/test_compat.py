@@ -110,6 +110,8 @@ PRIVATE = [
     Private("storage_id", "torch.UntypedStorage._cdata", "to count the memory of each storage once"),
     Private("fused_attention", f"torch.ops.aten.{_FUSED}", "to simulate the attention of GPUs"),
     Private("attention_with_sums", f"torch.ops.aten.{_FUSED}", "to attend to keys in parts"),
+    Private("fused_norm", "torch.ops.aten._fused_rms_norm", "to compute a norm in one kernel"),
+    Private("fused_norm_back", "torch.ops.aten._fused_rms_norm_backward", "to compute its gradient in one kernel"),
     Private("attention_back", f"torch.ops.aten.{_FUSED}_backward", "to attend to keys in parts"),
     Private("attention_with_sums", f"torch.ops.aten.{_ON_GPU}", "to attend to keys in parts on GPUs"),
     Private("attention_back", f"torch.ops.aten.{_ON_GPU}_backward", "to attend to keys in parts on GPUs"),
@@ -367,6 +369,21 @@ def test_fused_attention_is_attention_and_one_operator_without_content() -> None
     with _Names() as names:
         assert compat.fused_attention(meta, meta, meta, **options).shape == meta.shape
     assert names.seen == [f"aten::{_FUSED}"]
+
+
+def test_a_fused_norm_is_the_norm_and_one_operator_each_way_without_content() -> None:
+    x, g, weight = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8), torch.rand(8)
+    n, r = compat.fused_norm(x[0].requires_grad_(), 1e-3)
+    expected = F.rms_norm(x[0], [8], None, 1e-3)
+    assert torch.allclose(n, expected, rtol=0, atol=1e-6)
+    meta = torch.empty(5, 8, device="meta", dtype=torch.bfloat16)
+    with _Names() as names:
+        n, r = compat.fused_norm(meta, 1e-3)
+        assert compat.fused_norm_back(n, meta, meta[0], r).shape == meta.shape
+    assert [name for name in names.seen if "layer_norm" in name] == [
+        "aten::native_layer_norm",
+        "aten::native_layer_norm_backward",
+    ]
 
 
 def test_every_dropout_of_torch_is_one() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -17,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 import meshlora
 from meshlora.common.float64 import lift
+from meshlora.layers import rms_norm
 from meshlora.layers.rms_norm import is_known, own_gradients_of_norms
 from meshlora.plan.families.twin import twin_config
 
@@ -70,6 +72,30 @@ def test_values_are_the_same_bits_and_gradients_no_further_off(dtype: torch.dtyp
     (y, dx), (expected_y, expected_dx) = _run(ours, x, g), _run(norm, x, g)
     assert torch.equal(y, expected_y)
     assert dx.dtype == expected_dx.dtype
+    assert float((dx - exact).norm()) <= 1.2 * float((expected_dx - exact).norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_a_gpu_compute_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch has their arithmetic, for the compiler; the kernels themselves run in tests/gpu."""
+    norm, ours = _norms(dtype)
+    x, g = _drawn((3, 64, 32), dtype)
+    with lift():
+        _, exact = _run(_norms(dtype)[0].double(), x.double(), g.double())
+    expected_y, expected_dx = _run(norm, x, g)
+    calls: list[str] = []
+
+    def back(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> Tensor:
+        calls.append("back")
+        given = grad, x, [x.shape[-1]], r, weight, [True, False]
+        return decomposition_table[torch.ops.aten._fused_rms_norm_backward.default](*given)[0]
+
+    monkeypatch.setattr(rms_norm, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(rms_norm, "fused_norm_back", back)
+    y, dx = _run(ours, x, g)
+    assert calls
+    assert torch.equal(y, expected_y)
+    assert dx.dtype == dtype
     assert float((dx - exact).norm()) <= 1.2 * float((expected_dx - exact).norm())
 
 

@@ -131,6 +131,28 @@ def fused_attention(
     return out
 
 
+def fused_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x r`, in the dtype of x, and `r = (mean(x^2) + eps)^-1/2` over the last dim, `[..., 1]`: one kernel on a GPU. The
+    public function keeps r to itself. On the meta device, where torch has no kernel for it, another norm stands for it.
+    """
+    shape = [x.shape[-1]]
+    if x.is_meta:
+        n, _, r = torch.native_layer_norm(x, shape, None, None, eps)
+        return n, r
+    n, r = torch.ops.aten._fused_rms_norm(x, shape, None, eps)
+    return n, r
+
+
+def fused_norm_back(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> Tensor:
+    """The gradient of x, where `grad` is that of `x r weight`; r of `fused_norm`."""
+    shape, aten = [x.shape[-1]], torch.ops.aten
+    if x.is_meta:
+        dx: Tensor = aten.native_layer_norm_backward(grad, x, shape, r, r, weight, None, [True, False, False])[0]
+        return dx
+    dx = aten._fused_rms_norm_backward(grad.contiguous(), x, shape, r, weight, [True, False])[0]
+    return dx
+
+
 def attention_with_sums(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ is split over tp. Does not own: which norms those are (`plan.families.explicit`)
 model's own.
 
 transformers writes it as six operations. Their backward takes twelve passes over `[T, H]`, and in a bfloat16 model they
-save the input in float32. Written out it takes five passes, and the input is saved in its own dtype.
+save the input in float32. Written out it takes five passes, and the input is saved in its own dtype. On a GPU torch has
+a kernel for each direction.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn.functional import silu
 
 from meshlora.comm.collectives import reduce_each_to_each
 from meshlora.comm.groups import Axis
+from meshlora.common.compat import fused_norm, fused_norm_back
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import is_lifted
 from meshlora.plan.layout import Layout
@@ -36,7 +38,8 @@ _LLAMAS = "0dcf5f011ba2ed45"
 class RmsNormFunction(Function):
     """y = w * n, n = x r, r = (mean(x^2) + eps)^-1/2 over the last dim; x `[..., H]`, w `[H]`.
 
-    forward: operation by operation what `LlamaRMSNorm` computes, in float32 (lifted float64: in float64).
+    forward: operation by operation what `LlamaRMSNorm` computes, in float32 (lifted float64: in float64). A kernel has
+    float32 inside too, and n is rounded before w as there.
     backward, with g = dL/dy and h = g w:
         dx_i = r h_i - x_i r^3 / H sum_j h_j x_j
     w is frozen: no gradient is computed for it.
@@ -44,6 +47,11 @@ class RmsNormFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.is_fused = _has_kernel(x, weight)
+        if ctx.is_fused:
+            n, r = fused_norm(x, eps)
+            ctx.save_for_backward(x, weight, r)
+            return n.mul_(weight)
         wide = torch.float64 if x.dtype == torch.float64 and is_lifted() else torch.float32
         x_wide = x.to(wide)
         r = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -54,11 +62,18 @@ class RmsNormFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, weight, r = ctx.saved_tensors
+        if ctx.is_fused:
+            return fused_norm_back(grads[0], x, weight, r), None, None
         x_wide = x.to(r.dtype)
         h = grads[0].to(r.dtype) * weight.to(r.dtype)
         dot = torch.linalg.vecdot(h, x_wide).unsqueeze(-1)
         h.mul_(r).addcmul_(x_wide, r.pow(3).mul_(dot), value=-1 / x.shape[-1])
         return h.to(x.dtype), None, None
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch computes the norm in one kernel: on a CPU it has none, and in float64 not this one's float32."""
+    return not x.is_cpu and x.dtype == weight.dtype != torch.float64
 
 
 def own_gradients_of_norms(model: nn.Module) -> None:
