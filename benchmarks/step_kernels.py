@@ -105,8 +105,21 @@ class Counted:
         return gpu.work_s(work, is_half=True)
 
     def minus(self, other: Counted) -> Counted:
-        """What this has beyond `other`."""
-        return Counted({part: own - other.operators[part] for part, own in self.operators.items()})
+        """What this has beyond `other`, but for lists of tensors, which are one operator whatever their length."""
+        more = {part: own - other.operators[part] for part, own in self.operators.items()}
+        return Counted(
+            {p: Counter({key: n for key, n in own.items() if not _is_of_list(key[0])}) for p, own in more.items()}
+        )
+
+    def lists_grown(self, longer: Counted, times: int) -> Counted:
+        """This, with its lists of tensors grown so many times by what `longer` has more in them."""
+        grown = {}
+        for part, own in self.operators.items():
+            lists = [[key for key in c.operators[part] if _is_of_list(key[0])] for c in (self, longer)]
+            grown[part] = Counter({key: n for key, n in own.items() if not _is_of_list(key[0])})
+            for (name, short, casts), (_, long, _) in zip(*lists, strict=True):
+                grown[part][name, Work(0, short.num_bytes + times * (long.num_bytes - short.num_bytes)), casts] += 1
+        return Counted(grown, self.reads)
 
     def plus(self, other: Counted, times: int) -> Counted:
         """This, and `other` so many times."""
@@ -156,6 +169,10 @@ class Counting(TorchDispatchMode):
 
         with replaced(Tensor, "tolist", read):
             yield
+
+
+def _is_of_list(name: str) -> bool:
+    return name.startswith(("_foreach_", "_fused_adamw"))
 
 
 def _stored_bytes(tensor: Tensor) -> int:
@@ -317,8 +334,8 @@ def count(shape: Shape) -> dict[str, tuple[Counted, Counted]]:
     with simulated_job(2):
         for name, system in SYSTEMS.items():
             one, two = system(shape, 1), system(shape, 2)
-            layer = two.minus(one)
-            found[name] = one.plus(layer, shape.config.num_hidden_layers - 1), layer
+            layer, more = two.minus(one), shape.config.num_hidden_layers - 1
+            found[name] = one.lists_grown(two, more).plus(layer, more), layer
     return found
 
 

@@ -69,8 +69,8 @@ OF_SEVERAL: dict[str, Fault] = {
     "gradient_of_the_neighbour": Fault(
         "the gradient of an adapter is of its own rows",
         _PRODUCTS,
-        "das = group.each((dzs[-1].mT @ group.seen(x))",
-        "das = group.each((dzs[-1].mT @ group.seen(x)).roll(1, 0)",
+        "das = group.each(wide_product(dzs[-1].mT, group.seen(x), ctx.dtypes[place]))",
+        "das = group.each(wide_product(dzs[-1].mT, group.seen(x), ctx.dtypes[place]).roll(1, 0))",
         f"{_ALONE}[alike]",
     ),
     "scale_of_the_first": Fault(

@@ -24,7 +24,9 @@ from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.float64 import wide_dtype
 from meshlora.layers.context import ContextCut
+from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.rounded import Rounding
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import adopt, parallel_leaves
@@ -60,7 +62,7 @@ class Runtime:
 
     plan: of what this rank's stage has. context: the cut of its forwards over cp. pipeline: their way through this
     stage. whole: all stages. base: the base parameters that adapters have copies of. dropout: the
-    tokens of the running forward, and the adapter of each.
+    tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
     """
 
     plan: ModelPlan
@@ -73,6 +75,7 @@ class Runtime:
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
     dropout: ForwardTokens = field(init=False)
+    rounding: Rounding = field(default_factory=Rounding, init=False)
 
     def __post_init__(self) -> None:
         self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp, context=self.context)
@@ -168,6 +171,10 @@ def attach(
         if trained is not None:
             value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
         copies[of_base] = nn.Parameter(value, requires_grad=False)
+    if not state.adapters:
+        state.rounding.watch(model, model.dtype)
+    leaves = parallel_leaves(model).values()
+    state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, ParallelLinear | ParallelExpertLinear)]
     state.adapters[name] = Adapter(planned, copies)
 
 

@@ -132,8 +132,10 @@ def fused_attention(
 
 
 def fused_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x r`, in the dtype of x, and `r = (mean(x^2) + eps)^-1/2` over the last dim, `[..., 1]`: one kernel on a GPU. The
-    public function keeps r to itself. On the meta device, where torch has no kernel for it, another norm stands for it.
+    """`x r`, in the dtype of x, and `r = (mean(x^2) + eps)^-1/2` over the last dim, `[..., 1]`: one kernel on a GPU.
+
+    The public function keeps r to itself. On the meta device, where torch has no kernel for it, another norm stands for
+    it.
     """
     shape = [x.shape[-1]]
     if x.is_meta:
@@ -146,10 +148,11 @@ def fused_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def fused_norm_back(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> Tensor:
     """The gradient of x, where `grad` is that of `x r weight`; r of `fused_norm`."""
     shape, aten = [x.shape[-1]], torch.ops.aten
+    dx: Tensor
     if x.is_meta:
-        dx: Tensor = aten.native_layer_norm_backward(grad, x, shape, r, r, weight, None, [True, False, False])[0]
-        return dx
-    dx = aten._fused_rms_norm_backward(grad.contiguous(), x, shape, r, weight, [True, False])[0]
+        dx, *_ = aten.native_layer_norm_backward(grad, x, shape, r, r, weight, None, [True, False, False])
+    else:
+        dx, _ = aten._fused_rms_norm_backward(grad.contiguous(), x, shape, r, weight, [True, False])
     return dx
 
 

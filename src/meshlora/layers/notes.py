@@ -1,7 +1,7 @@
 """Notes on a tensor: facts about its values, for a layer that is called with it later.
 
 Owns: writing a note, and reading one that is still valid. Does not own: the contents, which belong to the writers:
-`layers.shared_input`, `layers.early_a`, `layers.gate_recompute`. Why notes: docs/decisions/016.
+`layers.shared_input`, `layers.early_a`, `layers.gate_recompute`, `layers.rounded`. Why notes: docs/decisions/016.
 
 The model's own code lies between writer and reader, and passes tensors alone. A note is valid for this very tensor,
 unchanged: a copy, a view and a tensor modified in place have none, and a reader that finds none computes as usual.
@@ -33,3 +33,8 @@ def noted(x: Tensor, kind: type[_Note]) -> _Note | None:
     """The note of that kind on x, if x has not been modified since."""
     found = getattr(x, _NOTES, {}).get(kind)
     return found[0] if found is not None and found[1] == version_of(x) else None
+
+
+def forget(x: Tensor, kind: type) -> None:
+    """Remove the note of that kind from x, if it has one."""
+    getattr(x, _NOTES, {}).pop(kind, None)

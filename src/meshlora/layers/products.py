@@ -17,6 +17,7 @@ from torch.autograd import Function
 from meshlora.common.transfer import to_device
 from meshlora.layers.gate_recompute import Product
 from meshlora.layers.quantized import Packed, unpacked
+from meshlora.layers.rounded import rounded, scaled_product, wide_product
 from meshlora.layers.shared_input import InputGradient
 from meshlora.layers.tokens import Segment, are_alike
 
@@ -47,10 +48,10 @@ class LoraLinearFunction(Function):
     once for all segments, and only the packed one is saved. The mask of D is recomputed in the backward. Linears that
     share x all add to one dx and return none (`layers.shared_input`): they are called with x detached, and with the
     token of the shared input.
-    rides: z was gathered with x (`layers.early_a`) and replaces A, of one adapter; its gradient is g B, and nothing of
-    x is saved.
-    The factors may have higher precision than x (fp32 with bf16): they are rounded on use, and their gradients are
-    returned in the higher precision.
+    rides: z was gathered with x (`layers.early_a`), or computed for several linears (`layers.shared_input`), and
+    replaces A, of one adapter; its gradient is g B, and nothing of x is saved.
+    The factors may have higher precision than x (fp32 with bf16): products take rounded ones (`layers.rounded`), and
+    the gradients are returned in the higher precision.
     """
 
     @staticmethod
@@ -69,11 +70,13 @@ class LoraLinearFunction(Function):
         x2 = x.reshape(-1, x.shape[-1])
         packed = weight if isinstance(weight, Packed) else None
         plain = unpacked(weight)
+        ctx.dtypes = [factor.dtype for factor in factors]
+        factors = tuple(rounded(factor, x.dtype) for factor in factors)
         groups = _groups(segments, factors)
         if rides:
             zs: Sequence[Tensor] = factors[:1]
         else:
-            zs = [(group.seen(x2) @ _stacked(a, x.dtype).mT).mul_(group.scale(x)) for group, a, _ in groups]
+            zs = [group.product(group.seen(x2), _stacked(a).mT) for group, a, _ in groups]
         y = _sum_of_products(x, plain, bias, [(group, z, b) for z, (group, _, b) in zip(zs, groups, strict=True)])
         inputs: Sequence[Tensor] = (x2,) if product is None else (product.gate, product.up.detach())
         inputs = () if rides else inputs
@@ -95,24 +98,23 @@ class LoraLinearFunction(Function):
         dzs, found, place = [], [], 0
         for (group, a, b), z in zip(groups, zs, strict=True):
             own = group.rows(g)
-            dz = own @ _stacked(b, g.dtype)
-            dzs.append(dz if ctx.rides else dz.mul_(group.scale(g)))
+            dzs.append(own @ b[0] if ctx.rides else group.product(own, _stacked(b)))
             stop = place + 2 * len(a)
             das: Sequence[Tensor | None] = [None] * len(a)
             dbs = das
             if ctx.rides:
-                das = (dz,)
+                das = dzs
             elif x is not None and any(needs[place:stop:2]):
-                das = group.each((dzs[-1].mT @ group.seen(x)).to(a[0].dtype))
-            if any(needs[place + 1 : stop : 2]):  # the transpose: twice as fast as g.T @ z
-                dbs = group.each((z.mT @ own).mT.to(b[0].dtype, memory_format=torch.contiguous_format))
+                das = group.each(wide_product(dzs[-1].mT, group.seen(x), ctx.dtypes[place]))
+            if any(needs[place + 1 : stop : 2]):
+                dbs = group.each(_gradient_of_b(own, z, ctx.dtypes[place + 1]))
             found += [one for pair in zip(das, dbs, strict=True) for one in pair]
             place = stop
         dx, gradient = None, ctx.gradient
         if ctx.needs_input_grad[0] or gradient is not None:
             dx = gradient.so_far() if gradient is not None else None
             if not ctx.rides:
-                terms = [(group, dz, _stacked(a, g.dtype)) for dz, (group, a, _) in zip(dzs, groups, strict=True)]
+                terms = [(group, dz, _stacked(a)) for dz, (group, a, _) in zip(dzs, groups, strict=True)]
                 dx = _with_terms(dx, terms, g, weight.shape[1])
             dx = g @ weight if dx is None else dx.addmm_(g, weight)
             if gradient is not None:
@@ -137,12 +139,12 @@ class _Group:
         mask = self.segments[0].dropout
         return self.rows(x) if mask is None else mask.drop(self.rows(x))
 
-    def scale(self, like: Tensor) -> Any:
-        """The factor s of z."""
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """`s left right`, with the s of each segment."""
         if len(self.segments) == 1:
-            return self.segments[0].scale
-        scales = torch.tensor([segment.scale for segment in self.segments], dtype=like.dtype)
-        return to_device(scales, like.device).view(-1, 1, 1)
+            return scaled_product(left, right, self.segments[0].scale)
+        scales = torch.tensor([segment.scale for segment in self.segments], dtype=left.dtype)
+        return (left @ right).mul_(to_device(scales, left.device).view(-1, 1, 1))
 
     def each(self, gradient: Tensor) -> Sequence[Tensor]:
         """The gradient of each segment's factor."""
@@ -157,9 +159,16 @@ def _groups(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[tupl
     return [(_Group((segment,)), [a], [b]) for segment, a, b in pairs]
 
 
-def _stacked(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _stacked(factors: Sequence[Tensor]) -> Tensor:
     """`[..., r, in]` for a product with the rows of a group."""
-    return factors[0].to(dtype) if len(factors) == 1 else torch.stack(list(factors)).to(dtype)
+    return factors[0] if len(factors) == 1 else torch.stack(list(factors))
+
+
+def _gradient_of_b(g: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
+    """`g^T z` `[..., out, r]`."""
+    if g.is_cpu:  # the transpose: twice as fast there
+        return (z.mT @ g).mT.to(dtype, memory_format=torch.contiguous_format)
+    return wide_product(g.mT, z, dtype)
 
 
 def _with_terms(total: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Tensor]], g: Tensor, width: int) -> Tensor:
@@ -197,10 +206,10 @@ def _sum_of_products(
     is_small = len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64)
     if is_small and bias is None and covered and len(terms) == 1 and terms[0][1].ndim == 2:
         (_, z, b) = terms[0]
-        rows.copy_((_stacked(b, x.dtype) @ z.T).addmm_(weight, x2.T).T)
+        rows.copy_((_stacked(b) @ z.T).addmm_(weight, x2.T).T)
         return y
     for group, z, b in terms:
-        own, bt = group.rows(rows), _stacked(b, x.dtype).mT
+        own, bt = group.rows(rows), _stacked(b).mT
         if bias is None:
             torch.matmul(z, bt, out=own)
         else:

@@ -1,0 +1,110 @@
+"""Factors in the dtype of the base: rounded once a forward, all in one kernel, not on each use.
+
+Owns: the rounded copies and the product whose result is not rounded. Does not own: who uses them (`layers.products`,
+`layers.shared_input`, `layers.early_a`), which factors are in use (`adapter.attach`).
+
+Copies are made when the model's forward begins and forgotten when it ends: none can outlive a change of its factor,
+whoever makes it. A version number would not do as a key: torch's fused AdamW changes parameters without a new one. A
+backward uses the copies that its forward saved. Outside a forward of the whole model a factor is rounded where it is
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.common.compat import copy_each
+from meshlora.layers.adapted import AdaptedLeaf
+from meshlora.layers.notes import forget, note, noted
+
+
+class _Rounded(NamedTuple):
+    """The note on a factor: its copy."""
+
+    copy: Tensor
+
+
+def rounded(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`factor` in `dtype`: itself, the copy of the running forward, or a new one."""
+    if factor.dtype == dtype:
+        return factor
+    found = noted(factor, _Rounded)
+    return found.copy if found is not None and found.copy.dtype == dtype else factor.to(dtype)
+
+
+def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+    """Make the copies; returns the factors that have one now. Of fresh memory: an earlier forward may wait for its
+    backward."""
+    wide = [factor for factor in factors if factor.dtype != dtype]
+    if not wide:
+        return []
+    flat = torch.empty(sum(factor.numel() for factor in wide), dtype=dtype, device=wide[0].device)
+    parts = flat.split([factor.numel() for factor in wide])
+    copies = [_laid_out(part, factor) for part, factor in zip(parts, wide, strict=True)]
+    with torch.no_grad():
+        copy_each(copies, [factor.detach() for factor in wide])
+    for factor, copy in zip(wide, copies, strict=True):
+        note(factor, _Rounded(copy))
+    return wide
+
+
+def forget_each(factors: Iterable[nn.Parameter]) -> None:
+    """Forget their copies."""
+    for factor in factors:
+        forget(factor, _Rounded)
+
+
+def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
+    """`flat` in the shape of `like`, and with its last two dims in the same order in memory."""
+    if like.is_contiguous():
+        return flat.view(like.shape)
+    return flat.view(like.mT.shape).mT
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """`s left right`, rounded once: left `[m, k]`, right `[k, n]`."""
+    if scale == 1:
+        return left @ right
+    return left.new_empty(len(left), right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
+
+
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left right`, `[m, k]` and `[k, n]`, in `dtype`, as wide or wider. A GPU sums in float32 and hands that out."""
+    if left.dtype == dtype or left.is_cpu or left.ndim > 2:
+        return (left @ right).to(dtype)
+    return torch.mm(left, right, out_dtype=dtype)
+
+
+class Rounding:
+    """Rounds the factors in use for the length of each forward of a model.
+
+    leaves: the linears and experts that may have adapters, kept by whoever adds these.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: Sequence[AdaptedLeaf] = ()
+        self._held: list[nn.Parameter] = []
+
+    def watch(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Begin with the next forward of `model`. dtype: of the base."""
+
+        def enter(*_: Any) -> None:
+            self._held = round_each(self._in_use(), dtype)
+
+        def leave(*_: Any) -> None:
+            forget_each(self._held)
+            self._held = []
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+
+    def _in_use(self) -> Iterator[nn.Parameter]:
+        for leaf in self.leaves:
+            for name, pieces in leaf.pieces.items():
+                a, b = leaf.lora_A, leaf.lora_B
+                if not pieces and (name == leaf.active or (leaf.active is None and a[name].requires_grad)):
+                    yield from (a[name], b[name])
