@@ -29,7 +29,6 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
     for number, (out, r) in enumerate(zip(OUT, R, strict=True)):
         rule = LinearRule(f"linear-{number}", Split.WHOLE, H, out, has_bias=bias)
         leaf = ParallelLinear(rule, ALONE, scatters_tokens=False, dtype=torch.float64, device="cpu")
-        leaf.has_neighbours = True
         with torch.no_grad():
             for parameter in leaf.parameters():
                 parameter.normal_()
@@ -45,6 +44,8 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
             factor.requires_grad_(True)
         leaf.active = "one"
         found.append(leaf)
+    for leaf in found:
+        leaf.has_neighbours, leaf.together = True, found
     return found
 
 

@@ -20,7 +20,7 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers.gate_recompute import product_behind, watch_activations
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.shared_input import share
+from meshlora.layers.shared_input import Joined, share
 from meshlora.layers.tokens import Segment
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import language_model_loss
@@ -67,8 +67,10 @@ def _expected(tp: int, *, sp: bool) -> Counter[int]:
         T * HEADS // tp,  # of each row of scores the logarithm of its sum
         residual,  # what gate and up read
         *(T * F_ // tp,) * 2,  # gate, up: neither the activation nor the product
-        *(T * R,) * 7,  # x A^T of each linear
+        *(T * R,) * (7 if sp else 2),  # x A^T of each linear
     ]
+    if not sp:  # of q, k, v, and of gate, up: together, with the A of all
+        tensors += [3 * T * R, 2 * T * R, 3 * R * H, 2 * R * H]
     return Counter(tensors)
 
 
@@ -148,6 +150,33 @@ def test_whatever_else_is_done_with_an_activation_is_done_as_always() -> None:
 # --- the shared input
 
 
+@pytest.mark.parametrize("dropped", [(), (1,), (0, 2)], ids=str)
+def test_joined_products_with_a_have_the_gradients_of_each(dropped: tuple[int, ...]) -> None:
+    """dropped: linears that are not called with this input after all."""
+    generator = torch.Generator().manual_seed(0)
+    leaf = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    factors = [torch.randn(r, 5, generator=generator, dtype=torch.float64, requires_grad=True) for r in (2, 4, 3)]
+    leaves = [nn.Identity() for _ in factors]
+    used = [place for place in range(3) if place not in dropped]
+
+    def gradients(*, is_joined: bool) -> tuple[Tensor | None, ...]:
+        x = leaf * 1
+        flat = x.view(-1, 5)
+        if is_joined:
+            shared = share(x, Joined(leaves, factors, 0.5))
+            assert shared is not None
+            zs = [shared.zs[leaves[place]] for place in used]
+        else:
+            zs = [0.5 * flat @ factors[place].T for place in used]
+        total = sum((z.square().sum() * (n + 1) for n, z in enumerate(zs)), x.sum())
+        return torch.autograd.grad(total, (leaf, *factors), allow_unused=True)
+
+    for ours, expected in zip(gradients(is_joined=True), gradients(is_joined=False), strict=True):
+        assert (ours is None) == (expected is None)
+        if ours is not None and expected is not None:
+            torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
 def _shared_and_apart(*, is_shared: bool) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     leaf, w, a, b = (
@@ -216,6 +245,6 @@ def test_gradients_of_a_whole_model_do_not_depend_on_what_is_kept(monkeypatch: p
 
     ours = gradients()
     monkeypatch.setattr("meshlora.layers.linear.product_behind", lambda x: None)
-    monkeypatch.setattr("meshlora.layers.linear.share", lambda x: None)
+    monkeypatch.setattr("meshlora.layers.linear.share", lambda *_: None)
     for name, expected in gradients().items():
         assert torch.allclose(ours[name], expected, rtol=1e-10), name

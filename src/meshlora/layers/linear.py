@@ -9,7 +9,7 @@ sum once; the bias is added after that, once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from meshlora.layers.gate_recompute import product_behind
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.quantized import FrozenMatrix, frozen_linear, unpacked
-from meshlora.layers.shared_input import share
+from meshlora.layers.shared_input import Joined, share
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -44,10 +44,12 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
         dropout: adapter name -> probability of dropout on the input of A in training; absent if 0.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
-        has_neighbours: whether other linears share its input.
+        has_neighbours: whether other linears share its input. together: those known to, and itself; they have their
+            products with A together.
     """
 
     has_neighbours = False
+    together: Sequence[ParallelLinear] = ()
 
     def __init__(
         self, rule: LinearRule, tp: Axis, *, scatters_tokens: bool, dtype: torch.dtype, device: torch.device | str
@@ -92,11 +94,14 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         if not segments:
             y = frozen_linear(x, self.frozen_weight, bias)
         else:
-            z = rode_along(self, x)
-            shared = share(x) if self.has_neighbours else None
+            z, product = rode_along(self, x), product_behind(x)
+            joined = self._joined(x) if z is None and product is None else None
+            shared = share(x, joined) if self.has_neighbours else None
             own = x if shared is None else x.detach()
+            if shared is not None and z is None:
+                z = shared.zs.get(self)
             rides = z is not None
-            how = (segments, None if rides else product_behind(x), *(shared or (None, None)), rides)
+            how = (segments, None if rides else product, *(shared or (None, None))[:2], rides)
             factors = [z, self.factor_b(names[0])] if rides else [f for name in names for f in self.factors(name)]
             y = LoraLinearFunction.apply(own, self.frozen_weight, bias, *how, *factors)
         if is_row:
@@ -111,6 +116,17 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         if name is None or self.in_features != x.shape[-1]:
             return None
         return Rider(self, self.factor_a(name), self.scaling[name], self._mask(name, x))
+
+    def _joined(self, x: Tensor) -> Joined | None:
+        """This linear and those together with it, for one product of x with all A; None where one has dropout, or a scale
+        of its own."""
+        leaves = [leaf for leaf in self.together if leaf.in_use is not None and leaf.in_features == x.shape[-1]]
+        names = [(leaf, str(leaf.in_use)) for leaf in leaves]
+        has_dropout = any(leaf.training and name in leaf.dropout for leaf, name in names)
+        scales = {leaf.scaling[name] for leaf, name in names}
+        if len(leaves) < 2 or has_dropout or len(scales) > 1 or self not in leaves:
+            return None
+        return Joined(leaves, [leaf.factor_a(name) for leaf, name in names], scales.pop())
 
     def _segments(self, x: Tensor) -> tuple[list[Segment], list[str]]:
         """The adapter products on the rows of x, and the adapter of each."""

@@ -1,22 +1,27 @@
-"""One input of several linears (q, k, v; gate, up): its gradient is accumulated in one tensor, in place.
+"""One input of several linears (q, k, v; gate, up): one product with all their A, and one tensor for its gradient.
 
-Owns: `share`, which gives linears that are called with the same tensor a common node in the graph, and the tensor in
-which they accumulate its gradient. Does not own: these linears (`layers.linear`).
+Owns: `share`, which gives linears that are called with the same tensor a common node in the graph, the products with A
+there, and the tensor in which they accumulate the gradient of the input. Does not own: these linears (`layers.linear`).
 
-Without it each linear allocates its own gradient `[T, in]` and autograd adds them: a write, two reads and a write more
-for each further linear.
+Without it each linear reads x for its own x A^T, and again for its own dA, allocates its own gradient `[T, in]`, and
+autograd adds these: a write, two reads and a write more for each further linear. Here
+
+    forward     [z_1 | ... | z_n] = s x [A_1; ...; A_n]^T
+    backward    dx = sum_k g_k W_k + s [dz_1 | ... | dz_n] [A_1; ...; A_n],   [dA_1; ...; dA_n] = s [dz_1 | ...]^T x
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshlora.common.compat import running_backward
 from meshlora.layers.notes import note, noted
+from meshlora.layers.rounded import rounded, scaled_product, wide_product
 
 
 class InputGradient:
@@ -44,34 +49,66 @@ class InputGradient:
 
 
 class _Share(Function):
-    """forward: an empty tensor, as a node of the graph after x; backward: the gradient accumulated for x."""
+    """forward: an empty tensor, as a node of the graph after x, and each s x A^T.
+
+    backward: the gradient accumulated for x and the terms of these products; those of the factors whose z was used.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: InputGradient) -> Tensor:
-        ctx.gradient, ctx.shape = gradient, x.shape
+    def forward(ctx: Any, x: Tensor, gradient: InputGradient, scale: float, *factors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradient, ctx.shape, ctx.scale, ctx.dtypes = gradient, x.shape, scale, [a.dtype for a in factors]
         ctx.set_materialize_grads(False)
-        # No view of x: that would keep x alive, and x its notes, for ever.
-        return x.new_empty(0)
+        if not factors:
+            # No view of x: that would keep x alive, and x its notes, for ever.
+            return (x.new_empty(0),)
+        every = torch.cat([rounded(a, x.dtype) for a in factors])
+        ctx.widths = [len(a) for a in factors]
+        x2 = x.detach().view(-1, x.shape[-1])  # without the notes of x, as above
+        ctx.save_for_backward(x2, every)
+        return x.new_empty(0), *scaled_product(x2, every.T, scale).split(ctx.widths, 1)
 
     @staticmethod
-    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, None]:
-        found = ctx.gradient.take()
-        return None if found is None else found.view(ctx.shape), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dzs = ctx.gradient.take(), [dz for dz in grads[1:] if dz is not None]
+        das: list[Tensor | None] = [None] * len(grads[1:])
+        if dzs:
+            x, every = ctx.saved_tensors
+            used = [place for place, dz in enumerate(grads[1:]) if dz is not None]
+            if len(used) < len(das):
+                parts = every.split(ctx.widths)
+                every = torch.cat([parts[place] for place in used])
+            dz = torch.cat(dzs, 1).mul_(ctx.scale)
+            dx = dz @ every if dx is None else dx.addmm_(dz, every)
+            found = wide_product(dz.mT, x, ctx.dtypes[used[0]]).split([ctx.widths[place] for place in used])
+            for place, da in zip(used, found, strict=True):
+                das[place] = da if ctx.needs_input_grad[3 + place] else None
+        return None if dx is None else dx.view(ctx.shape), None, None, *das
 
 
 class SharedInput(NamedTuple):
     """The note on a shared input.
 
     gradient: where linears accumulate its gradient. token: `[0]`, passed to each linear with the detached input: by it
-    the input's gradient waits for all of them.
+    the input's gradient waits for all of them. zs: linear -> its s x A^T `[T, r]`, where it was computed here.
     """
 
     gradient: InputGradient
     token: Tensor
+    zs: Mapping[nn.Module, Tensor]
 
 
-def share(x: Tensor) -> SharedInput | None:
+class Joined(NamedTuple):
+    """Linears whose products with A are computed together. factors: A of each. scale: s of all."""
+
+    leaves: Sequence[nn.Module]
+    factors: Sequence[Tensor]
+    scale: float
+
+
+def share(x: Tensor, joined: Joined | None = None) -> SharedInput | None:
     """The note shared by all linears that are called with this very tensor, unchanged.
+
+    joined: those of them that are to have their products with A; the first call for x decides.
 
     None if there is nothing to share: without a graph, or for a leaf, which its own node would keep alive for ever.
     """
@@ -80,5 +117,7 @@ def share(x: Tensor) -> SharedInput | None:
     found = noted(x, SharedInput)
     if found is None:
         gradient = InputGradient()
-        found = note(x, SharedInput(gradient, _Share.apply(x, gradient)))
+        leaves, factors, scale = joined or Joined((), (), 1.0)
+        token, *zs = _Share.apply(x, gradient, scale, *factors)
+        found = note(x, SharedInput(gradient, token, dict(zip(leaves, zs, strict=True))))
     return found

@@ -60,6 +60,7 @@ def parallelize(
             empty = torch.empty(shape, dtype=whole.dtype, device="meta")
             is_parameter = isinstance(whole, nn.Parameter)
             setattr(module, leaf, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
+    _introduce(model, plan)
     if plan.embedding and (plan.topology.tp > 1 or plan.embedding in targets):
         embedding = model.get_submodule(plan.embedding)
         parallelize_embedding(embedding, plan.parameters.get(f"{plan.embedding}.weight"), mesh.tp, name=plan.embedding)
@@ -119,6 +120,7 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     leaf.has_neighbours = name in plan.neighbours
     leaf.train(module.training)
     _replace(model, leaf)
+    _introduce(model, plan)
     return leaf
 
 
@@ -128,6 +130,15 @@ def _leaf(plan: ModelPlan, rule: LinearRule, tp: Axis, *, dtype: torch.dtype) ->
     leaf = cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
     leaf.has_neighbours = rule.name in plan.neighbours
     return leaf
+
+
+def _introduce(model: nn.Module, plan: ModelPlan) -> None:
+    """Tell linears which others are called with the same input."""
+    groups: dict[frozenset[str], list[ParallelLinear]] = {}
+    for name, leaf in parallel_leaves(model).items():
+        if isinstance(leaf, ParallelLinear) and name in plan.together:
+            groups.setdefault(plan.together[name], []).append(leaf)
+            leaf.together = groups[plan.together[name]]
 
 
 def _replace(model: nn.Module, leaf: ParallelLinear) -> None:

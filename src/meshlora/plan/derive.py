@@ -81,11 +81,23 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
         matrices=_router_matrices(model, experts, linears, Domain.EQUAL if topology.is_whole else Domain.RESIDUAL),
         units=units,
         task=task_of(model.config),
+        readers=_readers(model, experts),
     )
     if topology.is_whole:
         return whole
     plan = _Planner(model, whole).plan()
     return with_stages(model, plan) if has_stages else plan
+
+
+def _readers(model: Any, experts: Mapping[str, ExpertsRule]) -> frozenset[str]:
+    """The linears that read their block's input, as the family's table says; none for a family without one."""
+    try:
+        prefix, layers = decoder_layers(model)
+        family = family_plan(model, prefix, layers, {*experts, *(rule.block for rule in experts.values())})
+    except UnsupportedError:
+        return frozenset()
+    entering = [path for path, leaf in family.leaves.items() if leaf.split is Split.COLUMN]
+    return frozenset(f"{prefix}.{index}.{path}" for index in range(len(layers)) for path in entering)
 
 
 class _Planner:

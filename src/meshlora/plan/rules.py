@@ -178,7 +178,7 @@ class ModelPlan:
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
         quantized: name -> packing of every linear and projection of experts that is held in few bits. quantization:
             the kind, or "keep".
-        task: of the model, as PEFT names it.
+        task: of the model, as PEFT names it. readers: linears known to read their block's input.
         stages: (first layer, layer after the last) of each stage of a pipeline; empty without one.
         pp_rank: the rank whose part of the model the plan is about; None: all of it.
     """
@@ -203,6 +203,7 @@ class ModelPlan:
     quantized: Mapping[str, Packing] = field(default_factory=dict)
     quantization: str | None = None
     task: str = CAUSAL
+    readers: frozenset[str] = frozenset()
     stages: tuple[tuple[int, int], ...] = ()
     pp_rank: int | None = None
 
@@ -286,6 +287,14 @@ class ModelPlan:
         return frozenset(
             name for name, rule in self.linears.items() if _enters(rule) and widths[_owner(name), rule.in_features] > 1
         )
+
+    @cached_property
+    def together(self) -> Mapping[str, frozenset[str]]:
+        """Linear -> those called with one tensor, itself included, as the family's table tells: q, k, v; gate, up."""
+        groups: dict[tuple[str, int], set[str]] = {}
+        for name in self.readers & self.neighbours:
+            groups.setdefault((_owner(name), self.linears[name].in_features), set()).add(name)
+        return {name: frozenset(group) for group in groups.values() if len(group) > 1 for name in group}
 
     def riders(self, region: Region) -> tuple[str, ...]:
         """Names of the linears whose x A^T may be gathered with the input of `region`, if they have its width."""
