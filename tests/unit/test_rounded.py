@@ -107,8 +107,8 @@ def test_no_factor_is_cast_where_it_is_used() -> None:
     assert casts.count == 0
     with _Casts() as casts:
         loss.backward()
-    # A CPU hands out no wide product: a cast for each gradient of a B, and for joined ones of A. Nothing is joined where
-    # the first layer reads the embedding, which has no gradient.
+    # A CPU hands out no wide product: a cast for each gradient of a B, and for joined ones of A. Nothing is joined in
+    # the first attention, whose input has no gradient.
     assert casts.count == (7 + 4) * model.config.num_hidden_layers + 2
 
 

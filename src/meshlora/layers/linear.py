@@ -118,8 +118,8 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         return Rider(self, self.factor_a(name), self.scaling[name], self._mask(name, x))
 
     def _joined(self, x: Tensor) -> Joined | None:
-        """This linear and those together with it, for one product of x with all A; None where one has dropout, or a scale
-        of its own."""
+        """This linear and those together with it, for one product of x with all A; None if one has dropout or its own
+        scale."""
         leaves = [leaf for leaf in self.together if leaf.in_use is not None and leaf.in_features == x.shape[-1]]
         names = [(leaf, str(leaf.in_use)) for leaf in leaves]
         has_dropout = any(leaf.training and name in leaf.dropout for leaf, name in names)

@@ -11,11 +11,6 @@ a kernel for each direction.
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
-import inspect
-import textwrap
 from types import CodeType, MethodType
 from typing import Any
 
@@ -29,9 +24,10 @@ from meshlora.comm.groups import Axis
 from meshlora.common.compat import fused_norm, fused_norm_back
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import is_lifted
+from meshlora.layers.known_code import digest
 from meshlora.plan.layout import Layout
 
-# `_digest` of the code behind the formula below: `LlamaRMSNorm.forward` of transformers 5.23.
+# `digest` of the code behind the formula below: `LlamaRMSNorm.forward` of transformers 5.23.
 _LLAMAS = "0dcf5f011ba2ed45"
 
 
@@ -84,26 +80,9 @@ def own_gradients_of_norms(model: nn.Module) -> None:
 
 
 def is_known(kind: type[nn.Module]) -> bool:
-    """Whether a module of `kind` computes, statement by statement, what the formula above was written for.
-
-    transformers copies this code into each of its families, under different names, and may change it there or
-    everywhere: the comparison is with a digest kept here, not with the installed code.
-    """
+    """Whether a module of `kind` computes, statement by statement, what the formula above was written for."""
     code = getattr(kind.forward, "__code__", None)
-    return isinstance(code, CodeType) and _digest(code) == _LLAMAS
-
-
-@functools.cache
-def _digest(code: CodeType) -> str:
-    """Digest of the source statements of `code` and the names of its arguments; "" if these cannot be read."""
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return ""
-    statements = [ast.unparse(statement) for statement in function.body]
-    return hashlib.sha256("\n".join([*code.co_varnames[: code.co_argcount], *statements]).encode()).hexdigest()[:16]
+    return isinstance(code, CodeType) and digest(code) == _LLAMAS
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from meshlora.layers.experts.router import RouterAdapter, adapt_router, router_o
 from meshlora.layers.gate_recompute import watch_activations
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rms_norm import own_gradients_of_norms, widen_norm
+from meshlora.layers.rotary import own_rotations
 from meshlora.model.regions import install_borders
 from meshlora.model.stages import Pipeline, take_out, take_turns
 from meshlora.plan.layout import Split
@@ -75,6 +76,7 @@ def parallelize(
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     watch_activations(model, plan.owners)
     own_gradients_of_norms(model)
+    own_rotations(model)
     context = install_borders(model, plan, mesh, pipeline)
     read_positions_in_masks(model)
     take_turns(model, pipeline)
