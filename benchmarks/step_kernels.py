@@ -253,8 +253,8 @@ def peft(shape: Shape, num_layers: int) -> Counted:
         model = get_peft_model(base, shape.lora_config()).train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in parameters} == {torch.float32}
+    ids, labels = _tokens(shape)
     with FakeRun(), counting, counting.reading():
-        ids, labels = _tokens(shape)
         with _Autocast():
             logits = model(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

@@ -63,7 +63,7 @@ def _parts(whole: Whole, tp: int, options: dict[str, Any], padding: float) -> di
     mine = Whole(hidden, weight, a, b, whole.labels)
     options = dict(options)
     chunk_tokens = options.pop("chunk_tokens", None) or len(whole.hidden)
-    with mock.patch.object(vocabulary, "_chunk_tokens", return_value=chunk_tokens):
+    with mock.patch.object(vocabulary, "chunk_tokens", return_value=chunk_tokens):
         loss = summed_cross_entropy_from_hidden(
             copy_one_to_each(hidden, axis),  # the border: sums the gradient
             mine.logits,

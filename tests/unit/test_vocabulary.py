@@ -46,7 +46,7 @@ def _off(ours: Tensor, expected: Tensor) -> float:
 
 def _in_chunks(tokens: int | None) -> contextlib.AbstractContextManager[object]:
     """Inside the block so many tokens pass the head at once; None: as many as in training."""
-    how_many = mock.patch.object(vocabulary, "_chunk_tokens", return_value=tokens)
+    how_many = mock.patch.object(vocabulary, "chunk_tokens", return_value=tokens)
     return contextlib.nullcontext() if tokens is None else how_many
 
 

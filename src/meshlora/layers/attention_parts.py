@@ -273,7 +273,7 @@ def agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     queries, and of other keys only their part in the sums: two e-folds.
     """
     generator, scale, number = torch.Generator().manual_seed(0), width**-0.5, 24
-    given = [torch.randn(2, heads, number, width, generator=generator) for heads in (4, 4, 2, 2)]
+    given = [torch.randn(2, heads, number, width, generator=generator, device="cpu") for heads in (4, 4, 2, 2)]
     grad, query, key, value = (to_device(tensor.to(dtype), device) for tensor in given)
     for is_causal in (False, True):
         try:

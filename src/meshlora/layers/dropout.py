@@ -26,7 +26,7 @@ def input_features(rule: LinearRule, tp: Axis) -> Tensor:
     """int64 `[in_local]`: the input features of the whole matrix that this rank holds."""
     if rule.split is Split.ROW and rule.layout is not None:
         return rule.layout.rows(rank=tp.rank, size=tp.size)
-    return torch.arange(rule.in_features)
+    return torch.arange(rule.in_features, device="cpu")
 
 
 class _DropFunction(Function):

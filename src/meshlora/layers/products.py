@@ -143,7 +143,7 @@ class _Group:
         """`s left right`, with the s of each segment."""
         if len(self.segments) == 1:
             return scaled_product(left, right, self.segments[0].scale)
-        scales = torch.tensor([segment.scale for segment in self.segments], dtype=left.dtype)
+        scales = torch.tensor([segment.scale for segment in self.segments], dtype=left.dtype, device="cpu")
         return (left @ right).mul_(to_device(scales, left.device).view(-1, 1, 1))
 
     def each(self, gradient: Tensor) -> Sequence[Tensor]:

@@ -194,11 +194,11 @@ def _spread(scales: Tensor, counts: tuple[int, ...], dim: int) -> Tensor:
 def _table(kind: str) -> Tensor:
     """The numbers that a byte stands for, by its value: one, float32, or two in one int64."""
     if kind in _OF_8_BITS:  # a table is five times as fast as the conversion, on CPUs
-        return torch.arange(256, dtype=torch.uint8).view(_OF_8_BITS[kind]).float()
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(_OF_8_BITS[kind]).float()
     if kind == "int8":
-        return torch.tensor(levels_of_int8())
+        return torch.tensor(levels_of_int8(), device="cpu")
     values = values_of(kind)
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
     return torch.stack(pairs if kind == "mxfp4" else pairs[::-1], -1).view(torch.int64).flatten()
 
@@ -206,7 +206,7 @@ def _table(kind: str) -> Tensor:
 def values_of(kind: str) -> Tensor:
     """The 16 numbers of a kind of 4 bits, float32."""
     if kind == "mxfp4":
-        return torch.tensor([*E2M1, *(-value for value in E2M1)])
+        return torch.tensor([*E2M1, *(-value for value in E2M1)], device="cpu")
     found: Tensor = _functional().get_4bit_type(kind, device="cpu").float()
     return found
 

@@ -203,4 +203,6 @@ def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:
 
 def owners(parts: Sequence[Part], names: Sequence[str | None]) -> Tensor:
     """int64 `[num_rows]`: for each row the index of its adapter in `names`."""
-    return torch.cat([torch.full((part.stop - part.start,), names.index(part.share.adapter)) for part in parts])
+    return torch.cat(
+        [torch.full((part.stop - part.start,), names.index(part.share.adapter), device="cpu") for part in parts]
+    )

@@ -37,6 +37,7 @@ from meshlora.common.compat import (
     storage_id,
 )
 from meshlora.layers.context import Block, RowsOfMask
+from meshlora.layers.experts import products
 from meshlora.model.regions import tensors_in
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
@@ -100,6 +101,7 @@ class FakeRun(TorchDispatchMode):
         # Not a TorchFunctionMode: that is off while a backward recomputes forwards.
         self._replaced.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         self._replaced.enter_context(replaced(RowsOfMask, "_block", lambda *given: self._block(*given)))
+        self._replaced.enter_context(replaced(products, "count_each", _equal_shares))
         # Freeing and reallocating the memory of a live tensor, as for gathered weights, is not an operator.
         resize = self._resized(torch.UntypedStorage.resize_)
         self._replaced.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
@@ -137,8 +139,6 @@ class FakeRun(TorchDispatchMode):
         if any(t.is_meta for t in given):
             if name == READ_NUMBER:
                 return 1.0 if given[0].is_floating_point() else 1
-            if name == "aten::bincount":
-                return _equal_shares(given[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
         elif _stays_real(given, args, kwargs):
             return func(*args, **kwargs)
         if not all(t.is_meta for t in given):
@@ -251,8 +251,9 @@ def _without_content(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
-def _equal_shares(number: int, places: int) -> Tensor:
-    """An equal split of `number` rows over `places` experts, a real tensor."""
+def _equal_shares(chosen: Tensor, places: int) -> Tensor:
+    """Replacement of `count_each`: an equal split of the rows over `places` experts, a real tensor."""
+    number = chosen.numel()
     shares = torch.full((places,), number // places)
     shares[: number % places] += 1
     return shares

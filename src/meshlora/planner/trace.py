@@ -28,7 +28,7 @@ from meshlora.layers import context
 from meshlora.layers.context import HeldTokens
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.module import ParallelExperts
-from meshlora.layers.head.loss import CHUNK_BYTES, IGNORED, summed_cross_entropy_from_hidden
+from meshlora.layers.head.loss import IGNORED, chunk_tokens, summed_cross_entropy_from_hidden
 from meshlora.layers.linear import ParallelHead
 from meshlora.layers.quantized import FrozenMatrix
 from meshlora.loading.blueprint import Blueprint
@@ -60,7 +60,7 @@ class Trace:
 
 def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
     """Tokens per chunk of the loss, at most `tokens` (`layers.head.loss`)."""
-    return min(tokens, max(1, CHUNK_BYTES // (vocab * wide_dtype(dtype).itemsize)))
+    return min(tokens, chunk_tokens(vocab, wide_dtype(dtype)))
 
 
 def model_vocab(model: Any) -> int:

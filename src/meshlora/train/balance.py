@@ -22,6 +22,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.errors import UnsupportedError
 from meshlora.data import Batch
+from meshlora.layers.experts import products
 from meshlora.plan.families.styles import text_decoder
 from meshlora.plan.topology import DATA, LAYERS
 from meshlora.train.batches import MicroBatch
@@ -94,7 +95,7 @@ class LoadBalancing:
         self._rows, self._tokens = float(total[-2]), float(total[-1])
         # Rounded as in transformers, which computes it in float32 even inside the lift. On the CPU: a GPU multiplies by
         # the reciprocal, which is rounded once more.
-        shares = (torch.tensor(total[:-2].tolist(), dtype=torch.float32) / self._rows).to(total.device)
+        shares = (torch.tensor(total[:-2].tolist(), dtype=torch.float32, device="cpu") / self._rows).to(total.device)
         self._shares = shares.double()
         self._probabilities.zero_()
 
@@ -104,7 +105,7 @@ class LoadBalancing:
         found = torch.zeros(self.num_experts + 2, dtype=torch.float64, device=self._probabilities.device)
         for logits in self._logits:
             chosen = torch.softmax(logits.detach(), -1).topk(self.top_k, -1).indices[mask]
-            found[:-2] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
+            found[:-2] += products.count_each(chosen.flatten(), self.num_experts)
             found[-2] += len(chosen)
         # Of one stage: all see the same tokens.
         found[-1] = batch.num_trained_tokens * self.mesh.cp.size / self.mesh.token_cut.size * self.mesh.is_counted

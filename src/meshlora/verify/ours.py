@@ -130,7 +130,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
 @contextlib.contextmanager
 def _in_parts() -> Iterator[None]:
     """Force several head chunks and message rounds: a twin is small enough for one of each."""
-    tokens = mock.patch.object(vocabulary, "_chunk_tokens", return_value=7)
+    tokens = mock.patch.object(vocabulary, "chunk_tokens", return_value=7)
     rounds = mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096)
     with tokens, rounds:
         yield

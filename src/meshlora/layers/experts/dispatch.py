@@ -106,11 +106,11 @@ class Slots:
     """The expert choices of one rank's tokens, sorted by expert.
 
     Attributes:
-        places: token -> its k sorted places, in the order of its choices. counts: rows for each of the E experts.
+        places: token -> its k sorted places, in the order of its choices. counts: int64 `[E]`, rows for each expert.
     """
 
     places: Places
-    counts: list[int]
+    counts: Tensor
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> Slots:
@@ -140,12 +140,12 @@ class Journey:
         self.is_flat = not mesh.topology.two_stage
         self.block = mesh.over({EP, ETP})
         device = slots.places.index.device
-        own = to_device(torch.tensor(slots.counts), mesh.device).view(1, self.ep.size, -1)
-        every = all_gather(own, self.block).cpu()  # [ranks of the block, ep, experts of a rank]
+        on_device = all_gather(slots.counts.view(1, self.ep.size, -1), self.block)
+        every = on_device.cpu()  # [ranks of the block, ep, experts of a rank]: all that the host has to know
         sent = every[self.block.rank].sum(1)  # to each ep rank
-        arriving = every[:, self.ep.rank]  # [ranks of the block, our experts]
+        arriving, rows = every[:, self.ep.rank], on_device[:, self.ep.rank]  # [ranks of the block, our experts]
         self.counts: list[int] = arriving.sum(0).tolist()
-        sources = torch.arange(self.block.size)
+        sources = torch.arange(self.block.size, device=device)
         if self.is_flat:
             self.copies = _copies(sent, self.etp.size).to(device)
             self.send = sent.repeat_interleave(self.etp.size).tolist()
@@ -156,9 +156,9 @@ class Journey:
             each = staged.sum((1, 2)).tolist()  # rows of each etp rank, all padded to the largest number
             self.most = max(each)
             self.filled = to_device(torch.cat([torch.arange(n) + i * self.most for i, n in enumerate(each)]), device)
-            arriving = staged.flatten(0, 1)
+            rows = rows.view(self.ep.size, self.etp.size, -1).transpose(0, 1).flatten(0, 1)
             sources = sources.view(self.ep.size, self.etp.size).T.flatten()
-        self.by_expert = Places.permutation(_by_expert(arriving, sources)).to(device)
+        self.by_expert = Places.permutation(_by_expert(rows, sources, sum(self.counts)))
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows sorted by expert `[T k, H]` -> the rows of our experts, in arrival order `[N, H]`."""
@@ -183,17 +183,17 @@ def _copies(sent: Tensor, etp: int) -> Places:
     """Rows sorted by ep rank, `sent[i]` each -> those of ep rank 0 once for each etp rank, then those of ep rank 1."""
     index, places, start = [], [], 0
     for number in sent.tolist():
-        own = torch.arange(start, start + number)
+        own = torch.arange(start, start + number, device="cpu")
         index += [own] * etp
-        places.append(start * etp + torch.arange(etp * number).view(etp, number).T)
+        places.append(start * etp + torch.arange(etp * number, device="cpu").view(etp, number).T)
         start += number
     return Places(torch.cat(index), torch.cat(places))
 
 
-def _by_expert(counts: Tensor, sources: Tensor) -> Tensor:
-    """The permutation of rows from (block, expert) order to (expert, source) order.
+def _by_expert(counts: Tensor, sources: Tensor, number: int) -> Tensor:
+    """The permutation of `number` rows from (block, expert) order to (expert, source) order, on their device.
 
     counts: `[blocks, experts]`. sources: the source rank of each block of rows.
     """
-    keys = torch.arange(counts.shape[1]) * len(sources) + sources.unsqueeze(1)
-    return torch.argsort(keys.flatten().repeat_interleave(counts.flatten()), stable=True)
+    keys = torch.arange(counts.shape[1], device=counts.device) * len(sources) + sources.unsqueeze(1)
+    return torch.argsort(keys.flatten().repeat_interleave(counts.flatten(), output_size=number), stable=True)

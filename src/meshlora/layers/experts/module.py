@@ -152,13 +152,13 @@ class ParallelExperts(nn.Module):
         slots = Slots.of(top_k_index, self.rule.num_experts * (len(adapters) or 1))
         is_home, weights_first = self.mesh.over({EP, ETP}).size == 1, self.rule.weights_first
         if is_home and not weights_first:
-            return self._run(tokens, weights, slots.places, slots.counts, adapters)
+            return self._run(tokens, weights, slots.places, slots.counts.tolist(), adapters)
         rows = slots.rows(tokens)
         if weights_first:
             rows = rows * by_row(weights, slots.places.places).unsqueeze(1).to(rows.dtype)
         if is_home:
             as_they_lie = Places.permutation(torch.arange(len(rows), device=rows.device))
-            rows = self._run(rows, None, as_they_lie, slots.counts, adapters)
+            rows = self._run(rows, None, as_they_lie, slots.counts.tolist(), adapters)
         else:
             journey = Journey(slots, self.mesh)
             rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))

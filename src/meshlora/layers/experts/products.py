@@ -55,14 +55,20 @@ class Projection:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The T k slots of `top_k_index [T, k]`, sorted stably by expert, and their number for each expert.
 
     Returns:
-        order: int64 `[T k]`; slot `order[n]` is the n-th row, that of token `order[n] // k`. counts: `[E]`.
+        order: int64 `[T k]`; slot `order[n]` is the n-th row, that of token `order[n] // k`. counts: int64 `[E]`.
     """
     flat = top_k_index.reshape(-1)
-    return torch.argsort(flat, stable=True), torch.bincount(flat, minlength=num_experts).tolist()
+    return torch.argsort(flat, stable=True), count_each(flat, num_experts)
+
+
+def count_each(chosen: Tensor, number: int) -> Tensor:
+    """int64 `[number]`: how often each of 0 ... number - 1 is in `chosen [N]`. For a `bincount` the host waits to learn
+    the largest."""
+    return chosen.new_zeros(number).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -113,7 +119,7 @@ def grouped_product(x: Tensor, weight: Tensor | Packed, counts: Sequence[int]) -
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
     counts = of_experts(counts, len(weight))
     if not isinstance(weight, Packed) and len(x) and can_group(x, weight):
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
     y = x.new_empty(len(x), weight.shape[2])
     for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
@@ -294,7 +300,7 @@ def _factor_gradient(left: Tensor, right: Tensor, counts: Sequence[int], is_shar
     """left_e^T right_e: `[N, r]`, `[N, width]` -> `[E, r, width]`, or `[1, r, width]` over all rows."""
     if is_shared and len(counts) > 1:
         return (left.T @ right).unsqueeze(0)
-    host = torch.tensor(counts, dtype=torch.int32)
+    host = torch.tensor(counts, dtype=torch.int32, device="cpu")
     gradient = F.grouped_mm(left.T, right, offs=to_device(host.cumsum(0, dtype=torch.int32), left.device))
     if 0 in counts:
         empty = to_device((host == 0).nonzero()[:, 0], left.device)

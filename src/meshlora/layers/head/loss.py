@@ -31,6 +31,7 @@ IGNORED = -100  # the label of a token that is not trained
 # Size of one chunk's logits over the whole vocabulary, so that the chunks are the same for every tp. Smaller chunks
 # read the head's weight more often than its products can hide.
 CHUNK_BYTES = 128 * 2**20
+_TILE = 256  # rows
 
 Head = Callable[[Tensor], Tensor]
 
@@ -196,7 +197,7 @@ class _Chunks:
             rows = (labels != IGNORED).nonzero().squeeze(1)
         targets = labels[rows]
         _check_labels(targets, loss.vocab)
-        return cls(head, rows, targets, loss, _chunk_tokens(loss), is_lifted())
+        return cls(head, rows, targets, loss, chunk_tokens(loss.vocab, loss.dtype), is_lifted())
 
     def run(
         self,
@@ -240,8 +241,12 @@ class _Chunks:
         return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
 
 
-def _chunk_tokens(loss: _ChunkLoss) -> int:
-    return max(1, CHUNK_BYTES // (loss.vocab * loss.dtype.itemsize))
+def chunk_tokens(vocab: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk whose loss is computed in `dtype`: what `CHUNK_BYTES` holds, in whole tiles of a GPU's products
+    where it holds one: of 261 rows the last tile would do the work of 256 more.
+    """
+    number = CHUNK_BYTES // (vocab * dtype.itemsize)
+    return number - number % _TILE if number > _TILE else max(1, number)
 
 
 class _CrossEntropy(Function):
