@@ -193,7 +193,15 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
     verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
     verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
-    verify.add_argument("--packing", action="store_true", help="several sequences in one row, against one a row")
+    verify.add_argument(
+        "--packing",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "auto"],
+        metavar="auto",
+        help="several sequences in one row, with auto those of a micro-batch, against one a row",
+    )
     verify.add_argument("--images", action="store_true", help="some sequences have images: of --data, or random")
     verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")

@@ -50,8 +50,9 @@ class DataConfig:
 
     Attributes:
         train, eval: a path or a list of paths. columns: our field names -> theirs.
-        max_length: tokens a sequence is cut to. packing: several sequences in one row of up to max_length tokens;
-            they do not attend to each other. loss_on: which tokens are trained.
+        max_length: tokens a sequence is cut to. packing: several sequences in one row; they do not attend to each
+            other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
+        loss_on: which tokens are trained.
         cache_dir: folder of tokenised files.
         eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -61,7 +62,7 @@ class DataConfig:
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
     max_length: int = number(1024, most=10**8)
-    packing: bool = False
+    packing: bool | Literal["auto"] = "auto"
     loss_on: Literal["completion", "all"] = "completion"
     cache_dir: str = str(CACHE / "tokens")
     eval_limit: int | None = number(None, "at least 1", most=10**12)
@@ -312,7 +313,7 @@ class RunConfig:
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
         self._check_task()
-        if self.data.packing and (per := self.train.objective.per) != "token":
+        if self.data.packing is True and (per := self.train.objective.per) != "token":
             given = f"data.packing with train.objective={self.train.objective.kind}"
             raise UserError(given, f"a {per} is two rows", "set data.packing: false")
         Topology.parse(self.topology)
@@ -323,7 +324,7 @@ class RunConfig:
         if train.objective.task == CAUSAL:
             return
         given = {
-            "data.packing": data.packing,
+            "data.packing": data.packing is True,
             f"data.loss_on={data.loss_on}": data.loss_on != "completion",
             "train.sample_every": train.sample_every > 0,
             "train.merge_at_end": train.merge_at_end,

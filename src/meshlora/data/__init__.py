@@ -9,7 +9,7 @@ from typing import Any
 
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
-from meshlora.data.packing import joined, packed_share, with_positions
+from meshlora.data.packing import joined, packed_share, padded_lengths, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record, prompts_of
 from meshlora.data.rollouts import read_rollouts
@@ -45,6 +45,7 @@ __all__ = [
     "epoch_order",
     "joined",
     "packed_share",
+    "padded_lengths",
     "prompts_of",
     "read_preferences",
     "read_records",

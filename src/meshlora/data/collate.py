@@ -46,6 +46,7 @@ class Batch:
             the same on every topology. Padding continues the count.
         is_dummy: it holds no sequence and only keeps collectives matched.
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), restarting with each sequence; else None.
+        lengths: of packed rows the tokens of each sequence, padding as a last one; None: not packed, or not known.
         more: further inputs of the model: token types int64 `[B, S]`, and tensors of images, whose rows are those of
             the sequences' images one after the other, padded with zeros to one shape.
         trained: int64 `[num_trained_tokens]`, indices of (own) flat labels that are not -100; None: not computed yet.
@@ -59,6 +60,7 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     is_dummy: bool = False
     position_ids: Tensor | None = None
+    lengths: AbstractSequence[AbstractSequence[int]] | None = None
     trained: Tensor | None = None
     more: Mapping[str, Tensor] = field(default_factory=dict)
     targets: Tensor | None = None
@@ -87,7 +89,10 @@ class Batch:
         """The rows of one adapter in a batch of several, without `more`. Call it on the host: it counts labels."""
         part = dataclasses.replace(self, trained=None, more={})._mapped(lambda tensor: tensor[start:stop])
         order = None if part.order is None else part.order[start:stop]
-        return dataclasses.replace(part, order=order, num_trained_tokens=int((part.own_labels != IGNORED).sum()))
+        lengths = None if part.lengths is None else part.lengths[start:stop]
+        return dataclasses.replace(
+            part, order=order, lengths=lengths, num_trained_tokens=int((part.own_labels != IGNORED).sum())
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`, with `trained` computed from the labels on the host, without a synchronization."""

@@ -83,14 +83,17 @@ def with_positions(
         a dummy batch.
     """
     position_ids, tokens = torch.zeros_like(batch.input_ids), torch.zeros_like(batch.tokens)
-    for row, of_row in enumerate(lengths or [[]]):
-        rest = position_ids.shape[1] - sum(of_row)
-        position_ids[row] = torch.cat([torch.arange(length) for length in (*of_row, rest)])
-        own = (*(places[row] if lengths else ()), 0)
+    of_rows = [padded_lengths(of_row, position_ids.shape[1]) for of_row in lengths or [[]]]
+    for row, of_row in enumerate(of_rows):
+        position_ids[row] = torch.cat([torch.arange(length) for length in of_row])
+        own = (*(places[row] if lengths else ()), 0)  # 0: of the padding, if there is any
         tokens[row] = torch.cat(
-            [
-                token_numbers(torch.tensor([place]), length)[0]
-                for place, length in zip(own, (*of_row, rest), strict=True)
-            ]
+            [token_numbers(torch.tensor([place]), length)[0] for place, length in zip(own, of_row, strict=False)]
         )
-    return dataclasses.replace(batch, position_ids=position_ids, tokens=tokens)
+    return dataclasses.replace(batch, position_ids=position_ids, tokens=tokens, lengths=of_rows)
+
+
+def padded_lengths(lengths: AbstractSequence[int], row_length: int) -> list[int]:
+    """`lengths` of the sequences of a row, with its padding, if there is any, as one more."""
+    rest = row_length - sum(lengths)
+    return [*lengths, *([rest] if rest else [])]

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -61,8 +61,9 @@ class Case:
         columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
         quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
-        packing: our side packs several sequences into a row; recompute: it recomputes activations;
-            resumes: it stops before its last step and resumes from its checkpoint. The reference does none of these.
+        packing: our side packs several sequences into a row, "auto": those of a micro-batch; recompute: it recomputes
+            activations; resumes: it stops before its last step and resumes from its checkpoint. The reference does none
+            of these.
         pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
         further: what the model takes beside the tokens, if anything: images, token types.
         dropout: fields of the model's configuration whose dropouts stay on; LoRA's is in `lora`.
@@ -94,7 +95,7 @@ class Case:
     rows_per_example: int = 1
     targets: tuple[tuple[float, ...], ...] = ()
     predicts_next: bool = True
-    packing: bool = False
+    packing: bool | Literal["auto"] = False
     recompute: bool = False
     resumes: bool = False
     attn_implementation: str | None = "eager"

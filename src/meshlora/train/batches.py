@@ -43,6 +43,7 @@ class Batching:
     """How the examples of an optimizer step become the micro-batches of one dp rank.
 
     row_length: sequences are packed into rows of at most so many tokens; None: one sequence per row.
+    joins: the sequences of a micro-batch are one row, those of each adapter.
     multiple: of the number of micro-batches, filled up with empty ones.
     only: index of the row to take of each example; None: all. balances: whether cp ranks get equal work of causal
         attention, or contiguous parts of each row.
@@ -55,6 +56,12 @@ class Batching:
     only: int | None = None
     balances: bool = True
     multiple: int = 1
+    joins: bool = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return self.joins or self.row_length is not None
 
     def rows(self, steps: Sequence[Step], *, dp_rank: int | None = None) -> list[list[Row]]:
         """The rows of each micro-batch of this rank, or of `dp_rank`; rows of one adapter are adjacent.
@@ -80,7 +87,8 @@ class Batching:
         each = [data.rows_per_example for data, _ in steps]
         taken = [range(number) if self.only is None else (self.only,) for number in each]
         examples = [[every[position] for position in part] for part in parts]
-        return [[(n, [place * each[n] + row]) for n, place in part for row in taken[n]] for part in examples]
+        found = [[(n, [place * each[n] + row]) for n, place in part for row in taken[n]] for part in examples]
+        return [_joined(rows) for rows in found] if self.joins else found
 
     def _packed(self, steps: Sequence[Step], row_length: int, dp_rank: int) -> list[Row]:
         """All packed rows of `dp_rank`. A row holds sequences of one adapter."""
@@ -98,7 +106,7 @@ class Batching:
         for rows in self.rows(steps):
             of_rows = [[_sequence(steps[number], place) for place in places] for number, places in rows]
             batch = collate(
-                [row[0] if self.row_length is None else joined(row) for row in of_rows],
+                [joined(row) if self.packs else row[0] for row in of_rows],
                 pad_token_id=self.pad_token_id,
                 token_multiple=self.mesh.token_cut.size // self.mesh.cp.size,
                 row_multiple=self.mesh.cp.size,
@@ -109,11 +117,11 @@ class Batching:
             )
             if self.only is None:
                 batch = dataclasses.replace(batch, rows_per_example=first.rows_per_example)
-            if self.row_length is not None:
+            if self.packs:
                 lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows]
                 batch = with_positions(batch, lengths, [places for _, places in rows])
             if self.mesh.cp.size > 1:
-                batch = self._cut(batch, of_rows)
+                batch = self._cut(batch)
             # A rank without rows still joins all collectives: it runs a row of padding as the first adapter's.
             groups = itertools.groupby([number for number, _ in rows] or [0])
             sizes = [(number, len(list(group))) for number, group in groups]
@@ -128,19 +136,22 @@ class Batching:
             ]
             yield MicroBatch(whole, tuple(owners))
 
-    def _cut(self, batch: Batch, of_rows: list[list[TokenSequence]]) -> Batch:
+    def _cut(self, batch: Batch) -> Batch:
         """`batch` with the tokens of this cp rank as its own. Rows that are not packed are all dealt alike."""
         size, length = self.mesh.cp.size, batch.input_ids.shape[1]
-        documents = [[length]] * len(batch.input_ids)
-        if self.row_length is not None:
-            lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows] or [[]]
-            documents = [[*row, length - sum(row)] for row in lengths]
+        documents = batch.lengths if batch.lengths is not None else [[length]] * len(batch.input_ids)
         order = token_order(documents, size=size, is_balanced=self.balances)
         return batch.cut(order, rank=self.mesh.cp.rank, size=size)
 
     def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This rank's share of the examples `indices` of one adapter, padded."""
         return (micro.batch for micro in self.micro_batches([(data, indices)]))
+
+
+def _joined(rows: list[Row]) -> list[Row]:
+    """One row of each adapter."""
+    of_adapters = itertools.groupby(rows, key=lambda row: row[0])
+    return [(number, [place for _, places in own for place in places]) for number, own in of_adapters]
 
 
 def _sequence(step: Step, place: int) -> TokenSequence:

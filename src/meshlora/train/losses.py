@@ -20,6 +20,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch
 from meshlora.data.context import token_order
+from meshlora.layers.by_sequence import next_lengths
 from meshlora.layers.head.loss import (
     IGNORED,
     log_probabilities_from_hidden,
@@ -241,6 +242,7 @@ def _before_last(model: Any, batch: Batch) -> Tensor | None:
     def run() -> Tensor:
         inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
         state.context.next(batch.order)
+        next_lengths(model, batch.lengths)
         model(**inputs, **further_inputs(model, batch.more))
         return state.pipeline.signal()
 
@@ -254,6 +256,7 @@ def _forward(model: Any, batch: Batch) -> _Found:
         check_shifted(batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids)
     state = runtime(model)
     state.context.next(batch.order)
+    next_lengths(model, batch.lengths)
     inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
     inputs |= further_inputs(model, batch.more)
     head = model.get_submodule(state.plan.head) if state.plan.head else None

@@ -21,6 +21,8 @@ from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.model_class import model_class
 from meshlora.common.row_masks import read_positions_in_masks
+from meshlora.data import padded_lengths
+from meshlora.layers.by_sequence import keep_apart, next_lengths
 from meshlora.plan.families.twin import shrink_config
 from meshlora.train.losses import packed_positions
 
@@ -30,8 +32,11 @@ _LIMIT = 1e-9
 _ATTENTIONS = (None, "eager", "sdpa")
 
 
-def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, trust_remote_code: bool) -> None:
+def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, trust_remote_code: bool) -> bool:
     """Refuse packing for a model in whose twin sequences of a row affect each other. Runs here, on a tiny model.
+
+    Returns whether all its attention runs one sequence at a time (`layers.by_sequence`); else some has a mask of the
+    whole row, and computes the scores of all its tokens.
 
     Raises:
         UnsupportedError: they do; the twin cannot show it; an attention implementation that is not proved.
@@ -46,6 +51,7 @@ def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, 
         )
     try:
         model = _twin(config, attn_implementation, trust_remote_code)
+        lengths = keep_apart(model)
         packed, mixed = _differences(model)
     except Exception as error:  # families raise all kinds of errors for unknown arguments
         raise UnsupportedError(what, f"its twin does not run on packed rows ({reason(error)})", way_out) from error
@@ -53,6 +59,7 @@ def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, 
         raise UnsupportedError(what, f"its layers mix sequences of one row (logits differ by {packed:.1e})", way_out)
     if not mixed > _LIMIT:
         raise UnsupportedError(what, "its twin could not show that sequences of one row are kept apart", way_out)
+    return lengths is not None and bool(lengths.apart) and not lengths.whole
 
 
 def _twin(config: PretrainedConfig, attn_implementation: str | None, trust_remote_code: bool) -> Any:
@@ -82,11 +89,11 @@ def _differences(model: Any) -> tuple[float, float]:
     vocab = model.config.get_text_config().vocab_size
     longest = max(map(sum, _ROWS))
     ids = torch.randint(3, vocab, (len(_ROWS), longest), generator=torch.Generator().manual_seed(0))
-    positions = torch.stack(
-        [torch.cat([torch.arange(n) for n in (*lengths, longest - sum(lengths))]) for lengths in _ROWS]
-    )
+    of_rows = [padded_lengths(lengths, longest) for lengths in _ROWS]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in of_rows])
     positions = packed_positions(model.config, positions)
     with lift():
+        next_lengths(model, of_rows)
         packed = model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
         plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         worst, mixed = 0.0, 0.0

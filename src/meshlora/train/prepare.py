@@ -32,7 +32,7 @@ from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.stages import check_options
 from meshlora.plan.table import notes_of_whole
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import TOKENS, Topology
 from meshlora.text.processor import load_processor
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 from meshlora.train.balance import check_load_balancing
@@ -186,6 +186,7 @@ def prepare(
     """
     steps = _num_steps(config, data.train.num_examples)
     _check_warmup(config, steps)
+    config, said = _with_packing(config, blueprint, data)
     run = Prepared(
         config,
         blueprint,
@@ -206,7 +207,7 @@ def prepare(
             replay=_check_routing(blueprint.plan, config, steps, resume),
         ),
         samples=data.samples,
-        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes),
+        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *said),
     )
     return read_output(run, resume=resume, despite=despite)
 
@@ -236,13 +237,44 @@ def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
             "it needs the frozen base, which has given its principal part to the adapter",
             "use init_lora_weights: true",
         )
-    if config.data.packing:
-        options = blueprint.options
-        attention, trust = options.attn_implementation, options.trust_remote_code
-        check_packing(blueprint.config, attn_implementation=attention, trust_remote_code=trust)
+    if config.data.packing is True:
+        _check_packing(blueprint)
     check_recompute(blueprint.model, train.recompute)
     if train.router_aux_loss_coef:
         check_load_balancing(blueprint.model)
+
+
+def _check_packing(blueprint: Blueprint) -> bool:
+    options = blueprint.options
+    attention, trust = options.attn_implementation, options.trust_remote_code
+    return check_packing(blueprint.config, attn_implementation=attention, trust_remote_code=trust)
+
+
+def _with_packing(config: RunConfig, blueprint: Blueprint, data: RunData) -> tuple[RunConfig, tuple[str, ...]]:
+    """(`config` with `data.packing: auto` only where the sequences of a micro-batch can be one row; messages)."""
+    if config.data.packing != "auto":
+        return config, ()
+    padded = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False))
+    if config.train.micro_batch_size == 1:
+        return padded, ()
+    why = _why_padded(config, blueprint, data)
+    return (padded, (f"data.packing: auto: rows are padded: {why}",)) if why else (config, ())
+
+
+def _why_padded(config: RunConfig, blueprint: Blueprint, data: RunData) -> str:
+    """Why the sequences of a micro-batch keep rows of their own; empty if they need not."""
+    objective = config.train.objective
+    if objective.task != CAUSAL or objective.per != "token":
+        return f"train.objective={objective.kind} compares whole rows"
+    if any(each is not None and each.images is not None for each in (data.train, data.eval)):
+        return "the data has images"
+    if blueprint.topology.size_over(TOKENS) > 1:
+        return "cp cuts each row"
+    try:
+        is_apart = _check_packing(blueprint)
+    except UnsupportedError as error:
+        return error.rule
+    return "" if is_apart else f"attention of {blueprint.plan.model_type} takes a mask of the whole row"
 
 
 def _check_warmup(config: RunConfig, steps: int) -> None:
@@ -394,7 +426,7 @@ def check_images(config: RunConfig, images: Iterable[FurtherInputs | None]) -> N
         UnsupportedError: names the option.
     """
     given = {
-        "data.packing": config.data.packing,
+        "data.packing": config.data.packing is True,
         "train.routing_record": config.train.routing_record is not None,
         "train.routing_replay": config.train.routing_replay is not None,
     }

@@ -78,6 +78,8 @@ def prepare_runs(
                 f"--resume {resume}", "each of several adapters has checkpoints of its own", "use --resume auto"
             )
         _check_options(next(iter(configs.values())))
+        # Of a micro-batch each adapter would have a row, and short ones would be padded to the longest.
+        configs = {name: _padded(config) for name, config in configs.items()}
     runs: dict[str, Prepared] = {}
     base: Blueprint | None = None  # made with the first
     for name, config in configs.items():
@@ -92,6 +94,12 @@ def prepare_runs(
                 raise UnsupportedError(f"adapter {name}: images", "they are not proved with several adapters", _WAY_OUT)
             check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
+
+
+def _padded(config: RunConfig) -> RunConfig:
+    """Rows of one sequence, where the run file leaves it open."""
+    is_open = config.data.packing == "auto"
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False)) if is_open else config
 
 
 def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.common.float64 import lift
 from meshlora.data import Batch, TokenizedDataset
+from meshlora.layers.by_sequence import keep_apart
 from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.balance import LoadBalancing
@@ -63,10 +64,21 @@ class Trainer:
         options = first.config.train  # run-wide ones are the same for all adapters
         self.mesh = runtime(self.model).mesh
         set_padding(self.model, first.pad_token_id)
-        row_length = first.config.data.max_length if first.config.data.packing else None
+        packing = first.config.data.packing
+        row_length = first.config.data.max_length if packing is True else None
         only = options.objective.trained_row
         balances = runtime(self.model).context.balances
-        self.batching = Batching(self.mesh, options.micro_batch_size, first.pad_token_id, row_length, only, balances)
+        self.batching = Batching(
+            self.mesh,
+            options.micro_batch_size,
+            first.pad_token_id,
+            row_length,
+            only=only,
+            balances=balances,
+            joins=packing == "auto",
+        )
+        if self.batching.packs and self.mesh.cp.size == 1:  # under cp attention runs in parts anyway
+            keep_apart(self.model)
         if self.mesh.topology.interleave > 1:
             self.batching = dataclasses.replace(self.batching, multiple=self.mesh.pp.size)
         recompute_layers(self.model, options.recompute)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
@@ -116,7 +116,7 @@ class Request:
     adapters: int = 1
     seed: int = SEED
     objective: Objective = field(default_factory=Sft)
-    packing: bool = False
+    packing: bool | Literal["auto"] = False
     recompute: bool = False
     resume: bool = False
     images: bool = False
@@ -195,7 +195,7 @@ class Proof:
             "image_blocks": "token_type_ids" in takes,
             "features": bool(takes and getattr(self.config.vision_config, "deepstack_visual_indexes", None)),
             "vision": bool(takes) and any(not self.plans[topology].is_text(n) for n in config.target_modules or ()),
-            "packing": case.packing,
+            "packing": bool(case.packing),
             "resume": case.resumes,
             "adapters": self.request.adapters > 1,
             "one_micro_batch": micro_batches == 1,

@@ -130,9 +130,9 @@ def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float) -
 
 
 @around(trainer, "Batching", needs="packing")
-def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, *only: Any) -> Any:
+def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, **rest: Any) -> Any:
     """sequences share rows if packing is configured"""
-    return original(mesh, size, pad_token_id, None, *only)
+    return original(mesh, size, pad_token_id, None, **rest | {"joins": False})
 
 
 @after(batches, "with_positions", needs="packing")
