@@ -91,6 +91,7 @@ _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 _ON_GPU = "_scaled_dot_product_flash_attention"
 _BAMBA = "transformers.models.bamba.modeling_bamba"
 _LLAMA = "transformers.models.llama.modeling_llama"
+_MASKS = "transformers.masking_utils"
 _CACHE = "transformers.cache_utils.Cache"
 _MODEL, _CONFIG = "transformers.PreTrainedModel", "transformers.PretrainedConfig"
 _REWRITE = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
@@ -139,6 +140,8 @@ PRIVATE = [
     Private("attention_of", f"{_CONFIG}._attn_implementation", "to resume with the attention that a run had"),
     Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
     Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
+    Private("rule_of_one_sequence", f"{_MASKS}.packed_sequence_mask_function", "to attend to one sequence at a time"),
+    Private("rule_of_one_sequence", f"{_MASKS}.remap_positions_for_packed_sequence", "to attend to one at a time"),
     Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
     Private("calls_of_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS.get_interface", "to count its messages"),
     Private("keeps_inputs", f"{_CACHE}.update_conv_state", "to pass states over cp"),
@@ -221,6 +224,23 @@ def _bound(node: ast.stmt) -> list[str]:
 
 
 # ---- What they do.
+
+
+def test_rule_of_one_sequence_is_found_where_it_is_one_of_positions() -> None:
+    masks = importlib.import_module(_MASKS)
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    numbers = masks.find_packed_sequence_indices(positions)
+
+    def packed(rule: Any) -> Any:
+        return masks.packed_sequence_compatibility_function(rule, positions, numbers)
+
+    window = masks.sliding_window_causal_mask_function(2)
+    of_tokens = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(numbers))
+    assert compat.rule_of_one_sequence(packed(masks.causal_mask_function)) is masks.causal_mask_function
+    assert compat.rule_of_one_sequence(packed(window)) is window
+    assert compat.rule_of_one_sequence(packed(of_tokens)) is None, "it holds a tensor with something of each token"
+    assert compat.rule_of_one_sequence(masks.causal_mask_function) is None, "rows of one sequence"
+    assert compat.rule_of_one_sequence(window) is None, "rows of one sequence"
 
 
 def test_features_of_images_are_added_to_the_tokens_of_this_rank() -> None:

@@ -174,8 +174,11 @@ def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: obje
 
 
 def test_so_many_sequences_are_computed_at_once(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = micro_batches(setup, monkeypatch, train__batch_size=5, train__micro_batch_size=2)
+    options = {"train__batch_size": 5, "train__micro_batch_size": 2}
+    found = micro_batches(setup, monkeypatch, **options, data__packing=False)
     assert [rows for rows, _ in found] == [2, 2, 1]
+    found = micro_batches(setup, monkeypatch, **options, data__packing="auto", train__overwrite=True)
+    assert [rows for rows, _ in found] == [1, 1, 1], "those of a micro-batch are one row"
 
 
 def test_sequences_share_a_row_where_the_run_file_says_so(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +195,9 @@ def test_layers_are_computed_twice_where_the_run_file_says_so(
     recompute: str, times: int, setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, forward = [], LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, *args: calls.append(1) or forward(self, *args))
     setup.drop("data.eval")
     run = prepared(setup, train__steps=1, train__recompute=recompute, topology="")
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, *args: calls.append(1) or forward(self, *args))
     train({"": run})
     assert len(calls) == times * run.plan.num_layers, "one micro-batch"
 

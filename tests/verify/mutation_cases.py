@@ -380,6 +380,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "packing_positions_run_on": ("sequences", "sequence 0", "takes other sequences"),
             "packing_seen_across": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
             "packing_with_a_mask": ("sequences", "sequence 0", "takes other sequences"),
+            "packing_cut_a_token_late": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
             "packing_labels_across": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
         },
     ),

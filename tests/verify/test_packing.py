@@ -17,6 +17,22 @@ def test_packed_rows_are_the_sequences_one_by_one_on_every_mesh(topology: str, p
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.parametrize(
+    ("family", "topology"),
+    [
+        ("llama", "dp=2"),
+        pytest.param("qwen3", "tp=2,sp", marks=pytest.mark.proof),
+        pytest.param("llama", "pp=2", marks=pytest.mark.proof),
+        pytest.param("gpt_oss", "tp=2,sp", marks=pytest.mark.proof),
+    ],
+)
+def test_sequences_of_a_micro_batch_are_one_row(family: str, topology: str, prove: Prove) -> None:
+    """With recomputation and a resumed run; gpt_oss has windows and sinks."""
+    options = {"recompute": True, "resume": True, "steps": 2}
+    (outcome,) = prove(family=family, packing="auto", topologies=(topology,), **options)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
 @pytest.mark.parametrize("topology", ["cp=2", pytest.param("pp=2", marks=pytest.mark.proof)])
 def test_masks_that_a_model_makes_without_positions_are_made_with_them(topology: str, prove: Prove) -> None:
     """With windows and sinks; each part has its own mask of the packed row."""

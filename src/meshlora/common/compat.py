@@ -348,27 +348,24 @@ def rule_of_one_sequence(mask_function: Callable[..., Any]) -> Callable[..., Any
     """The mask function of one sequence by itself, inside transformers' function for packed rows. None: the function is
     not one for packed rows, or depends on more than positions.
     """
-    found = _captured(mask_function).get("mask_functions", ())
+
+    def captured(function: Callable[..., Any]) -> dict[str, Any]:
+        cells = getattr(function, "__closure__", None) or ()
+        return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+    def is_of_positions(value: Any) -> bool:  # made of plain numbers alone
+        if isinstance(value, (tuple, list)):
+            return all(map(is_of_positions, value))
+        if inspect.isfunction(value):
+            return all(map(is_of_positions, captured(value).values()))
+        return value is None or isinstance(value, (int, float))
+
+    found = captured(mask_function).get("mask_functions", ())
     names = [getattr(function, "__qualname__", "").partition(".")[0] for function in found]
     if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         return None
-    alone: Callable[..., Any] = _captured(found[1])["mask_function"]
-    return alone if _is_of_positions(alone) else None
-
-
-def _captured(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a nested function holds of the functions around it, by name."""
-    cells = getattr(function, "__closure__", None) or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-
-
-def _is_of_positions(value: Any) -> bool:
-    """Whether a mask function, or what it holds, is made of plain numbers alone."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_of_positions, value))
-    if inspect.isfunction(value):
-        return all(map(_is_of_positions, _captured(value).values()))
-    return value is None or isinstance(value, (int, float))
+    alone: Callable[..., Any] = captured(found[1])["mask_function"]
+    return alone if is_of_positions(alone) else None
 
 
 def calls_attention(module: nn.Module) -> bool:

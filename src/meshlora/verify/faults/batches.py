@@ -14,6 +14,7 @@ from transformers import masking_utils
 
 from meshlora.data import Batch, Sequence, sampler
 from meshlora.data.sampler import GlobalBatches
+from meshlora.layers.by_sequence import PackedMask
 from meshlora.train import batches, losses, objectives, trainer
 from meshlora.train.batches import Batching
 from meshlora.train.trained import TrainedAdapter
@@ -145,6 +146,13 @@ def packing_positions_run_on(batch: Batch, *_: Any) -> Batch:
 @instead_of(masking_utils, "find_packed_sequence_indices", needs="packing")
 def packing_seen_across(position_ids: Tensor) -> None:
     """a token attends to its own sequence alone"""
+
+
+@around(PackedMask, "lengths", needs="packing")
+def packing_cut_a_token_late(original: Any, self: PackedMask, running: Any) -> Any:
+    """attention of packed rows is cut where sequences end"""
+    found = original(self, running)
+    return found and [[row[0] + 1, row[1] - 1, *row[2:]] if len(row) > 1 else row for row in found]
 
 
 @after(losses, "model_inputs", needs="packing")
