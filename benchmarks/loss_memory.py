@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cores import fewer
 from meshlora.comm.collectives import copy_one_to_each
 from meshlora.comm.groups import Axis, become_rank, leave, open_mesh
 from meshlora.layers.head.loss import CHUNK_BYTES, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
 from processes import memory_bytes
-from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller, turns_within
 
 TOLERANCE = 1e-5  # fp32, relative; a loss over half the vocabulary is 6e-2 off
 
@@ -199,14 +200,14 @@ def rows_of(runs: dict[str, list[list[Measured]]], shape: Shape) -> list[Row]:
 def measure(options: argparse.Namespace) -> Findings:
     """The first repeat is compared, then all are measured."""
     if options.quick:
-        options.tokens, options.repeats = min(options.tokens, 1024), 2
+        options.tokens, options.repeats = fewer(min(options.tokens, 1024)), 2
     if options.tiny:
         options.vocab, options.tokens, options.hidden = 4096, 512, 64
     shape = Shape(options.vocab, options.tokens, options.hidden)
     runs: dict[str, list[list[Measured]]] = {system.name: [] for system in SYSTEMS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for repeat in range(options.repeats):
+        for repeat in turns_within(options.repeats, options):
             for system in SYSTEMS:
                 file = None if repeat else folder / f"{system.name}.pt"
                 runs[system.name].append(measure_in_processes(system, shape, folder, file))

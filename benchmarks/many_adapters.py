@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from base_products import time_products
+from cores import dtypes_here, fewer
 from meshlora.adapter.attach import adapter_factors, add_adapter, runtime, set_adapters
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import Batch, TokenizedDataset
@@ -45,7 +46,7 @@ from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Reporter
 from processes import be_quiet
-from table import Findings, Parity, ParityError, faster, parser, run
+from table import Findings, Parity, ParityError, faster, parser, run, seconds_left, turns_within
 
 K, SEQ, RANK, TARGET = 8, 64, 16, 3.0
 LIMIT = 1e-4  # fp32, relative
@@ -66,6 +67,7 @@ BASES = {
 }
 NAMES = [f"adapter-{number}" for number in range(K)]
 STEPS_OF_A_RUN = 50
+SECONDS_OF_RUNS = 100  # what they take at the most; with less left of a budget they are left out
 TOKENIZER = Path(__file__).parents[1] / "examples" / "tiny_base"
 RECORDS = Path(__file__).parents[1] / "examples" / "docstrings" / "train.jsonl"
 
@@ -232,10 +234,10 @@ class Peft:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def time_runs(folder: Path, steps: int) -> tuple[float, float]:
+def time_runs(folder: Path, steps: int, dtype: str) -> tuple[float, float]:
     """Seconds of (one command with all adapters, a command for each), from its start to its end."""
     shared = {
-        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "model": {"path": str(folder), "dtype": dtype},
         "lora": {"r": RANK, "lora_alpha": 16, "target_modules": "all-linear"},
         "data": {"train": str(RECORDS), "max_length": SEQ, "cache_dir": str(folder / "cache"), "loss_on": "all"},
         "train": {"steps": steps, "batch_size": 1, "micro_batch_size": K, "log_every": steps},
@@ -268,19 +270,22 @@ def measure(options: argparse.Namespace) -> Findings:
     """All of it, as the interface of benchmarks has it."""
     be_quiet()
     torch.set_num_threads(options.threads)
-    model = MODEL | (TINY if options.tiny else {})
-    turns, steps = (2, 1) if options.tiny else (5, 2) if options.quick else (options.turns, 3)
+    model = MODEL | (TINY if options.tiny else {"num_hidden_layers": fewer(MODEL["num_hidden_layers"])})
+    number, steps = (2, 1) if options.tiny else (5, 2) if options.quick else (options.turns, 3)
+    dtypes = dtypes_here(["float32", "bfloat16"])
+    # Without units for bfloat16 the packed base is multiplied in float32, as one would there.
+    bases = BASES if "bfloat16" in dtypes else {"float32 base": ("float32", None), "nf4 base": ("float32", "nf4")}
     rows = []
     details: dict[str, Any] = {"model": model, "threads": options.threads, "seconds": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_checkpoint(folder, model)
         worst = max(check_parity(folder, model["vocab_size"], kind) for kind in (None, "nf4"))
-        for base, (dtype, quantization) in BASES.items():
+        for place, (base, (dtype, quantization)) in enumerate(bases.items(), 1):
             how = folder, dtype, quantization, model["vocab_size"]
             own, alone = Ours(*how), Peft(*how)
             times: dict[str, list[float]] = {"at once": [], "in turn": [], "PEFT in turn": [], "products": []}
-            for _ in range(turns):
+            for _ in turns_within(number, options, share=place / (len(bases) + 1)):
                 times["at once"].append(own.at_once(steps))
                 times["in turn"].append(own.in_turn(steps))
                 times["PEFT in turn"].append(alone.in_turn(steps))
@@ -305,13 +310,14 @@ def measure(options: argparse.Namespace) -> Findings:
                 rows.append(
                     faster(f"the most there is to win: {what}", times["products"], times["in turn"], unit="s", **names)
                 )
-        if not options.tiny:
+        if not options.tiny and seconds_left(options) > SECONDS_OF_RUNS:
             # Their vocabulary is that of the records' tokenizer, whatever is measured above.
-            pairs = [time_runs(folder, STEPS_OF_A_RUN) for _ in range(1 if options.quick else 3)]
+            steps = fewer(STEPS_OF_A_RUN)
+            pairs = [time_runs(folder, steps, dtypes[-1]) for _ in range(1 if options.quick else 3)]
             details["seconds"]["whole runs"] = pairs
             rows.append(
                 faster(
-                    f"{K} runs of {STEPS_OF_A_RUN} steps, from command to adapter",
+                    f"{K} runs of {steps} steps, from command to adapter",
                     ours=[at_once for at_once, _ in pairs],
                     peer=[in_turn for _, in_turn in pairs],
                     unit="s",

@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
-from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller, turns_within
 
 TOLERANCE = 1e-4  # fp32, relative L2 of each gradient; a factor of another expert is 1.4 off
 MEMORY_STEPS = 2
@@ -297,7 +297,7 @@ def fits(system: System, shape: Shape) -> bool:
 
 
 def measure_shape(
-    systems: Sequence[System], shape: Shape, folder: Path, *, turns: int, num_threads: int
+    systems: Sequence[System], shape: Shape, folder: Path, *, turns: Iterable[int], num_threads: int
 ) -> dict[str, Any]:
     """All of one shape: parity, memory, times."""
     threads = {system: num_threads for system in systems if fits(system, shape)}
@@ -311,7 +311,7 @@ def measure_shape(
             ranks = group.call(measure_memory, shape)
             memory[name] = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
-        for turn in range(turns):
+        for turn in turns:
             for name, group in groups.items():
                 whole, passes = zip(*group.call(time_steps, shape), strict=True)
                 times[name].append((max(whole), max(passes)))
@@ -414,16 +414,22 @@ def measure(options: argparse.Namespace) -> Findings:
     shapes = [SHAPES[number] for number in options.shape or (range(1) if options.quick else range(len(SHAPES)))]
     if options.tiny:
         shapes = [TINY_SHAPE]
-    turns = 3 if options.quick else options.turns
+    number = 3 if options.quick else options.turns
     found: dict[Shape, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folders: dict[int, Path] = {}
-        for shape in shapes:
+        for place, shape in enumerate(shapes, 1):
             if shape.num_experts not in folders:
                 folder = Path(name) / str(shape.num_experts)
                 folders[shape.num_experts] = make_checkpoint(folder, shape.num_experts, TINY if options.tiny else {})
             folder = folders[shape.num_experts]
-            found[shape] = measure_shape(systems, shape, folder, turns=turns, num_threads=options.threads)
+            found[shape] = measure_shape(
+                systems,
+                shape,
+                folder,
+                turns=turns_within(number, options, share=place / len(shapes)),
+                num_threads=options.threads,
+            )
     worst = max(error for results in found.values() for error in results["parity"].values())
     head = f"Qwen3-MoE, {MODEL}, r={RANK}, fp32, {options.threads} threads a process.\n\n"
     return Findings(

@@ -24,17 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshlora
+from cores import dtypes_here, fewer
 from dense_vs_peft import DTYPES, LIMIT_BFLOAT16
 from meshlora.data import Batch, collate, joined, with_positions
 from meshlora.data.tokenization import Sequence as TokenSequence
 from meshlora.layers.by_sequence import keep_apart
 from meshlora.train.losses import language_model_losses
 from processes import Group, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, faster, parser, run
+from table import Findings, Parity, ParityError, Row, faster, parser, run, turns_within
 from tp_vs_peft import MODEL, RANK, TINY, TOLERANCE, Candidate, System, Turn, load, make_checkpoint
 
 LENGTHS, TINY_LENGTHS = (512, 288, 160, 64), (16, 9, 5, 2)  # half of four rows each
-SIZES = {"num_hidden_layers": 2}
+LAYERS = 2
 STEPS = 2  # timed ones a turn
 TARGET_TIME = 1.5
 
@@ -145,10 +146,12 @@ def check_parity(groups: dict[str, Group]) -> dict[str, float]:
 def rows_of(times: dict[str, list[Turn]], what: str, *, is_asked: bool) -> list[Row]:
     """Ours with joined and with padded rows against PEFT."""
     rows = []
-    for dtype in DTYPES:
+    for dtype in (dtype for dtype in DTYPES if systems_of(dtype)[-1].name in times):
         ours, padded, reference = systems_of(dtype)
         peer = [turn.median_ms for turn in times[reference.name]]
         for system, target in ((ours, TARGET_TIME if is_asked else None), (padded, None)):
+            if system.name not in times:
+                continue
             mine = [turn.median_ms for turn in times[system.name]]
             names = {"ours_name": system.name.removesuffix(f", {dtype}"), "peer_name": "PEFT, padded", "unit": "ms"}
             rows.append(faster(f"{dtype} base, {what}", mine, peer, target=target, **names))
@@ -157,21 +160,22 @@ def rows_of(times: dict[str, list[Turn]], what: str, *, is_asked: bool) -> list[
 
 def measure(options: argparse.Namespace) -> Findings:
     """Parity, then times."""
-    lengths, turns = (TINY_LENGTHS if options.tiny else LENGTHS), (3 if options.quick else options.turns)
-    sizes = TINY if options.tiny else SIZES
+    lengths, number = (TINY_LENGTHS if options.tiny else LENGTHS), (3 if options.quick else options.turns)
+    sizes, dtypes = (TINY if options.tiny else {"num_hidden_layers": fewer(LAYERS)}), dtypes_here(DTYPES)
+    kinds = ("joined", "peft") if options.quick else ("joined", "padded", "peft")
     with tempfile.TemporaryDirectory() as name:
         folder = make_checkpoint(Path(name), **sizes)
-        systems = dict.fromkeys([system for dtype in DTYPES for system in systems_of(dtype)], 1)
-        with open_groups(systems, Path(name), open_system, folder, lengths) as groups:
+        systems = [system for dtype in dtypes for system in systems_of(dtype) if system.kind in kinds]
+        with open_groups(dict.fromkeys(systems, 1), Path(name), open_system, folder, lengths) as groups:
             worst = check_parity(groups)
             times: dict[str, list[Turn]] = {name: [] for name in groups}
-            for _ in range(turns):
+            for _ in turns_within(number, options):
                 for name, group in groups.items():
                     wall, cpu = zip(*group.call(time_steps, STEPS)[0], strict=True)
                     times[name].append(Turn(list(wall), list(cpu)))
     what = f"{len(lengths)} × {max(lengths)}, {1 - sum(lengths) / len(lengths) / max(lengths):.0%} of it padding"
     details = {
-        "model": {**MODEL, **sizes, "lora_rank": RANK, "dtypes": DTYPES},
+        "model": {**MODEL, **sizes, "lora_rank": RANK, "dtypes": dtypes},
         "lengths": lengths,
         "parity": worst,
         "times": {name: [vars(turn) for turn in found] for name, found in times.items()},

@@ -1,9 +1,13 @@
-"""`make bench`: items 1 to 7 with their quick settings, one after the other, and one table of all.
+"""`make bench`: items 1 to 8 with their quick settings, one after the other, and one table of all.
 
-    python benchmarks/run_all.py [--item N ...] [--out benchmarks/results/NAME]
+    python benchmarks/run_all.py [--item N ...] [--total-s S] [--out benchmarks/results/NAME]
 
 Owns: the order, the time limit, the table of all. Does not own: what an item measures (its script), the form of rows
 (table.py). Each script is a process of its own, and nothing else runs beside it.
+
+All of them end within `--total-s`: an item gets a share of what is left, begins no turn that would end after it, and is
+stopped where it takes more than twice as long. On slow cores models are smaller, and without units for bfloat16
+everything is float32 (cores.py).
 
 Ends with 1 if systems differed somewhere, so that a time would say nothing; else with 2 if an item did not run at all;
 else with 0, also where targets are missed: the table says which.
@@ -36,8 +40,12 @@ ITEMS = {
     5: HERE / "startup.py",
     6: HERE / "loss_memory.py",
     7: HERE / "many_adapters.py",
+    8: HERE / "padded_vs_peft.py",
 }
-LIMIT_S = 600  # an item; alone on two cores none needs half of it
+TOTAL_S = 840  # below 15 minutes with the start of Python and the page
+# Of an item, against the others: those with most systems and shapes need most. Others than these have 1.
+WEIGHTS = {1: 1.5, 2: 2.5, 3: 1.5, 7: 2.0, 8: 1.5}
+LEAST_S = 20  # what the items after one keep of the time, each
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,9 @@ class Outcome:
 
 
 def run_item(item: int, script: Path, *, limit_s: float, options: Sequence[str] = ()) -> Outcome:
-    """Run one script with `--quick`; what it says on its standard error goes through, its page is in its results."""
+    """Run one script with `--quick`, and stop it after `limit_s`. What it says on its standard error goes through, its
+    page is in its results.
+    """
     started = time.perf_counter()
     if not script.is_file():
         return Outcome(item, script.name, 0.0, trouble="there is no such script")
@@ -93,14 +103,24 @@ def run_item(item: int, script: Path, *, limit_s: float, options: Sequence[str] 
     return Outcome(item, script.name, seconds, document, trouble)
 
 
-def run_items(items: Mapping[int, Path], *, limit_s: float = LIMIT_S, options: Sequence[str] = ()) -> list[Outcome]:
-    """All of them, one after the other, each with `options` too."""
-    outcomes = []
+def run_items(items: Mapping[int, Path], *, total_s: float = TOTAL_S, options: Sequence[str] = ()) -> list[Outcome]:
+    """All of them, one after the other, each with `options` too, within `total_s`."""
+    outcomes, started, left = [], time.perf_counter(), dict(items)
     for item, script in items.items():
-        print(f"item {item}: {script.name} ...", file=sys.stderr, flush=True)
-        outcomes.append(run_item(item, script, limit_s=limit_s, options=options))
+        budget_s, limit_s = time_for(list(left), total_s - (time.perf_counter() - started))
+        del left[item]
+        print(f"item {item}: {script.name} ... {budget_s:.0f} s", file=sys.stderr, flush=True)
+        own = [f"--budget-s={budget_s:.0f}", *options]
+        outcomes.append(run_item(item, script, limit_s=limit_s, options=own))
         print(f"item {item}: {outcomes[-1].seconds:.0f} s {outcomes[-1].trouble}", file=sys.stderr, flush=True)
     return outcomes
+
+
+def time_for(items: Sequence[int], left_s: float) -> tuple[float, float]:
+    """(budget, limit) in seconds of the first of `items`, for all of which there are `left_s`."""
+    weights = [WEIGHTS.get(item, 1.0) for item in items]
+    share = left_s * weights[0] / sum(weights)
+    return 0.8 * share, max(min(2 * share, left_s - LEAST_S * (len(items) - 1)), 1.0)  # 0.8: it ends a turn late
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -162,7 +182,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--item", type=int, action="append", choices=ITEMS, help="only this one; may be repeated")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="after so many seconds an item is stopped")
+    parser.add_argument("--total-s", type=float, default=TOTAL_S, help="all items end within so many seconds")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: only shows that the scripts run")
     default = table.default_json("all").with_suffix("")
     parser.add_argument("--out", type=Path, default=default, help="results are written to OUT.md and OUT.json")
@@ -171,7 +191,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     outcomes = run_items(
         {item: script for item, script in ITEMS.items() if options.item is None or item in options.item},
-        limit_s=options.limit_s,
+        total_s=options.total_s,
         options=["--tiny"] if options.tiny else [],
     )
     print(table.plain_table(numbered(outcomes)))

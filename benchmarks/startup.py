@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from processes import Group, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
+from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller, turns_within
 from tp_vs_peft import (
     ALONE,
     PEER,
@@ -218,7 +218,7 @@ def page(runs: dict[str, list[list[Started]]]) -> str:
 
 def measure(options: argparse.Namespace) -> Findings:
     """Parity, then turns."""
-    turns = 3 if options.quick else options.turns
+    number = 3 if options.quick else options.turns
     runs: dict[str, list[list[Started]]] = {system.name: [] for system in SYSTEMS}
     with tempfile.TemporaryDirectory() as name:
         torch.set_num_threads(1)
@@ -227,7 +227,7 @@ def measure(options: argparse.Namespace) -> Findings:
         size = sum(file.stat().st_size for file in (folder / "model").iterdir())
         with open_groups(dict.fromkeys(SYSTEMS, 1), Path(name), prepare, tiny) as groups:
             off = check(groups, folder)
-            for _ in range(turns):
+            for _ in turns_within(number, options):
                 for system, group in groups.items():
                     runs[system].append(watched(group, folder))
     parity = Parity(f"loss and every gradient of the first step, against {REFERENCE.name}", off, TOLERANCE, True)

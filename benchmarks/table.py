@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+_STARTED = time.perf_counter()
 DONE, PARITY_FAILED, NOT_RUN = 0, 1, 2  # exit codes
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("meshlora", "torch", "transformers", "peft", "liger-kernel")
@@ -205,7 +206,8 @@ def command() -> str:
     """The command that is running, as one would type it; where its results go changes none of them."""
     script = Path(sys.argv[0])
     shown = f"benchmarks/{script.name}" if script.parent.name == "benchmarks" else script.name
-    options = [o for before, o in zip(sys.argv, sys.argv[1:], strict=False) if "--json" not in (before, o)]
+    left_out = {"--json", "--budget-s"}
+    options = [o for before, o in zip(sys.argv, sys.argv[1:], strict=False) if not left_out & {before, o}]
     return " ".join(["python", shown, *options])
 
 
@@ -214,8 +216,26 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
     made.add_argument("--quick", action="store_true", help="fewer turns, for `make bench`: about two minutes")
     made.add_argument("--tiny", action="store_true", help="tiny sizes: only shows that the script runs")
+    made.add_argument("--budget-s", type=float, metavar="S", help="begin no turn that would end after S seconds")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there, and FILE's .md beside it")
     return made
+
+
+def turns_within(number: int, options: argparse.Namespace, *, share: float = 1.0) -> Iterator[int]:
+    """0, 1, ... below `number`: as many turns as end within `share` of `options.budget_s`, but at least one."""
+    longest, budget_s = 0.0, None if options.budget_s is None else share * options.budget_s
+    for turn in range(number):
+        began = time.perf_counter()
+        if turn and budget_s is not None and began - _STARTED + longest > budget_s:
+            print(f"{turn} of {number} turns fit into {budget_s:.0f} s", file=sys.stderr, flush=True)
+            return
+        yield turn
+        longest = max(longest, time.perf_counter() - began)
+
+
+def seconds_left(options: argparse.Namespace) -> float:
+    """Of `options.budget_s`; infinite without one."""
+    return float("inf") if options.budget_s is None else options.budget_s - (time.perf_counter() - _STARTED)
 
 
 def default_json(name: str) -> Path:

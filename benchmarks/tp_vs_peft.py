@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -30,11 +30,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshlora
+from cores import dtypes_here, fewer
 from meshlora.adapter.attach import active_factors
 from meshlora.train.allocator import keep_freed_memory
 from meshlora.train.losses import language_model_loss
 from processes import Group, batch_of, be_quiet, open_groups
-from table import Findings, Parity, ParityError, Row, faster, parser, run
+from table import Findings, Parity, ParityError, Row, faster, parser, run, turns_within
 
 TOLERANCE = 1e-4  # fp32, relative; meshlora without its gradient sums over tp is 1.0 off
 LEARNING_RATE = 1e-4
@@ -279,11 +280,11 @@ def difference(parts: list[Tensor], whole: Tensor) -> float:
 
 
 def measure_times(
-    groups: dict[str, Group], shapes: Sequence[Shape], turns: int, steps: int
+    groups: dict[str, Group], shapes: Sequence[Shape], turns: Iterable[int], steps: int
 ) -> dict[str, dict[str, list[Turn]]]:
     """By shape and system, of each turn; of a step on several ranks, the time of the slowest."""
     times: dict[str, dict[str, list[Turn]]] = {str(shape): {name: [] for name in groups} for shape in shapes}
-    for turn in range(turns):
+    for turn in turns:
         for shape in shapes:
             for name, group in groups.items():
                 by_rank = group.call(time_steps, shape, steps)
@@ -291,7 +292,7 @@ def measure_times(
                     tuple(max(clock) for clock in zip(*ranks, strict=True)) for ranks in zip(*by_rank, strict=True)
                 ]
                 times[str(shape)][name].append(Turn(*(list(clock) for clock in zip(*slowest, strict=True))))
-        print(f"turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
+        print(f"turn {turn + 1}", file=sys.stderr, flush=True)
     return times
 
 
@@ -354,15 +355,16 @@ def page(parity: dict[str, dict[str, dict[str, float]]], times: dict[str, dict[s
 
 def measure(options: argparse.Namespace) -> Findings:
     """Parity, then times."""
-    systems, turns, steps = (QUICK, 3, 2) if options.quick else (SYSTEMS, options.turns, 3)
-    of_all, smaller = (TINY_SHAPES, TINY) if options.tiny else (SHAPES, {})
+    systems, number, steps = (QUICK, 3, 2) if options.quick else (SYSTEMS, options.turns, 3)
+    smaller = TINY if options.tiny else {"num_hidden_layers": fewer(MODEL["num_hidden_layers"])}
+    of_all, dtypes = (TINY_SHAPES if options.tiny else SHAPES), dtypes_here(DTYPES)
     parity: dict[str, dict[str, dict[str, float]]] = {}
     times: dict[str, dict[str, dict[str, list[Turn]]]] = {}
     exact: Reference | None = None
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = make_checkpoint(Path(name) / "model", **smaller)
-        for dtype in DTYPES:
+        for place, dtype in enumerate(dtypes, 1):
             # The longest sequence says least of what is around the products: a quick run has it once.
             shapes = [shape for shape in of_all if not (options.quick and dtype == "bfloat16" and shape.seq_len > 256)]
             meeting = Path(name) / dtype
@@ -373,11 +375,13 @@ def measure(options: argparse.Namespace) -> Findings:
                 exact = exact or found
                 # A quick run has the reference for parity only: no row of the table is about it.
                 timed = {n: group for n, group in groups.items() if not (options.quick and n == REFERENCE.name)}
-                times[dtype] = measure_times(timed, shapes, turns, steps)
+                times[dtype] = measure_times(
+                    timed, shapes, turns_within(number, options, share=place / len(dtypes)), steps
+                )
             rows += rows_of(dtype, times[dtype], shapes)
     worst = {dtype: max(error for errors in by.values() for error in errors.values()) for dtype, by in parity.items()}
     details = {
-        "model": {**MODEL, **smaller, "lora_rank": RANK, "dtypes": DTYPES},
+        "model": {**MODEL, **smaller, "lora_rank": RANK, "dtypes": dtypes},
         "systems": [asdict(system) for system in systems],
         "parity": parity,
         "times": {
@@ -385,11 +389,13 @@ def measure(options: argparse.Namespace) -> Findings:
             for dtype, shapes_of in times.items()
         },
     }
-    what = (
-        f"every gradient of step 1, all systems and shapes: bfloat16 at most {worst['bfloat16']:.2f} times as far off "
-        f"PEFT's float32 one as PEFT's own bfloat16 one is (limit {LIMIT_BFLOAT16:g}); float32, and the loss, against "
-        f"{REFERENCE.name}"
-    )
+    what = f"loss and every gradient of step 1, all systems and shapes, float32, against {REFERENCE.name}"
+    if "bfloat16" in dtypes:
+        what = (
+            f"every gradient of step 1, all systems and shapes: bfloat16 at most {worst['bfloat16']:.2f} times as far "
+            f"off PEFT's float32 one as PEFT's own bfloat16 one is (limit {LIMIT_BFLOAT16:g}); float32, and the loss, "
+            f"against {REFERENCE.name}"
+        )
     return Findings(Parity(what, worst["float32"], TOLERANCE, agrees=True), rows, details, page(parity, times))
 
 

@@ -67,7 +67,7 @@ def test_parity_that_fails_is_told_from_what_did_not_run(run_all: ModuleType, tm
     assert run_all.exit_code(outcomes) == 1
     assert run_all.exit_code(outcomes[1:]) == 2
     assert "PARITY FAILED: theirs, 5.0e-01 off" in run_all.page(outcomes)
-    (outcome,) = run_all.run_items({4: hangs}, limit_s=1.0)
+    (outcome,) = run_all.run_items({4: hangs}, total_s=0.5)
     assert (outcome.code, outcome.trouble) == (2, "it took more than 1 s")
 
 
