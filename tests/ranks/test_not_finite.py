@@ -55,7 +55,12 @@ def _run_with_nan(file: Path, world: int, sequences: list[int], module: str, whe
 
     def noticed(self: Any, micro: Any, *given: Any) -> Any:
         batch = micro.batch
-        rows = [row[mask.bool()] for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+        lengths = batch.lengths or batch.attention_mask.sum(1, keepdim=True).tolist()
+        rows = [
+            part
+            for row, each in zip(batch.input_ids, lengths, strict=True)
+            for part in row[: sum(each)].split(list(each))
+        ]
         here[0] = any(len(row) == len(w) and bool((row == w).all()) for row in rows for w in wanted)
         return losses(self, micro, *given)
 

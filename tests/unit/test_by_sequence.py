@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.common.float64 import lift
 from meshlora.common.row_masks import read_positions_in_masks
-from meshlora.layers.by_sequence import PackedMask, keep_apart, next_lengths
+from meshlora.layers.by_sequence import PackedMask, keep_apart, rows_of
 from meshlora.plan.families.twin import twin_config
 
 _LENGTHS = [[13, 5, 3], [3, 11, 7]]
@@ -31,8 +31,7 @@ def _run(model: Any, lengths: list[list[int]] | None) -> list[Tensor]:
     ids = torch.randint(3, model.config.vocab_size, (2, 21), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in _LENGTHS])
     model.zero_grad()
-    next_lengths(model, lengths)
-    with lift():
+    with lift(), rows_of(model, lengths):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         logits.square().sum().backward()
     return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]

@@ -140,6 +140,8 @@ PRIVATE = [
     Private("attention_of", f"{_CONFIG}._attn_implementation", "to resume with the attention that a run had"),
     Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
     Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
+    Private("all_rows_packed", f"{_MASKS}.find_packed_sequence_indices", "to ask no device whether rows are packed"),
+    Private("packed_sequence_indices", f"{_MASKS}.find_packed_sequence_indices", "to stand in for it"),
     Private("rule_of_one_sequence", f"{_MASKS}.packed_sequence_mask_function", "to attend to one sequence at a time"),
     Private("rule_of_one_sequence", f"{_MASKS}.remap_positions_for_packed_sequence", "to attend to one at a time"),
     Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
@@ -224,6 +226,17 @@ def _bound(node: ast.stmt) -> list[str]:
 
 
 # ---- What they do.
+
+
+def test_numbers_of_sequences_are_those_of_transformers_without_a_look_at_them() -> None:
+    masks = importlib.import_module(_MASKS)
+    for rows in ([[0, 1, 2, 0, 1], [0, 0, 1, 0, 1]], [[3, 4, 5, 0, 1], [0, 1, 2, 3, 4]]):
+        positions = torch.tensor(rows)
+        expected = masks.find_packed_sequence_indices(positions)
+        with compat.all_rows_packed():
+            assert torch.equal(masks.find_packed_sequence_indices(positions), expected)
+    with compat.all_rows_packed():  # nothing in it depends on a value
+        assert masks.find_packed_sequence_indices(torch.arange(3, device="meta").expand(2, 3)).is_meta
 
 
 def test_rule_of_one_sequence_is_found_where_it_is_one_of_positions() -> None:

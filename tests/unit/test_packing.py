@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, masking_utils
+from transformers import AutoModel
 
+from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.plan.families.twin import twin_config
@@ -48,7 +49,7 @@ def test_arguments_without_names_make_the_same_masks() -> None:
 def test_every_attention_is_shown_by_itself(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = twin_config("llama")
     check_packing(config, attn_implementation=name, trust_remote_code=False)
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    monkeypatch.setattr(compat, "packed_sequence_indices", lambda position_ids: None)
     with pytest.raises(UnsupportedError, match="mix sequences"):
         check_packing(config, attn_implementation=name, trust_remote_code=False)
 

@@ -344,6 +344,23 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     return own
 
 
+def packed_sequence_indices(position_ids: Tensor) -> Tensor:
+    """`[B, S]` -> the number of each token's sequence in its row, from position ids that restart with each: what
+    transformers' `find_packed_sequence_indices` finds, also of rows with one sequence.
+    """
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+@contextlib.contextmanager
+def all_rows_packed() -> Iterator[None]:
+    """Inside the block transformers takes rows for packed ones, and does not ask the device whether they are."""
+    from transformers import masking_utils
+
+    with replaced(masking_utils, "find_packed_sequence_indices", lambda ids: packed_sequence_indices(ids)):
+        yield
+
+
 def rule_of_one_sequence(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The mask function of one sequence by itself, inside transformers' function for packed rows. None: the function is
     not one for packed rows, or depends on more than positions.

@@ -13,8 +13,9 @@ the whole mask, as without this file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ _register()
 
 
 def keep_apart(model: Any) -> Lengths | None:
-    """Let attention of `model` run packed rows one sequence at a time, where `next_lengths` says which there are.
+    """Let attention of `model` run packed rows one sequence at a time, where `rows_of` says which there are.
 
     Returns None if its attention is none of transformers' sdpa and eager: it goes on as it was.
     """
@@ -194,10 +195,16 @@ def keep_apart(model: Any) -> Lengths | None:
     return lengths
 
 
-def next_lengths(model: Any, of_rows: Sequence[Sequence[int]] | None) -> None:
-    """Say the lengths of the sequences in each row of the next forward of `model`, if it keeps them apart."""
-    if (lengths := _lengths_of(model)) is not None:
-        lengths.next(of_rows)
+@contextlib.contextmanager
+def rows_of(model: Any, lengths: Sequence[Sequence[int]] | None) -> Iterator[None]:
+    """The block runs one forward of `model`, on packed rows whose sequences have these lengths; None: on others."""
+    if lengths is None:
+        yield
+        return
+    if (running := _lengths_of(model)) is not None:
+        running.next(lengths)
+    with compat.all_rows_packed():  # as the host knows: transformers would read the position ids
+        yield
 
 
 def _lengths_of(model: Any) -> Lengths | None:

@@ -20,7 +20,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch
 from meshlora.data.context import token_order
-from meshlora.layers.by_sequence import next_lengths
+from meshlora.layers.by_sequence import rows_of
 from meshlora.layers.head.loss import (
     IGNORED,
     log_probabilities_from_hidden,
@@ -242,8 +242,8 @@ def _before_last(model: Any, batch: Batch) -> Tensor | None:
     def run() -> Tensor:
         inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
         state.context.next(batch.order)
-        next_lengths(model, batch.lengths)
-        model(**inputs, **further_inputs(model, batch.more))
+        with rows_of(model, batch.lengths):
+            model(**inputs, **further_inputs(model, batch.more))
         return state.pipeline.signal()
 
     for _ in state.pipeline.earlier():
@@ -256,23 +256,25 @@ def _forward(model: Any, batch: Batch) -> _Found:
         check_shifted(batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids)
     state = runtime(model)
     state.context.next(batch.order)
-    next_lengths(model, batch.lengths)
     inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
     inputs |= further_inputs(model, batch.more)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
     if not isinstance(head, ParallelHead):
-        logits = model(**inputs).logits
+        with rows_of(model, batch.lengths):
+            logits = model(**inputs).logits
         assert isinstance(logits, Tensor)
         return logits
     head.is_lazy = True
     try:
-        recipe = model(**inputs).logits
+        with rows_of(model, batch.lengths):
+            recipe = model(**inputs).logits
     except UnsupportedError:
         if not state.plan.topology.is_whole:
             raise
         # This model's post-processing needs whole logits, which one process can afford.
         head.is_lazy = False
-        logits = model(**inputs).logits
+        with rows_of(model, batch.lengths):
+            logits = model(**inputs).logits
         assert isinstance(logits, Tensor)
         return logits
     finally:

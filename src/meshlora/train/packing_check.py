@@ -22,7 +22,7 @@ from meshlora.common.float64 import lift
 from meshlora.common.model_class import model_class
 from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.data import padded_lengths
-from meshlora.layers.by_sequence import keep_apart, next_lengths
+from meshlora.layers.by_sequence import keep_apart, rows_of
 from meshlora.plan.families.twin import shrink_config
 from meshlora.train.losses import packed_positions
 
@@ -93,8 +93,8 @@ def _differences(model: Any) -> tuple[float, float]:
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in of_rows])
     positions = packed_positions(model.config, positions)
     with lift():
-        next_lengths(model, of_rows)
-        packed = model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
+        with rows_of(model, of_rows):
+            packed = model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
         plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         worst, mixed = 0.0, 0.0
         for row, lengths in enumerate(_ROWS):

@@ -10,8 +10,8 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import masking_utils
 
+from meshlora.common import compat
 from meshlora.data import Batch, Sequence, sampler
 from meshlora.data.sampler import GlobalBatches
 from meshlora.layers.by_sequence import PackedMask
@@ -143,7 +143,7 @@ def packing_positions_run_on(batch: Batch, *_: Any) -> Batch:
     return dataclasses.replace(batch, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
 
 
-@instead_of(masking_utils, "find_packed_sequence_indices", needs="packing")
+@instead_of(compat, "packed_sequence_indices", needs="packing")
 def packing_seen_across(position_ids: Tensor) -> None:
     """a token attends to its own sequence alone"""
 
