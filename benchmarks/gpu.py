@@ -3,6 +3,7 @@
     python benchmarks/gpu.py [--shape NAME ...] [--turns N] [--json FILE]
     python benchmarks/gpu.py --dry-run              # without a GPU: the plan, then the whole of it at tiny sizes
     python benchmarks/gpu.py --device cpu --tiny    # the same at tiny sizes on the CPU
+    python benchmarks/gpu.py --topology tp=8 ...    # several GPUs, with torchrun and NCCL: gpu_ranks.py
 
 Random weights, made on the device; bf16 base, factors of LoRA in fp32 unless a system says otherwise, SDPA attention.
 All systems of a shape share the tensors of one base, take turns, and start from one adapter, which meshlora writes and
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import meshlora
+from gpu_ranks import measure_topologies
 from gpu_shapes import (
     RANK,
     Inputs,
@@ -53,9 +55,11 @@ from gpu_shapes import (
     resized,
     tiny,
 )
-from meshlora.adapter.attach import active_factors
+from meshlora.adapter.attach import active_factors, runtime
+from meshlora.layers.by_sequence import keep_apart
 from meshlora.loading import load as api
-from meshlora.train.losses import language_model_loss
+from meshlora.train.gradsync import finish_gradients_on_device
+from meshlora.train.losses import language_model_losses
 from processes import be_quiet, begin_high_water_mark, memory_bytes
 from table import Findings, Parity, ParityError, Row, greater, parser, run, smaller
 
@@ -193,13 +197,21 @@ class Candidate:
 
 
 class Meshlora(Candidate):
+    """As the trainer runs it: what the host knows of a batch it need not ask the device for."""
+
+    def __init__(self, system: System, model: Any, dtype: torch.dtype) -> None:
+        super().__init__(system, model, dtype)
+        keep_apart(model)
+
     def factors(self) -> dict[str, nn.Parameter]:
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
     def gradients(self, inputs: Inputs) -> Tensor:
-        loss = language_model_loss(self.model, inputs.ids, None, inputs.shifted, position_ids=inputs.position_ids)
+        batch, mesh = inputs.ours, runtime(self.model).mesh
+        (loss,) = language_model_losses(self.model, batch, [("default", batch)], label_smoothing=0.0)
         loss.backward()
-        return loss.detach() / meshlora.finish_gradients(self.model, num_tokens=inputs.num_trained)
+        totals = finish_gradients_on_device(mesh, [active_factors(self.model)], [inputs.num_trained])
+        return loss.detach() / totals[0]
 
 
 class Liger(Candidate):
@@ -626,6 +638,7 @@ def main() -> int:
     made.add_argument("--shape", action="append", choices=[s.name for s in real_shapes()], help="only this; may repeat")
     made.add_argument("--turns", type=int, default=5, help=f"of each system and input, {STEPS} timed steps each")
     made.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    made.add_argument("--topology", action="append", help="several GPUs, as in tp=8 (gpu_ranks.py); may be repeated")
     options = made.parse_args()
     if options.dry_run:
         options.device, options.tiny = "cpu", True
@@ -634,6 +647,9 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("there is no GPU here; --dry-run works without one")
     be_quiet()
+    if options.topology:
+        title = "LoRA steps on several GPUs: topologies of meshlora against one process"
+        return run(title, options, measure_topologies, name="gpu_ranks")
     return run("LoRA steps on one GPU: meshlora against PEFT", options, measure, name="gpu")
 
 

@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from meshlora.data import Batch, collate, joined, with_positions
+from meshlora.data.tokenization import Sequence
 
 RANK = 16
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -134,6 +138,7 @@ class Inputs:
     labels: Tensor
     shifted: Tensor  # labels[b, t + 1]
     position_ids: Tensor | None
+    ours: Batch  # the same as meshlora's trainer has it: all sequences in one row, counted on the host
 
     @property
     def num_tokens(self) -> int:
@@ -141,7 +146,7 @@ class Inputs:
 
     @property
     def num_trained(self) -> int:
-        return int((self.shifted != -100).sum())
+        return self.ours.num_trained_tokens
 
 
 def inputs_of(shape: Shape, device: torch.device) -> list[Inputs]:
@@ -155,8 +160,20 @@ def inputs_of(shape: Shape, device: torch.device) -> list[Inputs]:
         labels = torch.where(positions == 0, -100, ids)
         shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
         tensors = (t.to(device) for t in (ids, labels, shifted))
-        found.append(Inputs(name, lengths, *tensors, positions.to(device) if len(lengths) > 1 else None))
+        packed = positions.to(device) if len(lengths) > 1 else None
+        found.append(Inputs(name, lengths, *tensors, packed, _joined(ids, lengths).to(device)))
     return found
+
+
+def _joined(ids: Tensor, lengths: list[int]) -> Batch:
+    """All sequences of these rows in one."""
+    sequences = [
+        Sequence(part.numpy().astype(np.int32), np.ones(len(part), dtype=bool))
+        for row in ids
+        for part in row.split(lengths)
+    ]
+    batch = collate([joined(sequences)], pad_token_id=0)
+    return with_positions(batch, [[len(s.input_ids) for s in sequences]], [range(len(sequences))])
 
 
 def flops_per_token(shape: Shape, lengths: list[int]) -> float:

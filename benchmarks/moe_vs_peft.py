@@ -304,7 +304,8 @@ def measure_shape(
     with tempfile.TemporaryDirectory() as stores, open_groups(threads, Path(stores), open_system, folder) as groups:
         parity, seconds = check_parity(groups, shape)
         fastest = min(seconds[name] for name, group in groups.items() if group.system.is_peft)
-        slow = {name: seconds[name] for name in seconds if seconds[name] > 3 * fastest}
+        peers = [name for name, group in groups.items() if group.system.is_peft]
+        slow = {name: seconds[name] for name in peers if seconds[name] > 3 * fastest}
         groups = {name: group for name, group in groups.items() if name not in slow}
         memory = {}
         for name, group in groups.items():

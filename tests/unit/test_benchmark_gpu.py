@@ -87,9 +87,9 @@ def test_dry_run_measures_every_system_at_tiny_sizes(
 def test_a_wrong_adapter_ends_the_benchmark(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = gpu.meshlora.finish_gradients
+    right = gpu.finish_gradients_on_device
     monkeypatch.setattr(
-        gpu.meshlora, "finish_gradients", lambda model, num_tokens: right(model, num_tokens=num_tokens + 1)
+        gpu, "finish_gradients_on_device", lambda mesh, factors, own: right(mesh, factors, [own[0] + 1])
     )
     monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "--dry-run", "--no-compile", "--shape", "1b"])
     assert gpu.main() == 1
