@@ -17,12 +17,12 @@ from transformers import AutoTokenizer, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.file import read_run
 from meshlora.config.run import DataConfig, GenerateConfig, TrainConfig
 from meshlora.data import read_records, tokenize
 from meshlora.loading.blueprint import read_model_config
-from meshlora.train import trained
+from meshlora.train import prepare, trained
 from meshlora.train.batches import MicroBatch
 from meshlora.train.prepare import Prepared
 from meshlora.train.run import train
@@ -184,6 +184,54 @@ def test_so_many_sequences_are_computed_at_once(setup: Setup, monkeypatch: pytes
 def test_sequences_share_a_row_where_the_run_file_says_so(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     found = micro_batches(setup, monkeypatch, train__micro_batch_size=1, data__packing=True)
     assert [rows for rows, _ in found] == [1], "four sequences, none of which is as long as a quarter of a row"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda s: s.set("train.objective", "dpo"), "train.objective=dpo compares whole rows"),
+        (lambda s: s.set("topology", "cp=2"), "cp cuts each row"),
+        (lambda s: s.set("model.attn_implementation", "flex_attention"), "shown for eager and sdpa"),
+    ],
+    ids=["pairs", "cp", "attention"],
+)
+def test_rows_are_padded_with_a_word_where_joined_ones_are_not_proved(change: Any, why: str, setup: Setup) -> None:
+    if "dpo" in why:
+        for file in ("train.jsonl", "eval.jsonl"):
+            (setup.folder / file).write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
+    change(setup)
+    run = prepared(setup)
+    assert run.config.data.packing is False
+    (note,) = [note for note in run.notes if note.startswith("data.packing: auto: rows are padded: ")]
+    assert why in note
+
+
+@pytest.mark.parametrize(
+    "why", ["its layers mix sequences of one row", "attention of llama takes a mask of the whole row"]
+)
+def test_rows_are_padded_for_a_family_that_does_not_keep_them_apart(
+    why: str, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the check of the twin says of which family is in test_packing.py."""
+
+    def check(*_: Any, **__: Any) -> bool:
+        if why.startswith("its"):
+            raise UnsupportedError("data.packing", why)
+        return False
+
+    monkeypatch.setattr(prepare, "check_packing", check)
+    run = prepared(setup)
+    assert run.config.data.packing is False
+    assert f"data.packing: auto: rows are padded: {why}" in run.notes
+
+
+def test_rows_are_joined_without_a_word_and_old_runs_go_on(setup: Setup) -> None:
+    joined = prepared(setup)
+    assert joined.config.data.packing == "auto"
+    assert not [note for note in joined.notes if "packing" in note]
+    alone = prepared(setup, train__micro_batch_size=1)
+    assert (alone.config.data.packing, alone.notes) == (False, joined.notes), "there is nothing to join"
+    assert prepared(setup, data__packing=False).identity == joined.identity, "a run of padded rows is resumed"
 
 
 def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.train.packing_check import check_packing
 
 
-def _check(model_type: str, **overrides: Any) -> None:
-    check_packing(twin_config(model_type, **overrides), attn_implementation=None, trust_remote_code=False)
+def _check(model_type: str, **overrides: Any) -> bool:
+    return check_packing(twin_config(model_type, **overrides), attn_implementation=None, trust_remote_code=False)
 
 
 # Rotary and learned positions, sliding windows, chunked attention, experts, latent attention.
@@ -24,7 +24,14 @@ def _check(model_type: str, **overrides: Any) -> None:
     "family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "afmoe"]
 )
 def test_attention_that_reads_borders_from_positions_is_taken(family: str) -> None:
-    _check(family)
+    """One sequence at a time, but where a mask depends on more than positions."""
+    assert _check(family) is (family != "llama4_text")
+
+
+# Attention of the model's own; an indexer that adds its choice of keys to the mask.
+@pytest.mark.parametrize("family", ["gptj", "deepseek_v32"])
+def test_attention_with_a_mask_of_the_whole_row_is_told(family: str) -> None:
+    assert not _check(family)
 
 
 # Convolutions, states, alibi, positions that are counted from the mask.
