@@ -178,8 +178,11 @@ if os.environ.get("RANK") == "{rank}" and not Path({mark!r}).exists():  # once, 
     trainer.Trainer.train_step = faulty_step
 """
 FAULTS = {
-    "killed": ("os.kill(os.getpid(), 9)", "rank 3 (node2): it ended without a word, as by SIGKILL"),
-    "raised": ("raise ZeroDivisionError('the cause')", "ZeroDivisionError: the cause"),
+    "killed": (3, "os.kill(os.getpid(), 9)", "rank 3 (node2): it ended without a word, as by SIGKILL"),
+    "raised": (3, "raise ZeroDivisionError('the cause')", "ZeroDivisionError: the cause"),
+    # Rank 0, whose machine has the store.
+    "first killed": (0, "os.kill(os.getpid(), 9)", "rank 0 (node1): it ended without a word, as by SIGKILL"),
+    "first raised": (0, "raise ZeroDivisionError('the cause')", "ZeroDivisionError: the cause"),
 }
 
 
@@ -193,8 +196,8 @@ def _with_fault(folder: Path, fault: str, *, rank: int) -> Path:
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_end_of_a_rank_ends_both_nodes_with_its_cause(nodes: list[Node], run_file: Path, how: str) -> None:
-    fault, cause = FAULTS[how]
-    faults = _with_fault(run_file.parent, fault, rank=3)
+    rank, fault, cause = FAULTS[how]
+    faults = _with_fault(run_file.parent, fault, rank=rank)
     found = _ended(_both(nodes, _train(run_file, "dp=2,tp=2,sp"), 2, faults=str(faults)))
     assert time.time() - float((run_file.parent / "fault-at").read_text()) < PATIENCE_S
     for code, out, err in found:
@@ -242,7 +245,7 @@ def test_output_on_one_node_alone_is_refused(nodes: list[Node], run_file: Path) 
 
 def test_torchrun_restarts_a_killed_rank_to_the_same_bytes(nodes: list[Node], run_file: Path) -> None:
     words = _train(run_file, "dp=2,tp=2,sp", "--resume", "auto")
-    faults = _with_fault(run_file.parent, FAULTS["killed"][0], rank=3)
+    faults = _with_fault(run_file.parent, FAULTS["killed"][1], rank=3)
     found = _ended(_both(nodes, words, 2, restarts=3, faults=str(faults)))
     assert [code for code, *_ in found] == [0, 0], "\n".join(out + err for _, out, err in found)
     assert (run_file.parent / "fault-at").exists()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshlora.comm.groups import open_mesh, simulated_job
 from meshlora.comm.who_is_missing import Arrivals, Ranks, say_who_is_missing
+from meshlora.plan.topology import Topology
 
 ROW, COLUMN, ALL = (0, 1), (1, 3), (0, 1, 2, 3)
 
@@ -67,3 +69,17 @@ def test_words_do_not_grow_with_the_job() -> None:
     ranks = tuple(range(16_384))
     rank = Arrivals({ranks: 10**6}, "all_reduce", ranks, True, [[ranks]])
     assert len(rank.words(5)) < 100
+
+
+def test_ranks_that_wait_in_channels_between_stages_are_followed_to_the_one_that_hangs() -> None:
+    """Four stages, each with its channels to the next; the last one hangs."""
+    with simulated_job(4):
+        arrivals = open_mesh(Topology.parse("pp=4")).world.arrivals
+    pairs = {place: (place, place + 1) for place in range(3)}
+    assert all([pair] in arrivals.partitions for pair in pairs.values())
+    said = {
+        rank: Arrivals({pairs[rank]: 3}, "receive", pairs[rank], True, arrivals.partitions).words(rank)
+        for rank in range(3)
+    }
+    known = {rank: Arrivals.read(words, rank, arrivals.partitions) for rank, words in said.items()}
+    assert "(train.timeout_s): rank 3 did not arrive" in say_who_is_missing(known.get, 0, timeout_s=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch.distributed import HashStore
 
 from meshlora.comm import groups
 from meshlora.comm.launchers import Place
+from meshlora.comm.watch import Post
 from meshlora.common.errors import UserError
 from meshlora.train import machines as module
-from meshlora.train.machines import Machines, Post, Seat, line_of, machines, mistake_of, posts_of
+from meshlora.train.machines import Machines, Seat, line_of, machines, mistake_of, posts_of
 
 
 def _gpu(rank: int, *, per_machine: int = 2, name: str = "H100", free: float = 79.0) -> Seat:
@@ -50,12 +52,12 @@ def test_mistake_of_one_rank_is_that_of_all() -> None:
 
 def test_each_rank_is_looked_after_by_another_of_its_machine_and_each_machine_by_another() -> None:
     assert posts_of([_gpu(rank) for rank in range(4)]) == {
-        0: Post({1: 101}, 2),
+        0: Post({1: 101}, 2, "node2", is_first=True),
         1: Post({0: 100}),
-        2: Post({3: 103}, 0),
+        2: Post({3: 103}, 0, "node1", is_first=True),
         3: Post({2: 102}),
     }
-    assert posts_of([_cpu(0)]) == {0: Post()}
+    assert posts_of([_cpu(0)]) == {0: Post(is_first=True)}
 
 
 def test_the_first_line_names_machines_devices_and_versions() -> None:
@@ -89,9 +91,9 @@ def _all_ranks(monkeypatch: pytest.MonkeyPatch, seats: list[Seat]) -> list[Machi
 def test_all_ranks_are_told_their_posts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _all_ranks(monkeypatch, [_gpu(rank) for rank in range(4)])
     assert [one.post for one in found if isinstance(one, Machines)] == [
-        Post({1: 101}, 2),
+        Post({1: 101}, 2, "node2", is_first=True),
         Post({0: 100}),
-        Post({3: 103}, 0),
+        Post({3: 103}, 0, "node1", is_first=True),
         Post({2: 102}),
     ]
 
@@ -106,7 +108,10 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu_in_silence
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(groups, "_DRIVER", [module._BOOT])  # any file that is there
+    monkeypatch.setattr(groups, "_DRIVER", [Path("/proc/version")])  # any file that is there
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "on CPUs" in machines("auto")  # as asked
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"torch .* cannot use the NVIDIA GPU"):
         machines("auto")
-    assert "on CPUs" in machines("cpu").line
+    assert "on CPUs" in machines("cpu")

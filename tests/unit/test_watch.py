@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from meshlora.comm import watch
-from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Cause, Watch
+from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Cause, Post, Watch
 
 
 class Words:
@@ -69,7 +69,7 @@ def test_the_first_cause_is_that_of_all_ranks(board: Board) -> None:
 def test_a_rank_that_is_gone_without_a_word_ends_the_job(board: Board) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     watching = Watch(board, 0, world=2)
-    watching.looks_after({1: process.pid}, None)
+    watching.looks_after(Post({1: process.pid}))
     assert watching.look() is None
     process.kill()
     while watch.is_running(process.pid):  # not waited for: a zombie is gone too
@@ -87,7 +87,7 @@ def test_a_rank_that_ended_well_ends_no_job(board: Board) -> None:
         pass
     process.wait()
     watching = Watch(board, 0, world=2)
-    watching.looks_after({1: process.pid}, None)
+    watching.looks_after(Post({1: process.pid}))
     assert watching.look() is None
     assert watching.neighbours == {}
 
@@ -96,8 +96,8 @@ def test_a_machine_without_a_sign_of_life_ends_the_job(monkeypatch: pytest.Monke
     board, now = Words(), [1000.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     here, there = Watch(board, 0, world=16), Watch(board, 8, world=16)
-    here.looks_after({}, 8)
-    there.looks_after({}, 0)
+    here.looks_after(Post({}, 8, "node2"))
+    there.looks_after(Post({}, 0))
     for _ in range(3):
         now[0] += watch.SILENT_S / 2
         assert there.look() is None
@@ -107,7 +107,7 @@ def test_a_machine_without_a_sign_of_life_ends_the_job(monkeypatch: pytest.Monke
     now[0] += watch.SILENT_S * 0.2
     cause = here.look()
     assert cause is not None
-    assert cause.rank == 8
+    assert (cause.rank, cause.host) == (8, "node2")
 
 
 def test_a_store_that_does_not_answer_is_an_end() -> None:
@@ -119,7 +119,33 @@ def test_a_store_that_does_not_answer_is_an_end() -> None:
     with Watch(Gone(), 1, world=2, told=lambda cause, _: told.append(cause), interval_s=0.01):
         while not told:
             time.sleep(0.01)
-    assert "store of the job is gone" in told[0].text
+    assert "store of the job does not answer" in told[0].text
+
+
+def test_a_store_that_never_returns_is_an_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine lost its power: no connection is reset, and torch's client waits for ever."""
+
+    class Hangs(Words):
+        def check(self, key: str) -> bool:
+            time.sleep(60)
+            return False
+
+    monkeypatch.setattr(watch, "SILENT_S", 0.1)
+    told: list[Cause] = []
+    with Watch(Hangs(), 1, world=2, told=lambda cause, _: told.append(cause), interval_s=0.02):
+        while not told:
+            time.sleep(0.01)
+    assert "store of the job does not answer" in told[0].text
+
+
+def test_a_rank_that_lost_another_learns_that_the_store_is_gone() -> None:
+    class Gone(Words):
+        def check(self, key: str) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    cause = Watch(Gone(), 1, world=2).first_cause(wait_s=1)
+    assert cause is not None
+    assert (cause.by, cause.host) == (-1, "")  # the one that speaks for its machine prints it
 
 
 def test_ranks_that_ask_are_answered_once(board: Board) -> None:
@@ -141,7 +167,7 @@ def test_16384_ranks_say_less_than_a_megabyte_a_second() -> None:
     ranks = [Watch(board, rank, world=world) for rank in range(world)]
     for number, rank in enumerate(ranks):
         if number % per_machine == 0:
-            rank.looks_after({}, (number + per_machine) % world)
+            rank.looks_after(Post({}, (number + per_machine) % world))
     for rank in ranks:
         assert rank.look() is None
     board.num_bytes = 0

@@ -401,7 +401,7 @@ def test_devices_are_another_proof_than_cpus_and_are_compared_in_float32(
     monkeypatch.setattr(module, "on_gpus", lambda *_, **__: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    (place,) = module._devices_of(run)
+    (place,), _ = module._devices_of(run)
     assert (place.device, place.dtype, place.most_ranks) == ("cuda", "float32", 8)
     monkeypatch.setattr(request, "on_gpus", lambda *_, **__: True)
     on_gpus, other = module.proof_of(run, tmp_path / "cache", place)
@@ -410,8 +410,11 @@ def test_devices_are_another_proof_than_cpus_and_are_compared_in_float32(
     a100 = dataclasses.replace(place, name="A100")
     assert len({key, other, module.proof_of(run, tmp_path / "cache", a100)[1]}) == 3
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UnsupportedError, match="needs 2 GPUs to have every axis"):
-        module._devices_of(run)
+    places, why_not = module._devices_of(run)  # a task that sees its own GPU alone
+    assert places == []
+    assert "needs 2 GPUs of one machine to have every axis" in why_not
+    with pytest.raises(UnsupportedError, match="needs 2 GPUs of one machine to have every axis"):
+        module._devices_of(_prepared(tmp_path, preflight="device"))
 
 
 def test_check_proves_before_the_run_if_asked(
@@ -429,5 +432,7 @@ def test_check_proves_before_the_run_if_asked(
 
 
 def test_preflight_off_in_the_run_file_is_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preflight({"": _prepared(tmp_path, preflight="off")}, cache_dir=tmp_path / "cache")
+    run = _prepared(tmp_path, preflight="off")
+    assert preflight_state({"": run}, cache_dir=tmp_path / "cache") == "preflight: off"
+    preflight({"": run}, cache_dir=tmp_path / "cache")
     assert "no preflight: that this model" in capsys.readouterr().out

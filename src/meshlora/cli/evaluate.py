@@ -135,17 +135,17 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
     from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
     from meshlora.train.launch import launch
+    from meshlora.train.machines import machines
 
     place = checked_place(options)
     if options.hypotheses and not options.generate:
         raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
-    with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext():
+    with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
         for file in filter(None, (options.json, options.hypotheses)):
             check_result_file(Path(file), file)
         if options.generate and place is not None:
-            raise UserError(
-                "--generate inside a launcher", "texts are generated on one process", "use --nproc N for it"
-            )
+            rule = "texts are generated on one process"
+            raise UserError("--generate inside a launcher", rule, "use --nproc N for it")
         config = read_run(options.file, options.overrides)
         if options.generate and config.train.objective.task != CAUSAL:
             what = f"--generate with train.objective={config.train.objective.kind}"
@@ -162,6 +162,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.nproc is not None:
             on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world)
+        machines(config.device, watch)
         is_main = place is None or place.rank == 0
         _say(run.notes if is_main and not launched_by_us() else ())
         texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")

@@ -278,7 +278,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.train.agreement import agreed
-    from meshlora.train.edge import how_to_go_on, launched_by_us, leave_result, log_to_file
+    from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
     from meshlora.train.machines import machines, own_words
     from meshlora.train.run import train
     from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
@@ -298,15 +298,14 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     runs = agreed(look, words_of, own=own_words())
     if _are_finished(runs, is_main=is_main):
         return True
-    device = next(iter(runs.values())).config.device
-    found = machines(device)
-    if watch is not None:
-        watch.looks_after(found.post.pids, found.post.next_machine)
-    if is_main:
-        Console().say(found.line)
+    config = next(iter(runs.values())).config
+    if config.train.deterministic:
+        be_deterministic()
+    if line := machines(config.device, watch):
+        Console().say(line)
     if not launched_by_us() and is_main:
         # Join first: ranks that wait for this one then notice if it ends here.
-        join(device)
+        join(config.device)
         preflight(runs, skip=options.no_preflight)
         stop_forking()
     if place is not None and place.rank > 0:

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-_LOOK_S = 0.05
+# Between two looks, the first and the longest: thousands of ranks may wait for rank 0.
+_LOOK_S, _MOST_S = 0.05, 2.0
 _NAME = "attempt"
 
 
@@ -33,14 +34,15 @@ def part_of_attempt(store: Store, rank: int, world: int, *, timeout_s: float) ->
             store.wait([_drawn(own, other)], timedelta(seconds=timeout_s))
             store.set(_answered(own, other), _text(store.get(_drawn(own, other))))
         return PrefixStore(own, store)
-    deadline, name, told = time.monotonic() + timeout_s, "", ""
+    deadline, told, pause_s = time.monotonic() + timeout_s, "", _LOOK_S
     while time.monotonic() < deadline:
         if store.check([_NAME]) and (name := _text(store.get(_NAME))) != told:
             store.set(_drawn(name, rank), own)
             told = name
         if told and store.check([_answered(told, rank)]) and _text(store.get(_answered(told, rank))) == own:
             return PrefixStore(told, store)
-        time.sleep(_LOOK_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _MOST_S)
     raise RuntimeError(f"Timed out waiting {timeout_s:g} s for rank 0 to begin")
 
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshlora.comm.attempt import part_of_attempt
 from meshlora.comm.launchers import (
     enter_place,
+    hides_gpus,
     is_by_torchrun,
     launcher_place,
     local_store,
@@ -43,6 +44,8 @@ from meshlora.plan.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, To
 _GLOO_SETTLES_S = 0.2
 # There where an NVIDIA driver is loaded.
 _DRIVER = [Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")]
+# How long the first rank waits for the last one to be started.
+_MEETING_S = 600.0
 # How long ranks wait for each other while they load: a cold file system takes its time, and is no hang. A rank that
 # fails tells the others (`comm.watch`).
 LOADING_S = 7200.0
@@ -255,7 +258,7 @@ def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch
     return join(device_type)
 
 
-def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
+def meet() -> dist.Store | None:
     """The store shared by the ranks of this job before any group is open; None for a single process.
 
     A file if meshlora started the ranks, on this machine. Else the launcher's store, on the host of rank 0.
@@ -269,7 +272,7 @@ def meet(*, timeout_s: float = 600.0) -> dist.Store | None:
     file = local_store()
     if file is None:
         set_rendezvous()
-    return _store(file, place.rank, place.world, timeout_s)
+    return _store(file, place.rank, place.world)
 
 
 def board_of_job() -> Board:
@@ -283,19 +286,19 @@ def _board(store: Callable[[], Any]) -> Board:
 
 
 @functools.cache
-def _store(file: str | None, rank: int, world: int, timeout_s: float) -> dist.Store:
+def _store(file: str | None, rank: int, world: int) -> dist.Store:
     """Made once per process: a second store would claim the port, or the file, of the first."""
     if file is not None:
         return dist.FileStore(file, world)
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=_MEETING_S)))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         given = f"MASTER_PORT={master_port()}"
         raise UserError(given, "another process of this host listens there", "set it to a free one") from None
     if is_by_torchrun():
-        return part_of_attempt(store, rank, world, timeout_s=timeout_s)
+        return part_of_attempt(store, rank, world, timeout_s=_MEETING_S)
     return store
 
 
@@ -348,11 +351,11 @@ def on_gpus(device_type: str, *, num_ranks: int) -> bool:
             machine has a GPU that torch cannot use.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device_type == "auto" and not num_gpus and any(f.exists() for f in _DRIVER):
+    if device_type == "auto" and not num_gpus and not hides_gpus() and any(f.exists() for f in _DRIVER):
         raise UserError(
             "device: auto",
             f"torch {torch.__version__} cannot use the NVIDIA GPU of this machine",
-            "install a build of torch for CUDA that fits the driver, or give device: cpu",
+            "does the build of torch fit the driver, and was the process given a GPU? Or give device: cpu",
         )
     if device_type == "cpu" or (device_type == "auto" and not num_gpus):
         return False
@@ -439,8 +442,9 @@ def _open_channels(topology: Topology, rank: int, arrivals: Arrivals) -> Channel
         follower = {first: (first + stride) % topology.world for first in starts}
         pairs = [sorted(pair) for pair in follower.items()]
         own = next((pair for pair in pairs if rank in pair), None)
+        arrivals.partitions.append([tuple(pair) for pair in pairs])
         for here, there in (("to_next", "from_before"), ("from_next", "to_before")):
-            group, _ = dist.new_subgroups_by_enumeration(pairs)
+            group = _opened(pairs)
             if own is not None:
                 found[here if rank in follower else there] = Axis(2, own.index(rank), tuple(own), group, arrivals)
     return Channels(**found, in_order=tuple(found.values()))

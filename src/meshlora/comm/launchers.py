@@ -105,6 +105,11 @@ def _sees_its_own_gpu() -> bool:
     return "CUDA_VISIBLE_DEVICES" in os.environ
 
 
+def hides_gpus() -> bool:
+    """Whether this process was asked to see no GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
 def is_by_torchrun() -> bool:
     """Whether the ranks meet in the store of torchrun's agents, which outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

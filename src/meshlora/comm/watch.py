@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -30,6 +30,7 @@ _LOOKS_WITHOUT_ANSWER = 4
 SILENT_S = 120.0
 # Between two looks of a rank that lost another one, and waits for the cause.
 _OFTEN_S = 0.1
+_BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 # Set once there is anything to read: most looks ask for this key alone.
 _NEWS, _ABORT, _ASKED = "m/n", "m/abort", "m/asked"
 
@@ -119,7 +120,7 @@ class Cause:
 
     Attributes:
         rank, host, text: who failed first, on which machine, and its words. code: the exit code of all ranks.
-        by: the rank that says so; another than `rank` if that one cannot.
+        by, machine: the rank that says so, another than `rank` if that one cannot; and its machine (`this_machine`).
     """
 
     rank: int
@@ -127,14 +128,29 @@ class Cause:
     text: str
     code: int
     by: int
+    machine: str
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank's watch looks after.
+
+    Attributes:
+        pids: process ids of this machine, by rank. next_machine, next_host: the first rank of another machine, for its
+            signs of life, and the name of that. is_first: whether this rank is the first of its machine.
+    """
+
+    pids: Mapping[int, int] = field(default_factory=dict)
+    next_machine: int | None = None
+    next_host: str = ""
+    is_first: bool = False
 
 
 class Watch:
     """The watch of rank `rank`; as a context manager: the thread runs inside the block.
 
     Attributes:
-        neighbours: rank -> process id of the ranks of this machine that this one looks after.
-        next_machine: the rank of another machine whose life signs this one looks for, as a third one does for its own.
+        post: what this rank looks after.
         speaks: whether this rank prints the job's end for its machine.
         told: called by the thread with the first cause; None: nothing is done.
         answer: what this rank says to one that asks where the others are (`who_is_missing`).
@@ -152,16 +168,19 @@ class Watch:
     ) -> None:
         self.board, self.rank, self.speaks, self.told = board, rank, speaks, told
         self.interval_s = interval_s if interval_s is not None else INTERVAL_S * max(1.0, world / _MANY)
-        self.neighbours: dict[int, int] = {}
-        self.next_machine: int | None = None
+        self.machine, self.post, self.neighbours = this_machine(), Post(), dict[int, int]()
         self.answer: Callable[[], str] | None = None
         self.ending = threading.Lock()  # held by whoever ends this process
         self._answered, self._unanswered, self._ended = "", 0, threading.Event()
         self._beats, self._last_beat = 0, ("", 0.0)
-        self._thread = threading.Thread(target=self._keep_looking, daemon=True, name="watch")
+        self._looked_at = time.monotonic()
+        self._threads = [
+            threading.Thread(target=work, daemon=True, name="watch") for work in (self._keep_looking, self._keep_time)
+        ]
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -171,16 +190,20 @@ class Watch:
         if error is None:
             with contextlib.suppress(RuntimeError):  # the store may be gone: rank 0 has ended
                 self.board.set(_done(self.rank), "1")
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=self.interval_s)
+        for thread in self._threads:
+            thread.join(timeout=self.interval_s)
 
-    def looks_after(self, neighbours: Mapping[int, int], next_machine: int | None) -> None:
-        """From now on, after these (see the class)."""
-        self.neighbours, self.next_machine = dict(neighbours), next_machine
+    def looks_after(self, post: Post) -> None:
+        """From now on."""
+        self.post, self.neighbours, self.speaks = post, dict(post.pids), post.is_first
 
-    def abort(self, text: str, *, code: int, rank: int | None = None) -> Cause:
-        """End the job: tell all ranks. Returns its first cause, which is another rank's if that was first."""
-        own = Cause(self.rank if rank is None else rank, socket.gethostname(), text, code, self.rank)
+    def abort(self, text: str, *, code: int, rank: int | None = None, host: str | None = None) -> Cause:
+        """End the job: tell all ranks. Returns its first cause, which is another rank's if that was first.
+
+        rank, host: who failed, if not this rank.
+        """
+        rank, host = self.rank if rank is None else rank, socket.gethostname() if host is None else host
+        own = Cause(rank, host, text, code, self.rank, self.machine)
         try:
             first = Cause(**json.loads(self.board.claim(_ABORT, json.dumps(asdict(own)))))
             self.board.set(_NEWS, "1")
@@ -189,13 +212,14 @@ class Watch:
         return first
 
     def first_cause(self, *, wait_s: float) -> Cause | None:
-        """The first cause of the job's end, if one comes within `wait_s` seconds."""
+        """The first cause of the job's end, if one comes within `wait_s` seconds; or that its store is gone."""
         deadline = time.monotonic() + wait_s
-        with contextlib.suppress(RuntimeError):
+        try:
             while (cause := self.look()) is None and time.monotonic() < deadline:
                 time.sleep(_OFTEN_S)
-            return cause
-        return None
+        except RuntimeError:
+            return _GONE
+        return cause
 
     def ask(self) -> None:
         """Ask all ranks to publish their answers; those that can have done so two intervals later."""
@@ -217,16 +241,21 @@ class Watch:
         while not self._ended.wait(self.interval_s):
             try:
                 cause = self.look()
-                self._unanswered = 0
+                self._unanswered, self._looked_at = 0, time.monotonic()
             except RuntimeError:
                 self._unanswered += 1
                 if self._unanswered < _LOOKS_WITHOUT_ANSWER:
                     continue
-                cause = Cause(
-                    0, "", "the store of the job is gone, and with it the process or machine that held it", 1, -1
-                )
+                cause = _GONE
             if cause is not None and self.told is not None and not self._ended.is_set():
                 self.told(cause, self)
+                return
+
+    def _keep_time(self) -> None:
+        """A store whose machine lost its power does not answer, and no look returns: end the job all the same."""
+        while not self._ended.wait(self.interval_s):
+            if time.monotonic() - self._looked_at > SILENT_S and self.told is not None:
+                self.told(_GONE, self)
                 return
 
     def look(self) -> Cause | None:
@@ -241,25 +270,41 @@ class Watch:
             if is_running(pid):
                 continue
             if self.board.check(_done(rank)):
-                del self.neighbours[rank]
+                self.neighbours.pop(rank, None)
             else:
                 return self.abort("it ended without a word, as by SIGKILL or for lack of memory", code=1, rank=rank)
         return self._silent_machine()
 
     def _silent_machine(self) -> Cause | None:
         """The end of the job, if the next machine has given no sign of life for too long."""
-        if self.next_machine is None:
+        if (rank := self.post.next_machine) is None:
             return None
         self._beats += 1
         self.board.set(_beat(self.rank), str(self._beats))
-        key, now = _beat(self.next_machine), time.monotonic()
+        key, now = _beat(rank), time.monotonic()
         beat = self.board.get(key) if self.board.check(key) else ""
         if beat != self._last_beat[0] or not self._last_beat[1]:
             self._last_beat = beat, now
-        if now - self._last_beat[1] < SILENT_S or self.board.check(_done(self.next_machine)):
+        if now - self._last_beat[1] < SILENT_S or self.board.check(_done(rank)):
             return None
         text = f"its machine has given no sign of life for {SILENT_S:g} s"
-        return self.abort(text, code=1, rank=self.next_machine)
+        return self.abort(text, code=1, rank=rank, host=self.post.next_host)
+
+
+_GONE = Cause(
+    0, "", "the store of the job does not answer, and with it the process or machine that holds it is gone", 1, -1, ""
+)
+
+
+def this_machine() -> str:
+    """Names this machine, and the processes that see each other's ids: the same host name may be given twice."""
+    known = [socket.gethostname()]
+    for read in (_BOOT.read_text, lambda: os.readlink(_PIDS)):
+        try:
+            known.append(read().strip())
+        except OSError:  # not on Linux
+            known.append("")
+    return " ".join(known)
 
 
 def is_running(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """Agreement of all ranks of a job on the run and its first step, each having read the files itself.
 
 Owns: comparing every rank's view of the files with rank 0's, through the job's store, before any group is open. Does
-not own: reading the files (`train.prepare`, `train.evaluate`).
+not own: reading the files (`train.prepare`).
 
 Rank 0 decides: the others find the same, or all end. A shared file system may show changes to another node some seconds
 later, so a rank with a different view retries for a while.

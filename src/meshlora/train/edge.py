@@ -110,7 +110,8 @@ def how_to_go_on(words: str) -> str:
 
 
 def be_deterministic() -> None:
-    """From now on this process computes the same bytes each time, or says which operation cannot. Before a GPU is used.
+    """From now on this process computes the same bytes each time, or says which operation cannot. Before a GPU is used,
+    on all ranks: NCCL reads its variables once, and ranks that differ in them do not fit together.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html; sums over ranks in one order for a given topology.
     """
@@ -177,8 +178,7 @@ def noticing_signals(watch: Watch | None = None) -> Iterator[threading.Event]:
                         _end_by(number)
                     if asked_at is not None and now - asked_at > _ONE_REQUEST_S:
                         if watch is not None:
-                            text = f"it was ended by signal {number} ({signal.Signals(number).name})"
-                            _within(_TELLING_S, functools.partial(watch.abort, text, code=128 + number))
+                            _within(_TELLING_S, functools.partial(_told_of_signal, watch, number))
                         _end_by(number)
                     asked_at = now if asked_at is None else asked_at
                 if number in ASKING:
@@ -223,9 +223,14 @@ def rank_edge(*, is_watched: bool = False) -> Iterator[Watch | None]:
                 told = functools.partial(_end_with_job, terminal)
                 watch = Watch(board_of_job(), place.rank, world=place.world, speaks=place.local_rank == 0, told=told)
                 held.enter_context(watch)
+                # The launcher ends the ranks of a machine as soon as one is gone, and one of them is to say why.
+                held.enter_context(handling_signals((signal.SIGTERM,), _terminate))
             yield watch
-    except KeyboardInterrupt:
-        _end_by(signal.SIGINT)
+    except (KeyboardInterrupt, _TerminatedError) as error:
+        number = signal.SIGTERM if isinstance(error, _TerminatedError) else signal.SIGINT
+        if watch is not None:
+            _within(_TELLING_S, functools.partial(_told_of_signal, watch, number))
+        _end_by(number)
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
@@ -238,8 +243,15 @@ def rank_edge(*, is_watched: bool = False) -> Iterator[Watch | None]:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             # An effect of another rank's end, and a mistake that all find: that one's words come first.
             is_second = text == LOST_CONTACT or (rank > 0 and isinstance(error, UserError))
-            first = watch.first_cause(wait_s=_RANK_0_FIRST_S) if is_second else None
-            _end_with_job(terminal, first or watch.abort(text, code=code), watch)
+            found: list[Cause] = []
+
+            def tell(watch: Watch = watch) -> None:
+                first = watch.first_cause(wait_s=_RANK_0_FIRST_S) if is_second else None
+                found.append(first or watch.abort(text, code=code))
+
+            _within(_RANK_0_FIRST_S + _TELLING_S, tell)  # a store whose machine is gone may not even refuse
+            own = Cause(rank, socket.gethostname(), text, code, rank, watch.machine)
+            _end_with_job(terminal, found[0] if found else own, watch)
         leave_word(text)
         if not launched_by_us() and rank > 0 and isinstance(error, UserError):
             # All ranks find the same mistake, and the launcher kills the rest when the first ends: give rank 0 the time
@@ -252,17 +264,31 @@ def rank_edge(*, is_watched: bool = False) -> Iterator[Watch | None]:
         os.close(terminal)
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM, before training, which takes it for a request."""
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise _TerminatedError
+
+
+def _told_of_signal(watch: Watch, number: int) -> None:
+    """Tell the other ranks that this one is ended by a signal, unless that is the effect of another one's end."""
+    if watch.look() is None:
+        watch.abort(f"it was ended by signal {number:d} ({signal.Signals(number).name})", code=128 + number)
+
+
 def _end_with_job(terminal: int, cause: Cause, watch: Watch) -> None:
     """End this process as the job ends: with the first cause, printed once on each machine."""
     watch.ending.acquire()  # for good: its thread and the main one may come here both
     leave_word(cause.text)
     is_own = cause.by == watch.rank
-    if is_own or (watch.speaks and cause.host != socket.gethostname()):
-        who = "" if cause.code == UserError.exit_code else f"rank {cause.rank} ({cause.host}): "
+    if is_own or (watch.speaks and cause.machine != watch.machine):
+        who = "" if cause.code == UserError.exit_code or not cause.host else f"rank {cause.rank} ({cause.host}): "
         _print(f"error: {who}{cause.text}", terminal)
-    if watch.rank == 0 or not (is_own or watch.speaks):
-        # The launcher ends the ranks of a machine when one has ended: first let the one speak that has the words. And
-        # rank 0 may hold the store in which all others read them.
+    if is_own or watch.rank == 0 or not watch.speaks:
+        # The launcher ends the ranks of a machine when one has ended, and rank 0 or its agent may hold the store: first
+        # let all read the words, and the one of each machine speak that does.
         time.sleep(watch.interval_s + _SPEAKING_S)
     _within(_TELLING_S, abort_groups)
     _end(cause.code)

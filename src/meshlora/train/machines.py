@@ -11,16 +11,16 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshlora.comm.groups import meet, on_gpus
 from meshlora.comm.launchers import Place, launcher_place
+from meshlora.comm.watch import Post, Watch, this_machine
 from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, own_sources, versions
 from meshlora.train.agreement import VERSION
@@ -30,7 +30,6 @@ _VERDICT = "machines/verdict"
 # A rank with less than this share of what another has free is named.
 _LITTLE = 0.8
 _NAMED = 4
-_BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,6 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Post:
-    """What a rank's watch looks after: process ids of this machine, by rank, and the first rank of another machine."""
-
-    pids: Mapping[int, int] = field(default_factory=dict)
-    next_machine: int | None = None
-
-
-@dataclass(frozen=True)
 class Machines:
     """The machines of a job, as one rank knows them.
 
@@ -80,16 +71,19 @@ class Machines:
     post: Post
 
 
-def machines(device_type: str) -> Machines:
-    """The machines of this job, which fit together. Every rank calls this before any group opens.
+def machines(device_type: str, watch: Watch | None = None) -> str:
+    """The first line of a run on the machines of this job, which fit together; empty on other ranks than the first.
 
-    device_type: as in the run file.
+    Every rank calls this before any group opens. device_type: as in the run file. watch: from then on has its post.
 
     Raises:
         UserError: a rank's device, or that of two; the same on all ranks.
     """
     place = launcher_place() or Place(0, 1, 0)
-    return compared(place, seat_of(place, device_type))
+    found = compared(place, seat_of(place, device_type))
+    if watch is not None:
+        watch.looks_after(found.post)
+    return found.line
 
 
 def compared(place: Place, seat: Seat) -> Machines:
@@ -97,7 +91,7 @@ def compared(place: Place, seat: Seat) -> Machines:
     store = meet() if place.world > 1 else None
     if store is None:
         _raise(mistake_of([seat]))
-        return Machines(line_of([seat]), Post())
+        return Machines(line_of([seat]), Post(is_first=True))
     store.set(_key(place.rank), json.dumps(asdict(seat)))
     if place.rank == 0:
         seats = [_read(store, rank) for rank in range(place.world)]
@@ -110,13 +104,17 @@ def compared(place: Place, seat: Seat) -> Machines:
     store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
     _raise(json.loads(store.get(_VERDICT)))
     given = json.loads(store.get(_post(place.rank))) if store.check([_post(place.rank)]) else {}
-    pids = {int(rank): pid for rank, pid in given.get("pids", {}).items()}
-    return Machines("", Post(pids, given.get("next_machine")))
+    return Machines("", Post(**given | {"pids": {int(rank): pid for rank, pid in given.get("pids", {}).items()}}))
 
 
 def seat_of(place: Place, device_type: str) -> Seat:
     """What this process computes on, without a context on its GPU if its rank has none."""
-    here: dict[str, Any] = {"rank": place.rank, "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
+    here: dict[str, Any] = {
+        "rank": place.rank,
+        "host": socket.gethostname(),
+        "machine": this_machine(),
+        "pid": os.getpid(),
+    }
     try:
         is_on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1)
     except UserError as error:
@@ -160,11 +158,12 @@ def posts_of(seats: Sequence[Seat]) -> dict[int, Post]:
     homes: dict[str, list[Seat]] = {}
     for seat in seats:
         homes.setdefault(seat.machine, []).append(seat)
-    firsts = [home[0].rank for home in homes.values()]
+    firsts = [home[0] for home in homes.values()]
     posts = {}
     for (first, *others), follower in zip(homes.values(), [*firsts[1:], firsts[0]], strict=True):
-        next_machine = follower if follower != first.rank else None
-        posts[first.rank] = Post({seat.rank: seat.pid for seat in others}, next_machine)
+        pids = {seat.rank: seat.pid for seat in others}
+        is_alone = follower is first
+        posts[first.rank] = Post(pids, None if is_alone else follower.rank, "" if is_alone else follower.host, True)
         if others:
             posts[others[0].rank] = Post({first.rank: first.pid})
     return posts
@@ -206,17 +205,6 @@ def _read(store: Any, rank: int) -> Seat:
     store.wait([_key(rank)], timedelta(seconds=_PATIENCE_S))
     given = json.loads(store.get(_key(rank)))
     return Seat(**{**given, "mistake": tuple(given["mistake"])})
-
-
-def _machine() -> str:
-    """Names this machine, and the processes that see each other's ids: the same host name may be given twice."""
-    known = [socket.gethostname()]
-    for read in (_BOOT.read_text, lambda: os.readlink(_PIDS)):
-        try:
-            known.append(read().strip())
-        except OSError:  # not on Linux
-            known.append("")
-    return " ".join(known)
 
 
 def _count(number: int, what: str) -> str:

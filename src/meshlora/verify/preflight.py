@@ -81,7 +81,10 @@ def preflight(
             "machine"
         )
         return
-    for claim in _claims(runs, cache_dir):
+    claims = _claims(runs, cache_dir)
+    if note := _devices_of(next(iter(runs.values())))[1]:
+        console.say(note)
+    for claim in claims:
         if proved_on(cache_dir, claim.asked):
             continue
         started = time.perf_counter()
@@ -100,7 +103,10 @@ def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) ->
     Raises:
         UnsupportedError: no proof is possible.
     """
-    lines = []
+    first = next(iter(runs.values()))
+    if first.config.preflight == "off":
+        return "preflight: off"
+    lines = [note] if (note := _devices_of(first)[1]) else []
     for claim in _claims(runs, cache_dir):
         date = proved_on(cache_dir, claim.asked)
         state = f"proved, {date}" if date else f"train will prove {claim.when}"
@@ -113,7 +119,7 @@ def _claims(runs: Mapping[str, Prepared], cache_dir: Path) -> list[_Claim]:
     """For each run one on CPUs, and one on its devices if it asks for that; of several a last one for all together."""
     claims = [_of_one(name, run, cache_dir, _ON_CPUS) for name, run in runs.items()]
     all_at_once = [] if "" in runs else [_of_all(runs, [claim.asked["key"] for claim in claims])]
-    on_devices = [_of_one(name, run, cache_dir, place) for name, run in runs.items() for place in _devices_of(run)]
+    on_devices = [_of_one(name, run, cache_dir, place) for name, run in runs.items() for place in _devices_of(run)[0]]
     return [*claims, *all_at_once, *on_devices]
 
 
@@ -130,23 +136,26 @@ class _Place:
 _ON_CPUS = _Place("cpu", "float64", MOST_RANKS, "")
 
 
-def _devices_of(run: Prepared) -> list[_Place]:
-    """The devices on which `run` is proved besides, in float32: GPUs, or CPUs if it says so."""
-    wanted, is_on_gpus = run.config.preflight, on_gpus(run.config.device, num_ranks=1)
-    if wanted == "cpu" or (wanted == "auto" and not is_on_gpus):
-        return []
-    if not is_on_gpus:
-        return [_Place("cpu", "float32", MOST_RANKS, "CPUs")]
+def _devices_of(run: Prepared) -> tuple[list[_Place], str]:
+    """(the devices on which `run` is proved besides, in float32: GPUs, or CPUs if it says so; why not on its GPUs).
+
+    Raises:
+        UnsupportedError: it asks for its devices, and this machine has too few of them.
+    """
+    wanted = run.config.preflight
+    if wanted in ("cpu", "off"):
+        return [], ""
+    if not on_gpus(run.config.device, num_ranks=1):
+        return [_Place("cpu", "float32", MOST_RANKS, "CPUs")] if wanted == "device" else [], ""
     name = torch.cuda.get_device_properties(0).name
     place = _Place("cuda", "float32", torch.cuda.device_count(), f"{name}, CUDA {torch.version.cuda}")
-    if (needed := provable(run.topology, most_ranks=place.most_ranks).world) > place.most_ranks:
-        raise UnsupportedError(
-            f"preflight on {place.most_ranks} x {name}",
-            f"{run.topology} needs {needed} GPUs to have every axis of more than one rank, and ranks of one machine "
-            "prove it",
-            "use fewer ranks a stage, or preflight: cpu",
-        )
-    return [place]
+    if (needed := provable(run.topology, most_ranks=place.most_ranks).world) <= place.most_ranks:
+        return [place], ""
+    given = f"preflight on {place.most_ranks} x {name}"
+    rule = f"{run.topology} needs {needed} GPUs of one machine to have every axis of more than one rank"
+    if wanted == "device":
+        raise UnsupportedError(given, rule, "use preflight: cpu")
+    return [], f"{given} is left out: {rule}"
 
 
 def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
