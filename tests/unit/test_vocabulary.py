@@ -281,3 +281,9 @@ def test_a_recipe_looks_like_logits() -> None:
     assert (recipe.dtype, recipe.device, recipe.requires_grad) == (torch.bfloat16, torch.device("cpu"), False)
     assert recipe.is_floating_point()
     assert "operations=['mul']" in repr(recipe * 2)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(128_256, 256), (32_000, 1024), (200_000, 167), (10**9, 1)])
+def test_a_chunk_is_of_whole_tiles_where_it_holds_one(size: int, expected: int) -> None:
+    assert vocabulary.chunk_tokens(size, torch.float32) == expected
+    assert expected == 1 or expected * size * 4 <= vocabulary.CHUNK_BYTES

@@ -147,7 +147,7 @@ class Journey:
         self.counts: list[int] = arriving.sum(0).tolist()
         sources = torch.arange(self.block.size, device=device)
         if self.is_flat:
-            self.copies = _copies(sent, self.etp.size).to(device)
+            self.copies = _copies(sent, self.etp.size).to(device) if self.etp.size > 1 else None
             self.send = sent.repeat_interleave(self.etp.size).tolist()
             self.receive = arriving.sum(1).tolist()
         else:
@@ -163,7 +163,7 @@ class Journey:
     def there(self, rows: Tensor) -> Tensor:
         """Rows sorted by expert `[T k, H]` -> the rows of our experts, in arrival order `[N, H]`."""
         if self.is_flat:
-            rows = self.copies.spread(rows) if self.etp.size > 1 else rows
+            rows = self.copies.spread(rows) if self.copies is not None else rows
             return exchange_each_to_each(rows, self.block, self.send, self.receive)
         rows = exchange_each_to_each(rows, self.ep, self.send, self.receive)
         rows = torch.cat([rows, rows.new_zeros(self.most - len(rows), rows.shape[1])])
@@ -173,7 +173,7 @@ class Journey:
         """One term over etp of each row `[N, H]`, in that order -> their sums at the source `[T k, H]`, by expert."""
         if self.is_flat:
             rows = exchange_each_to_each(rows, self.block, self.receive, self.send)
-            return self.copies.collect(rows) if self.etp.size > 1 else rows
+            return self.copies.collect(rows) if self.copies is not None else rows
         padded = rows.new_zeros(self.most * self.etp.size, rows.shape[1]).index_copy(0, self.filled, rows)
         own = reduce_scatter_each_to_each(padded, self.etp)[: sum(self.receive)]
         return exchange_each_to_each(own, self.ep, self.receive, self.send)
