@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -75,3 +76,25 @@ def test_the_items_are_those_of_the_page(run_all: ModuleType) -> None:
     page = (BENCHMARKS / "README.md").read_text()
     for item, script in run_all.ITEMS.items():
         assert f"| {item} | `{script.name}` |" in page
+
+
+def test_items_that_take_all_they_may_leave_time_for_the_others(run_all: ModuleType) -> None:
+    left, items = float(run_all.TOTAL_S), list(run_all.ITEMS)
+    while items:
+        budget, limit = run_all.time_for(items, left)
+        assert limit >= run_all.LEAST_S
+        assert 0 < budget <= limit
+        left -= limit
+        items.pop(0)
+    assert left >= 0
+    assert run_all.TOTAL_S < 15 * 60
+
+
+def test_no_turn_begins_that_would_end_after_the_budget(run_all: ModuleType) -> None:
+    def options(budget_s: float | None) -> argparse.Namespace:
+        return argparse.Namespace(budget_s=budget_s)
+
+    assert list(run_all.table.turns_within(3, options(None))) == [0, 1, 2]
+    assert list(run_all.table.turns_within(3, options(1e6))) == [0, 1, 2]
+    assert list(run_all.table.turns_within(3, options(0.0))) == [0], "one at least"
+    assert run_all.table.seconds_left(options(None)) == float("inf")
