@@ -22,6 +22,8 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Without it a rank whose peers have ended prints forty lines of C++ addresses before the cause.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Only the process that downloads a name of the hub goes online (`common.hub`), as the user's own value lets it.
 os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))
 os.environ["HF_HUB_OFFLINE"] = "1"
