@@ -114,4 +114,6 @@ def environment(faults: Path) -> dict[str, str]:
 
     source = str(Path(meshlora.__file__).resolve().parents[1])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return os.environ | {"PYTHONPATH": f"{faults}:{source}", "PATH": path, "OMP_NUM_THREADS": "1"}
+    # The last as the command line sets it, which comes after the faults have imported torch.
+    own = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return os.environ | {"PYTHONPATH": f"{faults}:{source}", "PATH": path, **own}
