@@ -254,7 +254,7 @@ def _without_content(tensor: Tensor) -> Tensor:
 def _equal_shares(chosen: Tensor, places: int) -> Tensor:
     """Replacement of `count_each`: an equal split of the rows over `places` experts, a real tensor."""
     number = chosen.numel()
-    shares = torch.full((places,), number // places)
+    shares = torch.full((places,), number // places, dtype=torch.int64)  # real, as its dtype is said
     shares[: number % places] += 1
     return shares
 
