@@ -6,7 +6,7 @@ Owns: the order, the time limit, the table of all. Does not own: what an item me
 (table.py). Each script is a process of its own, and nothing else runs beside it.
 
 All of them end within `--total-s`: an item gets a share of what is left, begins no turn that would end after it, and is
-stopped where it takes more than twice as long. On slow cores models are smaller, and without units for bfloat16
+stopped where it takes more than three times as long. On slow cores models are smaller, and without units for bfloat16
 everything is float32 (cores.py).
 
 Ends with 1 if systems differed somewhere, so that a time would say nothing; else with 2 if an item did not run at all;
@@ -45,7 +45,7 @@ ITEMS = {
 TOTAL_S = 840  # below 15 minutes with the start of Python and the page
 # Of an item, against the others: those with most systems and shapes need most. Others than these have 1.
 WEIGHTS = {1: 1.5, 2: 2.5, 3: 1.5, 7: 2.0, 8: 1.5}
-LEAST_S = 20  # what the items after one keep of the time, each
+LEAST_S = 40  # what the items after one keep of the time, each
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def time_for(items: Sequence[int], left_s: float) -> tuple[float, float]:
     """(budget, limit) in seconds of the first of `items`, for all of which there are `left_s`."""
     weights = [WEIGHTS.get(item, 1.0) for item in items]
     share = left_s * weights[0] / sum(weights)
-    return 0.8 * share, max(min(2 * share, left_s - LEAST_S * (len(items) - 1)), 1.0)  # 0.8: it ends a turn late
+    return 0.8 * share, max(min(3 * share, left_s - LEAST_S * (len(items) - 1)), 1.0)  # 0.8: it ends a turn late
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
