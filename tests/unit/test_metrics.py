@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshlora.common.console import Console
-from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.train.watch.metrics import Planned, Reporter, StepMetrics
 from meshlora.train.watch.samples import forget_after
 
 
@@ -59,3 +59,27 @@ def test_a_sample_is_kept_whatever_it_holds_and_a_damaged_one_is_not(tmp_path: P
     file.write_bytes("".join(lines).encode() + b"".join(DAMAGED) + b'{"step": 3}\n')
     forget_after(file, 2)
     assert file.read_text(encoding="utf-8") == "".join(lines)
+
+
+def test_what_was_planned_is_said_and_written_beside_what_is_seen(tmp_path: Path) -> None:
+    said, file = io.StringIO(), tmp_path / "metrics.jsonl"
+    console = Console(file=said, force_terminal=False, width=200)
+    with Reporter(file, steps=5, log_every=1, is_main=True, console=console) as reporter:
+        reporter.planned = Planned(0.4, "2 x cpu", {"compute": 0.3, "update": 0.1, "recomputation": 0.0})
+        for step, seconds in enumerate((9.0, 5.0, 0.5, 0.6, 0.5), start=1):
+            reporter.step(StepMetrics(step, 0.5, 1e-3, 2.0, 100, seconds))
+        reporter.compare_with_plan()
+    *_, step, end = said.getvalue().splitlines()
+    assert step.endswith("200 tokens/s  500 ms (planned 400 ms)")
+    # The first steps, in which memory is touched and connections are opened, do not count.
+    assert end == "planned 400 ms a step, seen 500 ms: 1.25 x the plan (compute 300 ms, update 100 ms)"
+    assert {json.loads(line)["planned_step_time_s"] for line in file.read_text().splitlines()} == {0.4}
+
+
+def test_a_run_without_a_plan_says_nothing_of_one(tmp_path: Path) -> None:
+    said, file = io.StringIO(), tmp_path / "metrics.jsonl"
+    with Reporter(file, steps=3, log_every=1, is_main=True, console=Console(file=said, width=200)) as reporter:
+        for step in (1, 2, 3):
+            reporter.step(StepMetrics(step, 0.5, 1e-3, 2.0, 100, 0.5))
+        reporter.compare_with_plan()
+    assert "planned" not in said.getvalue() + file.read_text()

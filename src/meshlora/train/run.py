@@ -36,7 +36,7 @@ from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_asi
 from meshlora.train.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
-from meshlora.train.watch.metrics import Reporter
+from meshlora.train.watch.metrics import Planned, Reporter
 from meshlora.train.watch.samples import FILE as SAMPLES
 from meshlora.train.watch.samples import forget_after
 from meshlora.train.watch.tracking import open_trackers
@@ -52,6 +52,7 @@ def train(
     go_on: str = "--resume auto",
     watch: Watch | None = None,
     ends_if_stopped: bool = False,
+    planned: Planned | None = None,
 ) -> bool:
     """Train the adapters of `runs`, by name, on one base; a single one is named "". Finished ones are left as they are.
 
@@ -59,7 +60,8 @@ def train(
     the run was asked to stop before.
 
     go_on: the command to print for resuming runs that were asked to stop. watch: of this rank (`edge.rank_edge`).
-    ends_if_stopped: the caller then ends this process, which hears no signal any more.
+    ends_if_stopped: the caller then ends this process, which hears no signal any more. planned: the planner's step, on
+    rank 0, to be shown beside the seen one.
     """
     given = runs
     runs = {name: run for name, run in given.items() if not run.is_finished}
@@ -78,6 +80,7 @@ def train(
         for name, run in runs.items():
             notes = [*run.notes, *(prepare_output(run) if is_main else ())]
             reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
+            reporters[name].planned = planned
             introduce(run, notes, reporters[name])
         opened.enter_context(mesh.patient_for(first.config.train.timeout_s, watch=watch))
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
@@ -86,6 +89,7 @@ def train(
         say_in_training()
         is_done = trainer.train()
         for one in trainer.adapters:
+            one.reporter.compare_with_plan()
             if one.is_done:
                 one.reporter.say(f"adapter: {one.output / 'adapter'}")
             else:
@@ -212,6 +216,8 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
     )
     for line in describe_targets(run.blueprint.trained.targets):
         reporter.say(line)
+    if (planned := reporter.planned) is not None:
+        reporter.say(f"planned {planned.step_time_s:.3g} s a step ({planned.words})")
     if run.resume is not None:
         reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
 

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +51,30 @@ class StepMetrics:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The planner's step, to be shown beside the one that is seen.
+
+    Attributes:
+        step_time_s: of an optimizer step. words: on what it stands. parts_s: of what it is made.
+    """
+
+    step_time_s: float
+    words: str
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+
+
+# Steps that are left out of what is seen: memory is touched and connections are opened in them.
+_WARM_UP = 2
+
+
 class Reporter:
-    """Writes metrics as they come; a context manager that leaves the terminal as it was. Silent off rank 0."""
+    """Writes metrics as they come; a context manager that leaves the terminal as it was. Silent off rank 0.
+
+    planned: the planner's step, if there is one; set before the first step.
+    """
+
+    planned: Planned | None = None
 
     def __init__(
         self,
@@ -90,6 +113,7 @@ class Reporter:
         )
         self._task = self._progress.add_task("step", total=steps, completed=done, shown="")
         self._saved = ""
+        self._times_s: list[float] = []
 
     def __enter__(self) -> Self:
         if self.is_main:
@@ -115,6 +139,11 @@ class Reporter:
         if self._file is None:
             return
         values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
+        timed = ""
+        if self.planned is not None:
+            self._times_s.append(metrics.step_time_s)
+            values["planned_step_time_s"] = self.planned.step_time_s
+            timed = f"  {_time(metrics.step_time_s)} (planned {_time(self.planned.step_time_s)})"
         self._write({name: value for name, value in {**values, **metrics.means}.items() if _is_value(value)})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
         means = "".join(f"  {name} {value:.4g}" for name, value in metrics.means.items())
@@ -125,7 +154,7 @@ class Reporter:
         if is_due and (self._name or not self.console.is_terminal):
             self.say(
                 f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}{means}  lr {metrics.lr:.2e}"
-                f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s{skipped}"
+                f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s{timed}{skipped}"
             )
 
     def evaluation(
@@ -167,6 +196,17 @@ class Reporter:
         """Show from the next step on that the checkpoint of `step` is saved."""
         self._saved = f"  saved {step}"
 
+    def compare_with_plan(self) -> None:
+        """Say how long steps were planned to take, and took: the median, without the first two."""
+        times = self._times_s[_WARM_UP:]
+        if self.planned is None or not times:
+            return
+        planned_s, seen_s = self.planned.step_time_s, statistics.median(times)
+        parts = ", ".join(f"{name} {_time(part)}" for name, part in self.planned.parts_s.items() if part > 0)
+        self.say(
+            f"planned {_time(planned_s)} a step, seen {_time(seen_s)}: {seen_s / planned_s:.2f} x the plan ({parts})"
+        )
+
     def say(self, text: str) -> None:
         """Print one line on rank 0's terminal."""
         if self.is_main:
@@ -189,6 +229,10 @@ class Reporter:
             if not self._has_failed:
                 self.say(text)
             self._has_failed = True
+
+
+def _time(time_s: float) -> str:
+    return f"{time_s:.2f} s" if time_s >= 1 else f"{1000 * time_s:.0f} ms"
 
 
 def _is_value(value: object) -> bool:
