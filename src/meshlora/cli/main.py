@@ -1,8 +1,8 @@
-"""The command line: `meshlora train | verify | check | inspect | plan | launch-script | evaluate | generate | ...`.
+"""The command line: `meshlora train | verify | check | inspect | plan | calibrate | launch-script | evaluate | ...`.
 
 Owns: arguments, and the edge where an error becomes one line and an exit code: 0 success, 1 failure, 2 a wrong
-request. Does not own: the work itself; merge and export (`cli.adapter`), plan (`cli.plan`), launch-script
-(`cli.launch_script`), evaluate and generate (`cli.evaluate`), inspect (`cli.inspect`).
+request. Does not own: the work itself; merge and export (`cli.adapter`), plan (`cli.plan`), calibrate
+(`cli.calibrate`), launch-script (`cli.launch_script`), evaluate and generate (`cli.evaluate`), inspect (`cli.inspect`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from meshlora.cli.adapter import add_merge_and_export
+from meshlora.cli.calibrate import add_calibrate
 from meshlora.cli.evaluate import add_evaluate, add_local_rank, add_run_file, checked_place, run_file_words
 from meshlora.cli.inspect import add_inspect, show_rows
 from meshlora.cli.launch_script import add_launch_script
-from meshlora.cli.plan import add_plan
+from meshlora.cli.plan import add_plan, hardware_of_run, planned_step
 from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, import_libraries, note_interrupts
 from meshlora.common.reading import path_argument
@@ -147,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="exit code of a run that was asked to stop before its last step, for a scheduler to tell (default 0)",
     )
+    train.add_argument(
+        "--hardware", metavar="FILE", help="of meshlora calibrate: show the planned time of a step beside the seen one"
+    )
     add_local_rank(train)
     train.set_defaults(run=_train)
 
@@ -160,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_inspect(commands)
     add_plan(commands)
+    add_calibrate(commands)
     add_launch_script(commands)
     add_evaluate(commands)
     add_merge_and_export(commands)
@@ -262,11 +267,14 @@ def _start_ranks(options: argparse.Namespace) -> None:
     with holding_outputs(runs, resume=resume, despite=despite) as runs:
         if _are_finished(runs):
             return
+        if options.hardware:
+            hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
         preflight(runs, skip=options.no_preflight)
         stop_forking()
         words = ["train", *run_file_words(options)]
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
+        words += ["--hardware", options.hardware] if options.hardware else []
         timeout_s = max(config.train.timeout_s for config in configs.values())
         is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
     if is_done is False and options.stopped_exit_code:
@@ -305,6 +313,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
         be_deterministic()
     if line := machines(config.device, watch):
         Console().say(line)
+    planned = planned_step(runs, hardware_of_run(runs, options.hardware)) if options.hardware and is_main else None
     if not launched_by_us() and is_main:
         # Join first: ranks that wait for this one then notice if it ends here.
         join(config.device)
@@ -312,7 +321,8 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
         stop_forking()
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
-    is_done = train(runs, go_on=how_to_go_on(options.words), watch=watch, ends_if_stopped=True)
+    go_on = how_to_go_on(options.words)
+    is_done = train(runs, go_on=go_on, watch=watch, planned=planned, ends_if_stopped=True)
     if launched_by_us():  # which ends with the code itself
         leave_result(is_done)
         return True

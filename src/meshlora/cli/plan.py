@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshlora.cli.adapter import read_blueprint
-from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.common.hub import repository_of
 
 
@@ -72,7 +74,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    for name in ("gpus", "gpu", "seq"):
+    for name in ("gpus", *(() if options.hardware else ("gpu",)), "seq"):
         if getattr(options, name) is None:
             raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
     from meshlora.common.console import Console
@@ -164,3 +166,55 @@ def _recompute(text: str | None) -> str | int | None:
     if not text.isdecimal():
         raise UserError(f"--recompute {text}", "it must be none, full or a number n, for every n-th layer")
     return int(text)
+
+
+def hardware_of_run(runs: Mapping[str, Any], file: str) -> Any:
+    """The `Hardware` of `file`, for runs on the same type of device.
+
+    Raises:
+        UserError: the file is wrong, or of another type of device.
+    """
+    from meshlora.comm.groups import on_gpus
+    from meshlora.planner.hardware import hardware_named
+
+    gpu = hardware_named(None, file)
+    device = "cuda" if on_gpus(next(iter(runs.values())).config.device, num_ranks=1) else "cpu"
+    if gpu.device != device:
+        raise UserError(f"--hardware {file}", f"it is of {gpu.device}, and this run is on {device}", "calibrate here")
+    return gpu
+
+
+def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
+    """The `Planned` of a run, to show beside what is seen; None, with the reason said, where it cannot be planned.
+
+    Rows are as long as the longest of a micro-batch is on average, taken in the order of the data.
+    """
+    from meshlora.common.console import Console
+    from meshlora.plan.topology import Topology
+    from meshlora.planner.choose import choose
+    from meshlora.planner.problem import Problem
+    from meshlora.train.watch.metrics import Planned
+
+    run = next(iter(runs.values()))
+    data, train, topology = run.config.data, run.config.train, run.topology
+    lengths, rows = run.train_data.offsets[1:] - run.train_data.offsets[:-1], train.micro_batch_size
+    longest = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
+    try:
+        if len(runs) > 1 or train.objective.kind != "sft" or run.blueprint.dtype.itemsize > 4:
+            raise UnsupportedError("this run", "plans are of one adapter, train.objective=sft, at most four bytes")
+        problem = Problem(
+            dataclasses.replace(run.blueprint, adapter=None).on(Topology()),
+            run.blueprint.trained.config,
+            gpus=topology.world,
+            gpu=gpu,
+            seq=data.max_length if data.packing else round(sum(longest) / len(longest)),
+            global_batch=train.batch_size,
+            micro_batch=rows,
+            recompute=train.recompute,
+        )
+        best = choose(problem, [topology]).ranked[0]
+    except UserError as error:
+        Console().say(f"not planned: {error}")
+        return None
+    there = "" if gpu.ranks in (0, topology.world) else f", where {gpu.ranks} ranks were measured"
+    return Planned(best.time_s, f"rows of {problem.seq:,} tokens on {topology.world} x {gpu.name}{there}", best.parts_s)

@@ -42,6 +42,7 @@ from meshlora.model.regions import tensors_in
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")
+_ATTENTION = "scaled_dot_product"
 # An attention mask of all pairs of tokens is of integers too, and too large to be real.
 _MOST_REAL_ELEMENTS = 2**25
 
@@ -56,10 +57,13 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The cost of an operator: floating-point operations, and bytes read and written."""
+    """The cost of an operator: floating-point operations, and bytes read and written. Flops are those of a matrix
+    product, or of an attention.
+    """
 
     flops: int
     num_bytes: int
+    is_attention: bool = False
 
 
 @dataclass
@@ -153,7 +157,8 @@ class FakeRun(TorchDispatchMode):
         if self._section is not None and made and not is_view(func):
             moved = sum(t.nbytes for t in (*given, *made))
             is_causal = any(arg is True for arg in (*args, *kwargs.values()))  # of attention, its only flag
-            self._section.work[Work(flops_of(name, given, made, is_causal=is_causal), moved)] += 1
+            work = Work(flops_of(name, given, made, is_causal=is_causal), moved, _ATTENTION in name)
+            self._section.work[work] += 1
         return found
 
     def _block(self, masks: RowsOfMask, rows: slice, own: slice, positions: np.ndarray) -> Block:
@@ -292,7 +297,7 @@ def flops_of(name: str, given: list[Tensor], made: list[Tensor], *, is_causal: b
     if short in _PRODUCTS:
         left = given[1] if short.startswith(("addmm", "baddbmm")) else given[0]
         return 2 * made[0].numel() * left.shape[-1]
-    if "scaled_dot_product" in short:
+    if _ATTENTION in short:
         # Two products, each 2 operations a number, of half the pairs if causal, else of all that the kernel is given.
         # Backward: the first product again, and two for each of the forward's.
         query, key = (given[1], given[2]) if "backward" in short else (given[0], given[1])

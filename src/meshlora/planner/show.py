@@ -5,6 +5,7 @@ Owns: what is printed and written. Does not own: the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import yaml
@@ -12,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from meshlora.plan.topology import LAYERS, TOKENS
+from meshlora.planner.calibrate import Timing
 from meshlora.planner.choose import Choice, Prediction
 from meshlora.planner.communication import grouped
 from meshlora.planner.problem import Problem
@@ -136,6 +138,9 @@ def _time(time_s: float) -> str:
 def assumptions(problem: Problem) -> str:
     """The assumptions behind the times."""
     gpu = problem.gpu
+    if gpu.ranks:
+        at_once = "" if gpu.ranks == problem.gpus else f" (planned for {problem.gpus:,})"
+        return f"times follow from what was {gpu.source}{at_once}; nothing overlaps but gathers of weights (dp_shard)"
     tflops = gpu.half_tflops if problem.is_half else gpu.full_tflops
     return (
         f"times are estimates: {tflops:,.0f} TFLOP/s at {gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
@@ -181,6 +186,29 @@ def _prediction_json(problem: Problem, prediction: Prediction) -> dict[str, Any]
             for link, traffic in prediction.traffic.items()
         },
     }
+
+
+def calibrated(fields: Mapping[str, Any], timings: Sequence[Timing]) -> Table:
+    """What was measured: rates by flops per byte, bandwidth, the host, and each axis by itself."""
+    table = Table("", Column(justify="right"), title=fields["source"], show_header=False)
+    for name in ("full_products", "half_products", "full_attention", "half_attention"):
+        words = f"{'float32' if name.startswith('full') else 'bfloat16'} {name.partition('_')[2]}, TFLOP/s"
+        for intensity, tflops in fields.get(name, ()):
+            table.add_row(f"{words} at {intensity:,.0f} flops a byte", f"{tflops:,.3g}")
+    table.add_row("operators between them, GB/s", f"{fields['memory_gb_s'] * fields['memory_efficiency']:,.3g}")
+    if "half_memory_efficiency" in fields:
+        share = fields["half_memory_efficiency"]
+        table.add_row("in bfloat16", f"{fields['memory_gb_s'] * share:,.3g}")
+    host = "host, for each operator" if "host_s" in fields else "least time between kernels"
+    table.add_row(f"{host}, us", f"{1e6 * fields.get('host_s', fields['kernel_s']):.1f}")
+    for axis in dict.fromkeys(t.axis for t in timings if t.what == "message"):
+        own = [timing for timing in timings if timing.axis == axis]
+        most = max(timing.wire_bytes / timing.seconds for timing in own)
+        least = min(timing.seconds for timing in own)
+        table.add_row(
+            f"collectives over {axis}={own[0].ranks}", f"{1e6 * least:,.0f} us and more, {most / _GB:,.2f} GB/s"
+        )
+    return table
 
 
 def simulated(simulation: Simulation) -> Table:

@@ -134,7 +134,8 @@ def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
             replaced(HeldTokens, "gathered", watch.gathering(HeldTokens.gathered)),
             replaced(context, "attend", watch.attending(context.attend)),
         ):
-            loss = _loss(run, model, plan, mesh, rows, tokens, chunk_tokens)
+            ids = torch.zeros(rows, tokens, dtype=torch.int64)
+            loss = loss_of(model, plan, mesh, ids, chunk_tokens, at_chunk=lambda: run.begin("chunk"))
         run.end()
         watch.release_outputs()
         run.begin("back")
@@ -170,9 +171,14 @@ def _layer_memory(sections: Mapping[str, Section], watch: _Watch, number: int, g
     )
 
 
-def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, tokens: int, num_trained: int) -> Tensor:
-    """The loss as in training, over `num_trained` tokens, at most one chunk, as all chunks are alike."""
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+def loss_of(
+    model: Any, plan: ModelPlan, mesh: Mesh, ids: Tensor, num_trained: int, *, at_chunk: Callable[[], None]
+) -> Tensor:
+    """The loss as in training, over `num_trained` tokens, at most one chunk, as all chunks are alike.
+
+    ids: `[B, S]`. at_chunk: called before the logits of the chunk.
+    """
+    rows, tokens = ids.shape
     head = model.get_submodule(plan.head) if plan.head else None
     if not isinstance(head, ParallelHead):
         raise UnsupportedError(
@@ -185,11 +191,11 @@ def _loss(run: FakeRun, model: Any, plan: ModelPlan, mesh: Mesh, rows: int, toke
     recipe = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     hidden = recipe.hidden.flatten(0, -2)
-    labels = torch.full((len(hidden),), IGNORED, dtype=torch.int64)
+    labels = ids.new_full((len(hidden),), IGNORED)
     labels[:num_trained] = 0
 
     def local_logits(hidden: Tensor) -> Tensor:
-        run.begin("chunk")
+        at_chunk()
         logits: Tensor = recipe.replay(head.local_logits(hidden))
         return logits
 

@@ -1,0 +1,87 @@
+"""The command that measures the devices at hand for the planner: `meshlora calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.evaluate import check_nproc
+from meshlora.common.errors import UserError
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def add_calibrate(commands: Any) -> None:
+    """Register the command."""
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure products, attention, memory, launches and collectives on the devices at hand, for the planner",
+        description="Writes a file for `meshlora plan --hardware` and train.hardware. Start it as training is started: "
+        "with --nproc, or as ranks of torchrun or srun. Takes less than two minutes.",
+    )
+    calibrate.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    calibrate.add_argument("--topology", default="", metavar="T", help="whose axes are measured (default: dp over all)")
+    calibrate.add_argument(
+        "--dtype", action="append", choices=_DTYPES, help="of products; may be repeated (default: both)"
+    )
+    calibrate.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    calibrate.add_argument("--out", default="hardware.json", metavar="FILE", help="default: hardware.json")
+    calibrate.set_defaults(run=_calibrate)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    from meshlora.comm.groups import launcher_place, leave, on_gpus
+    from meshlora.common.files import check_result_file
+    from meshlora.plan.topology import Topology
+    from meshlora.train.edge import rank_edge
+    from meshlora.train.launch import launch
+
+    place = launcher_place()
+    check_nproc(options, place)
+    world = options.nproc or (place.world if place else 1)
+    dtypes = list(dict.fromkeys(options.dtype or _DTYPES))
+
+    def check() -> Any:
+        check_result_file(Path(options.out), options.out)
+        topology = Topology.parse(options.topology, world=world)
+        if topology.world != world:
+            rule = f"it needs {topology.world} processes, and there are {world}"
+            raise UserError(f"--topology {options.topology}", rule, f"use --nproc {topology.world}")
+        return topology
+
+    if options.nproc is not None:
+        check()
+        on_gpus(options.device, num_ranks=options.nproc)
+        words = ["calibrate", "--topology", options.topology, "--device", options.device, "--out", options.out]
+        launch([*words, *(word for name in dtypes for word in ("--dtype", name))], nproc=options.nproc)
+        return
+    with rank_edge() if place is not None else contextlib.nullcontext():
+        _as_rank(check(), dtypes, options)
+        leave()
+
+
+def _as_rank(topology: Any, dtypes: list[str], options: argparse.Namespace) -> None:
+    """Measure, with all ranks of the job; rank 0 writes the file and prints what it says."""
+    import torch
+
+    from meshlora.comm.groups import join, open_mesh
+    from meshlora.common.console import Console
+    from meshlora.common.files import write_json_atomically
+    from meshlora.planner.calibrate import calibrate
+    from meshlora.planner.show import calibrated
+    from meshlora.train.allocator import keep_freed_memory
+
+    started = time.perf_counter()
+    mesh = open_mesh(topology, device=join(options.device))
+    if mesh.device.type == "cpu":
+        keep_freed_memory()  # as in training
+    fields, timings = calibrate(mesh, [getattr(torch, name) for name in dtypes])
+    if mesh.rank > 0:
+        return
+    write_json_atomically(Path(options.out), fields)
+    console = Console()
+    console.print(calibrated(fields, timings))
+    console.say(f"written: {options.out} ({time.perf_counter() - started:.0f} s)")
