@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.evaluate import check_nproc
+from meshlora.cli.evaluate import checked_place
 from meshlora.common.errors import UserError
 
 _DTYPES = ("float32", "bfloat16")
@@ -33,14 +33,13 @@ def add_calibrate(commands: Any) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    from meshlora.comm.groups import launcher_place, leave, on_gpus
+    from meshlora.comm.groups import leave, on_gpus
     from meshlora.common.files import check_result_file
     from meshlora.plan.topology import Topology
     from meshlora.train.edge import rank_edge
     from meshlora.train.launch import launch
 
-    place = launcher_place()
-    check_nproc(options, place)
+    place = checked_place(options)
     world = options.nproc or (place.world if place else 1)
     dtypes = list(dict.fromkeys(options.dtype or _DTYPES))
 
@@ -58,7 +57,7 @@ def _calibrate(options: argparse.Namespace) -> None:
         words = ["calibrate", "--topology", options.topology, "--device", options.device, "--out", options.out]
         launch([*words, *(word for name in dtypes for word in ("--dtype", name))], nproc=options.nproc)
         return
-    with rank_edge() if place is not None else contextlib.nullcontext():
+    with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext():
         _as_rank(check(), dtypes, options)
         leave()
 

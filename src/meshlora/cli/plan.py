@@ -187,7 +187,8 @@ def hardware_of_run(runs: Mapping[str, Any], file: str) -> Any:
 def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     """The `Planned` of a run, to show beside what is seen; None, with the reason said, where it cannot be planned.
 
-    Rows are as long as the longest of a micro-batch is on average, taken in the order of the data.
+    Rows are as long as the longest of a micro-batch is on average, taken in the order of the data; where its sequences
+    are joined to one row, as long as they are themselves.
     """
     from meshlora.common.console import Console
     from meshlora.plan.topology import Topology
@@ -198,7 +199,8 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     run = next(iter(runs.values()))
     data, train, topology = run.config.data, run.config.train, run.topology
     lengths, rows = run.train_data.offsets[1:] - run.train_data.offsets[:-1], train.micro_batch_size
-    longest = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
+    padded = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
+    of_rows = lengths if data.packing == "auto" else padded
     try:
         if len(runs) > 1 or train.objective.kind != "sft" or run.blueprint.dtype.itemsize > 4:
             raise UnsupportedError("this run", "plans are of one adapter, train.objective=sft, at most four bytes")
@@ -207,7 +209,7 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
             run.blueprint.trained.config,
             gpus=topology.world,
             gpu=gpu,
-            seq=data.max_length if data.packing else round(sum(longest) / len(longest)),
+            seq=data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows)),
             global_batch=train.batch_size,
             micro_batch=rows,
             recompute=train.recompute,
