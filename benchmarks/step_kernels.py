@@ -50,6 +50,7 @@ from meshlora.comm.groups import simulated_job
 from meshlora.common.compat import TorchDispatchMode, multiply_each, norm_of_each, replaced, schema_of
 from meshlora.config.run import BaseOptions
 from meshlora.data import Batch
+from meshlora.layers.by_sequence import keep_apart, rows_of
 from meshlora.layers.head import loss as vocabulary
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.regions import tensors_in
@@ -229,9 +230,14 @@ def ours(shape: Shape, num_layers: int) -> Counted:
         for factor in factors:
             factor.parameter.requires_grad_()
         ids, labels = _tokens(shape)
+        keep_apart(model)  # as the trainer does, which knows on the host where sequences begin
+        rows, positions = [[shape.seq_len]] * shape.batch_size, torch.arange(shape.seq_len).expand_as(ids)
         # What it reads is asserted on a GPU, by the GPU.
         with replaced(vocabulary, "_check_labels", lambda *_: None), counting, counting.reading():
-            loss = language_model_loss(model, ids, None, labels, trained=torch.arange(tokens))
+            with rows_of(model, rows):
+                loss = language_model_loss(
+                    model, ids, None, labels, position_ids=positions, trained=torch.arange(tokens)
+                )
             counting.part = "backward"
             loss.backward()
             counting.part = "update"

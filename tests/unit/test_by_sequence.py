@@ -26,10 +26,10 @@ def _model(family: str, attention: str) -> Any:
     return model
 
 
-def _run(model: Any, lengths: list[list[int]] | None) -> list[Tensor]:
-    """Logits of two packed rows, and the gradients of all parameters."""
+def _run(model: Any, lengths: list[list[int]] | None, of_rows: list[list[int]] | None = None) -> list[Tensor]:
+    """Logits of two packed rows, and the gradients of all parameters. of_rows: what is in them, default `_LENGTHS`."""
     ids = torch.randint(3, model.config.vocab_size, (2, 21), generator=torch.Generator().manual_seed(0))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in _LENGTHS])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in of_rows or _LENGTHS])
     model.zero_grad()
     with lift(), rows_of(model, lengths):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -42,12 +42,15 @@ def _run(model: Any, lengths: list[list[int]] | None) -> list[Tensor]:
     ("family", "attention"),
     [("llama", "sdpa"), ("qwen3", "eager"), ("gemma3_text", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "eager")],
 )
-def test_one_at_a_time_they_have_the_values_and_gradients_of_the_whole_mask(family: str, attention: str) -> None:
+@pytest.mark.parametrize("of_rows", [_LENGTHS, [[21], [21]]], ids=["several", "one a row"])
+def test_one_at_a_time_they_have_the_values_and_gradients_of_the_whole_mask(
+    family: str, attention: str, of_rows: list[list[int]]
+) -> None:
     model = _model(family, attention)
-    whole = _run(model, None)
+    whole = _run(model, None, of_rows)
     lengths = keep_apart(model)
     assert lengths is not None
-    apart = _run(model, _LENGTHS)
+    apart = _run(model, of_rows, of_rows)
     assert len(lengths.apart) == model.config.num_hidden_layers
     assert not lengths.whole
     for one, other in zip(apart, whole, strict=True):

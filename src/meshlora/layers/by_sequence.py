@@ -152,6 +152,8 @@ def _attention(
         mask = attention_mask.whole if isinstance(attention_mask, PackedMask) else attention_mask
         return call(query, key, value, mask, *args, **kwargs)
     running.apart.add(module)
+    if all(len(of_row) == 1 for of_row in lengths):  # nothing to cut
+        return call(query, key, value, attention_mask.alone(query.shape[2]), *args, **kwargs)[0], None
     rows = []
     for row, of_row in enumerate(lengths):
         each = zip(*(x[row : row + 1].split(list(of_row), 2) for x in (query, key, value)), strict=True)
