@@ -48,7 +48,7 @@ class InputGradient:
         return found
 
 
-class _Share(Function):
+class ShareFunction(Function):
     """forward: an empty tensor, as a node of the graph after x, and each s x A^T.
 
     backward: the gradient accumulated for x and the terms of these products; those of the factors whose z was used.
@@ -118,6 +118,6 @@ def share(x: Tensor, joined: Joined | None = None) -> SharedInput | None:
     if found is None:
         gradient = InputGradient()
         leaves, factors, scale = joined or Joined((), (), 1.0)
-        token, *zs = _Share.apply(x, gradient, scale, *factors)
+        token, *zs = ShareFunction.apply(x, gradient, scale, *factors)
         found = note(x, SharedInput(gradient, token, dict(zip(leaves, zs, strict=True))))
     return found

@@ -297,9 +297,9 @@ def _end_with_job(terminal: int, cause: Cause, watch: Watch) -> None:
 def _print(line: str, terminal: int, *, only_in_log: bool = False) -> None:
     """Print `line` to the terminal, and to this rank's log if it has one."""
     is_logged = not os.path.sameopenfile(2, terminal)
-    if is_logged:
+    if is_logged or not only_in_log:
         print(line, file=sys.stderr, flush=True)
-    if not only_in_log:
+    if is_logged and not only_in_log:
         os.write(terminal, f"{line}\n".encode())
 
 

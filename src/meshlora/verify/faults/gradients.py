@@ -14,6 +14,7 @@ from meshlora.adapter.attach import Factor, active_factors
 from meshlora.comm import collectives
 from meshlora.comm.groups import Mesh
 from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.shared_input import ShareFunction
 from meshlora.plan.grads import GradPart, Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain, LinearRule
@@ -52,11 +53,21 @@ def factor_gradients_averaged(original: Any, grads: Any, axes: frozenset[str], m
     original(grads, axes, mesh, scales=scales / (mesh.tp.size if "tp" in axes else 1))
 
 
-@after(LoraLinearFunction, "backward", needs="scale")
+def _joined_without_scale(backward: Any) -> Any:
+    """Of linears that share their input, whose A have their gradients together."""
+
+    def without(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        of_x, das = (found := backward(ctx, *grads))[:3], found[3:]
+        return *of_x, *(da if da is None else da / ctx.scale for da in das)
+
+    return without
+
+
+@after(LoraLinearFunction, "backward", needs="scale", also=((ShareFunction, "backward", _joined_without_scale),))
 def a_gradient_without_scale(found: Any, ctx: Any, *_: Tensor) -> tuple[Any, ...]:
     """the gradients of both factors have the LoRA scale"""
     *of_x, da, db = found
-    return *of_x, da if da is None else da / ctx.segments[0].scale, db
+    return *of_x, da if da is None or ctx.rides else da / ctx.segments[0].scale, db
 
 
 @after(gradsync, "_parts", needs="dp")
