@@ -91,7 +91,7 @@ def test_address_without_a_port_is_enough(slurm: Cluster, folder: Path) -> None:
 
 def test_mistake_of_the_run_file_is_one_line_of_meshlora(slurm: Cluster, folder: Path) -> None:
     """Rank 0 has the store in which the others learn of it, and ended before they had."""
-    words = ("meshlora", "train", "run.yaml", "--set", "train.warmup_steps=99", "--set", "train.output=port")
+    words = ("meshlora", "train", "run.yaml", "--set", "train.warmup_steps=99", "--set", "train.output=mistake")
     done = slurm.run("srun", "-N2", "-n2", *words, cwd=folder)
     assert done.returncode == 2
     ours = {line for line in done.stderr.splitlines() if not line.startswith("srun: ")}
