@@ -243,16 +243,17 @@ def time_runs(folder: Path, steps: int, dtype: str) -> tuple[float, float]:
         "train": {"steps": steps, "batch_size": 1, "micro_batch_size": K, "log_every": steps},
         "device": "cpu",
     }
-    many = {
-        **shared,
-        "train": {**shared["train"], "output": str(folder / "many")},
-        "adapters": {name: {"train": {"seed": number}} for number, name in enumerate(NAMES)},
-    }
-    at_once = _time_command(folder, many)
-    in_turn = 0.0
-    for number, name in enumerate(NAMES):
-        own = {**shared["train"], "output": str(folder / "alone" / name), "seed": number}
-        in_turn += _time_command(folder, {**shared, "train": own})
+    with tempfile.TemporaryDirectory() as outputs:  # beside the checkpoint: in it they are refused
+        many = {
+            **shared,
+            "train": {**shared["train"], "output": f"{outputs}/many"},
+            "adapters": {name: {"train": {"seed": number}} for number, name in enumerate(NAMES)},
+        }
+        at_once = _time_command(folder, many)
+        in_turn = 0.0
+        for number, name in enumerate(NAMES):
+            own = {**shared["train"], "output": f"{outputs}/{name}", "seed": number}
+            in_turn += _time_command(folder, {**shared, "train": own})
     return at_once, in_turn
 
 
