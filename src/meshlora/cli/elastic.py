@@ -19,7 +19,7 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.topology import Topology
 from meshlora.planner.choose import choose
 from meshlora.planner.hardware import GPUS, Hardware
-from meshlora.planner.problem import Problem
+from meshlora.planner.problem import problem_of_run
 from meshlora.train.prepare import blueprint_of, check_request
 
 # A run on devices that no table has, as CPUs, is ranked as if it were on these: any topology trains the same adapter.
@@ -65,16 +65,7 @@ def _ranked(config: RunConfig, world: int, gpu: Hardware) -> Iterator[Topology]:
     """Topologies of `world` GPUs whose memory suffices, the fastest first."""
     model = dataclasses.replace(config.model, disable_dropout=True)
     one = blueprint_of(config, make_blueprint(model.path, Topology(), model, config.train.objective))
-    problem = Problem(
-        dataclasses.replace(one, adapter=None),
-        one.trained.config,
-        gpus=world,
-        gpu=gpu,
-        seq=config.data.max_length,
-        global_batch=config.train.batch_size,
-        micro_batch=config.train.micro_batch_size,
-        recompute=config.train.recompute,
-    )
+    problem = problem_of_run(config, one, gpus=world, gpu=gpu, seq=config.data.max_length)
     return (prediction.topology for prediction in choose(problem).ranked if prediction.fits)
 
 

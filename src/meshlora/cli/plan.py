@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -191,9 +190,8 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     are joined to one row, as long as they are themselves.
     """
     from meshlora.common.console import Console
-    from meshlora.plan.topology import Topology
     from meshlora.planner.choose import choose
-    from meshlora.planner.problem import Problem
+    from meshlora.planner.problem import problem_of_run
     from meshlora.train.watch.metrics import Planned
 
     run = next(iter(runs.values()))
@@ -204,16 +202,8 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     try:
         if len(runs) > 1 or train.objective.kind != "sft" or run.blueprint.dtype.itemsize > 4:
             raise UnsupportedError("this run", "plans are of one adapter, train.objective=sft, at most four bytes")
-        problem = Problem(
-            dataclasses.replace(run.blueprint, adapter=None).on(Topology()),
-            run.blueprint.trained.config,
-            gpus=topology.world,
-            gpu=gpu,
-            seq=data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows)),
-            global_batch=train.batch_size,
-            micro_batch=rows,
-            recompute=train.recompute,
-        )
+        seq = data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows))
+        problem = problem_of_run(run.config, run.blueprint, gpus=topology.world, gpu=gpu, seq=seq)
         best = choose(problem, [topology]).ranked[0]
     except UserError as error:
         Console().say(f"not planned: {error}")

@@ -19,9 +19,11 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.run import RunConfig
 from meshlora.layers.quantized import levels_of_int8
 from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.plan.derive import decoder_layers
+from meshlora.plan.topology import Topology
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk, shrink
 
@@ -108,6 +110,20 @@ class Problem:
     def is_half(self) -> bool:
         """Whether matrix products are in a two-byte dtype."""
         return self.blueprint.dtype.itemsize == 2
+
+
+def problem_of_run(config: RunConfig, blueprint: Blueprint, *, gpus: int, gpu: Hardware, seq: int) -> Problem:
+    """The problem of a run: its model on one GPU, its adapter, sizes and recomputation. blueprint: with the adapter."""
+    return Problem(
+        dataclasses.replace(blueprint, adapter=None).on(Topology()),
+        blueprint.trained.config,
+        gpus=gpus,
+        gpu=gpu,
+        seq=seq,
+        global_batch=config.train.batch_size,
+        micro_batch=config.train.micro_batch_size,
+        recompute=config.train.recompute,
+    )
 
 
 def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
