@@ -14,14 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from meshlora.config.file import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
-from meshlora.train.prepare import padding_token_id
-from meshlora.train.together import prepare_run
-from tests.run_files import TINY, copy_lines, write_run_file
+from tests.one_process import train_alone
+from tests.run_files import copy_lines, write_run_file
 
 pytestmark = pytest.mark.cluster
 
@@ -146,16 +142,7 @@ def test_adapter_of_two_nodes_is_that_of_one_process(
         assert code == 0, out + err
         first = next((line for line in out.splitlines() if "machines" in line), "")
         assert not first or f"2 machines (node1, node2): {2 * per_node} ranks on CPUs; " in first
-    run = prepare_run(read_run(run_file, ["topology=dp=1", "train.output=" + str(run_file.with_name("alone"))]))
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    losses = train_run(
-        run.config,
-        run.train_data,
-        steps=run.steps,
-        pad_token_id=padding_token_id(tokenizer),
-        adapter=_output(words) / "initial",
-        out=run_file.with_name("reference"),
-    )
+    losses = train_alone(run_file, initial=_output(words) / "initial", out=run_file.with_name("reference"))
     assert largest_loss_gap(read_losses(_output(words) / "metrics.jsonl"), losses) < 1e-11
     assert compare_adapters(_output(words) / "adapter", run_file.with_name("reference")).relative < 1e-9
 

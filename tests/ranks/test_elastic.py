@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from meshlora.config.file import read_run
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
-from meshlora.train.prepare import padding_token_id
-from meshlora.train.together import prepare_run
-from tests.run_files import TINY, copy_lines, write_run_file
+from tests.one_process import train_alone
+from tests.run_files import copy_lines, write_run_file
 
 
 @pytest.mark.proof
@@ -49,14 +45,6 @@ def test_adapter_of_a_run_that_lost_processes_twice_is_that_of_one_process(tmp_p
     back_to(4)
     assert "llama on tp=2: " in train("--nproc", "2", "--resume", "auto", "--set", "topology=tp=2")
 
-    run = prepare_run(read_run(file, ["topology=dp=1", f"train.output={tmp_path / 'alone'}"]))
-    losses = train_run(
-        run.config,
-        run.train_data,
-        steps=run.steps,
-        pad_token_id=padding_token_id(AutoTokenizer.from_pretrained(TINY)),
-        adapter=output / "initial",
-        out=tmp_path / "reference",
-    )
+    losses = train_alone(file, initial=output / "initial", out=tmp_path / "reference")
     assert largest_loss_gap(read_losses(output / "metrics.jsonl"), losses) < 1e-11
     assert compare_adapters(output / "adapter", tmp_path / "reference").relative < 1e-9

@@ -14,8 +14,8 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.file import read_run
 from meshlora.config.objective import COUNTED
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
 from meshlora.train.together import prepare_run
+from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups, run_file
 from tests.run_files import EXAMPLES, metrics_of
@@ -70,15 +70,7 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
         file = objective_file(tmp_path, f"run-{topology}", topology, objective, **SHORT)
         pools(2).run(run_and_keep_groups, file, 2)
         outputs[topology] = tmp_path / f"run-{topology}"
-    run = prepare_run(read_run(file, ["train.overwrite=true"]))
-    losses = train_run(
-        run.config,
-        run.train_data,
-        steps=run.steps,
-        pad_token_id=run.pad_token_id,
-        adapter=outputs[topologies[0]] / "initial",
-        out=tmp_path / "reference",
-    )
+    losses = train_alone(file, initial=outputs[topologies[0]] / "initial", out=tmp_path / "reference")
     reported = REPORTED[objective]
     for output in outputs.values():
         assert compare_adapters(output / "adapter", tmp_path / "reference").relative < 1e-6
@@ -93,7 +85,7 @@ def test_run_gives_the_adapter_of_one_process_on_every_mesh(
     assert main(["evaluate", str(file), "--json", str(tmp_path / "evaluated.json")]) == 0
     found = json.loads((tmp_path / "evaluated.json").read_text())
     assert found["loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-11)
-    counted = COUNTED[run.config.train.objective.per]
+    counted = COUNTED[read_run(file).train.objective.per]
     assert counted == "trained_tokens" or found[counted] == 19
 
 

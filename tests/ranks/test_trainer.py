@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from meshlora.config.file import read_run
 from meshlora.data import collate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
+from tests.one_process import train_alone
 from tests.pool import Pool, wait_for_all
 from tests.run_files import TINY, copy_lines, copy_tokenizer, metrics_of, write_run_file
 
@@ -86,15 +86,7 @@ def reference(folder: Path, pools: Callable[[int], Pool]) -> tuple[Path, list[fl
     """(adapter, losses) of the one-process run; it starts from what a tp=2 run saved as its initial adapter."""
     file = run_file(folder, "for-reference", "tp=2")
     pools(2).run(run_and_keep_groups, file, 2)
-    run = prepare_run(read_run(file, ["train.overwrite=true"]))
-    losses = train_run(
-        run.config,
-        run.train_data,
-        steps=run.steps,
-        pad_token_id=run.pad_token_id,
-        adapter=folder / "for-reference" / "initial",
-        out=folder / "reference",
-    )
+    losses = train_alone(file, initial=folder / "for-reference" / "initial", out=folder / "reference")
     return folder / "reference", losses
 
 
