@@ -19,6 +19,14 @@ MARKED = (
     "{% else %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
+WITH_TOOLS = (
+    "{% if tools %}{{ '<|start|>tools\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + (c.function.arguments | tojson) }}{% endfor %}{{ '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 

@@ -169,11 +169,11 @@ def _said_of(template: str, **keys: object) -> list[str]:
 
 def test_keys_of_messages_that_the_template_does_not_name_are_said_once() -> None:
     assert _said_of(MARKED) == []
-    assert _said_of(MARKED, tool_calls=[1], id=3) == [
-        "a.jsonl:7: messages have tool_calls, id, which the chat template does not name"
+    assert _said_of(MARKED, steps=[1], id=3) == [
+        "a.jsonl:7: messages have steps, id, which the chat template does not name"
     ]
-    assert _said_of(MARKED + "{% set a = messages[0].tool_calls %}{{ a.id }}", tool_calls={"id": 1}, id=3) == []
-    assert len(_said_of(MARKED + "{% set tool_calls_of = 1 %}", tool_calls=[1])) == 1
+    assert _said_of(MARKED + "{% set a = messages[0].steps %}{{ a.id }}", steps={"id": 1}, id=3) == []
+    assert len(_said_of(MARKED + "{% set steps_of = 1 %}", steps=[1])) == 1
     # transformers shows a template the one under the name of the other
     assert _said_of(MARKED + "{% set a = messages[0].reasoning_content %}", thinking="t") == []
 

@@ -82,7 +82,7 @@ MISTAKES: dict[str, Case] = {
         lambda s: s.data({"text": "a"}, "[" * 10**5 + "]" * 10**5), "train.jsonl:2", "nested too deeply"
     ),
     "weight_of_a_user_turn": case(
-        lambda s: s.data({"messages": [{"role": "user", "content": "a", "weight": 0}]}), "train.jsonl:1", "weight"
+        lambda s: s.data({"messages": [{"role": "user", "content": "a", "weight": 1}]}), "train.jsonl:1", "weight"
     ),
     "template_that_never_ends": case(
         several(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import jinja2
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -89,6 +90,8 @@ def tokenize_conversations(
             long; a tokenizer without character offsets.
     """
     template = chat_template(tokenizer)
+    for record in records:
+        _check_is_read(record, tokenizer, template, trains_all=trains_all)
     if not tokenizer.is_fast:
         raise UserError(
             f"tokenizer {type(tokenizer).__name__}",
@@ -112,6 +115,24 @@ def tokenize_conversations(
             whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
             rows.append(Row(tokens.ids, is_trained & ~inside(found.left_out) & ~of_images, whole))
     return rows
+
+
+def _check_is_read(record: Record, tokenizer: PreTrainedTokenizerBase, template: str, *, trains_all: bool) -> None:
+    """Refuse what a conversation says about its training and would be lost."""
+    messages = record.messages or ()
+    if trains_all and any(message.get("weight") == 0 and message["role"] != "assistant" for message in messages):
+        rule = "with data.loss_on=all it would be trained: only turns of the assistant can be left out"
+        raise UserError(f"{record.origin}: weight 0 on another turn", rule, "leave out one of the two")
+    if any("tool_calls" in message for message in messages) and not _names(template, "tool_calls"):
+        rule = "the chat template does not name tool_calls, so that the assistant would learn to say nothing"
+        raise UserError(f"{record.origin}: a turn that calls tools", rule, "use a chat template that does")
+    if record.tools and isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template:
+        rule = "the tokenizer has a template of its own for them, tool_use, and the default one is used here"
+        raise UserError(f"{record.origin}: a conversation with tools", rule, "set tokenizer.chat_template to that one")
+
+
+def _names(template: str, name: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
 
 
 def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Leading, list[Span]]:
@@ -153,13 +174,15 @@ def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Lea
 def tell_unnamed_keys(
     records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> None:
-    """Report keys of messages that the chat template does not name, and hence does not read.
+    """Report keys of messages, and tools, that the chat template does not name, and hence does not read.
 
     Raises:
         UserError: no chat template.
     """
     first: dict[str, str] = {}  # key -> origin of the first message with it
     for record in records:
+        if record.tools:
+            first.setdefault("tools", record.origin)
         for message in record.messages or ():
             for key in message:
                 if key not in _READ_BY_US:
@@ -168,10 +191,7 @@ def tell_unnamed_keys(
     unnamed = {
         key: origin
         for key, origin in first.items()
-        if not any(
-            re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template)
-            for name in (_REASONING if key in _REASONING else (key,))
-        )
+        if not any(_names(template, name) for name in (_REASONING if key in _REASONING else (key,)))
     }
     if unnamed:
         say(f"{next(iter(unnamed.values()))}: messages have {listed(unnamed)}, which the chat template does not name")
@@ -224,7 +244,10 @@ class _Chat:
     def __init__(self, template: str, special_tokens: dict[str, Any], record: Record, *, has_markers: bool) -> None:
         assert record.messages is not None, record.origin
         self.template, self.special_tokens, self.has_markers = template, special_tokens, has_markers
+        self.tools = None if record.tools is None else list(record.tools)
         self.record, self.messages = record, [without_paths(message) for message in record.messages]
+        if not record.images and any(map(_has_parts, self.messages)) and not self._reads_parts():
+            self.messages = [*map(_joined, self.messages)]
 
     def spans(self) -> tuple[str, list[Span], list[Span]]:
         """(text, turns to train, turns left out)."""
@@ -240,10 +263,20 @@ class _Chat:
             [span for span, is_out in zip(spans, is_left_out, strict=True) if is_out],
         )
 
+    def _reads_parts(self) -> bool:
+        """Whether the template takes apart a content of parts; others refuse it, or print it as Python would."""
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        try:
+            text, _ = self._render([{"role": "user", "content": parts}])
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            return False
+        return "one" in text and "two" in text and not re.search(r"""['"]text['"]""", text)
+
     def _render(self, messages: Messages, *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and the spans inside `{% generation %}`, as `apply_chat_template` renders them."""
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
+            tools=self.tools,
             chat_template=self.template,
             return_assistant_tokens_mask=self.has_markers,
             add_generation_prompt=add_generation_prompt,
@@ -288,6 +321,17 @@ class _Chat:
             "put {% generation %} … {% endgeneration %} around the assistant's turns in the chat template, "
             "or give prompt and completion",
         )
+
+
+def _has_parts(message: dict[str, Any]) -> bool:
+    return isinstance(message.get("content"), list)
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its parts of text as one text."""
+    return (
+        {**message, "content": "".join(part["text"] for part in message["content"])} if _has_parts(message) else message
+    )
 
 
 def _inside(tokens: Leading, text: str, spans: AbstractSequence[Span], *, eos: int | None, eos_text: str) -> np.ndarray:

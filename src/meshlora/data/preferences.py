@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError
-from meshlora.data.records import MalformedError, Record, build_record, json_type
+from meshlora.data.formats import build_record
+from meshlora.data.records import MalformedError, Record, json_type
 from meshlora.data.sources import Row, read_rows
 from meshlora.data.tokenization import TokenizedDataset, tokenize
 

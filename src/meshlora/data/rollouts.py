@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshlora.data.formats import build_record, select_fields
 from meshlora.data.records import FIELDS as TEXT_FIELDS
-from meshlora.data.records import MalformedError, Problems, Record, build_record, json_type, select_fields
+from meshlora.data.records import MalformedError, Problems, Record, json_type
 from meshlora.data.sources import read_rows
 from meshlora.data.tokenization import TokenizedDataset, tokenize
 

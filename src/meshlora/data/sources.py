@@ -19,17 +19,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.files import bounded_lines, is_folder, json_objects, parse_object, text_lines
+from meshlora.data.formats import build_record, chosen_fields, select_fields
 from meshlora.data.images import locate_images
-from meshlora.data.records import (
-    MalformedError,
-    Problems,
-    Record,
-    build_record,
-    chosen_fields,
-    listed,
-    quoted,
-    select_fields,
-)
+from meshlora.data.records import MalformedError, Problems, Record, listed, quoted
 
 if TYPE_CHECKING:
     import datasets
