@@ -225,7 +225,7 @@ def test_port_that_is_taken_is_said_in_one_line() -> None:
 def test_local_rank_of_an_old_launcher_is_taken(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no part of the command that goes on with the run."""
     seen: list[tuple[str, Place | None]] = []
-    monkeypatch.setattr(command_line, "_train", lambda options: seen.append((options.words, launcher_place())))
+    monkeypatch.setattr("meshlora.cli.train._train", lambda options: seen.append((options.words, launcher_place())))
     _set(RANK=3, WORLD_SIZE=4)
     assert command_line.main(words) == 0
     rest = " --no-preflight" if "--no-preflight" in words else ""

@@ -34,8 +34,8 @@ def test_no_other_name_is_given() -> None:
 
 def test_command_line_and_package_are_there_before_torch_is() -> None:
     """And when they are there, what they made is not looked through any more, and what is made after them is."""
-    code = "import gc, sys, meshlora.cli.main as cli; libraries = {'torch', 'transformers', 'peft'}"
+    code = "import gc, sys, meshlora.cli.main; libraries = {'torch', 'transformers', 'peft'}"
     before = "assert not libraries & sys.modules.keys()"
     after = "assert libraries <= sys.modules.keys() and gc.isenabled() and gc.get_freeze_count() > 100_000"
-    code = f"{code}\n{before}\ncli.import_libraries()\n{after}"
+    code = f"{code}\n{before}\nmeshlora.common.lifetime.import_libraries()\n{after}"
     subprocess.run([sys.executable, "-c", code], check=True)

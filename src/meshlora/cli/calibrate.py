@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.evaluate import checked_place
+from meshlora.cli.arguments import checked_place
 from meshlora.common.errors import UserError
 
 _DTYPES = ("float32", "bfloat16")
 
 
-def add_calibrate(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Register the command."""
     calibrate = commands.add_parser(
         "calibrate",

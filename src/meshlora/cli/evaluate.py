@@ -1,7 +1,7 @@
-"""Commands that evaluate a trained adapter: `meshlora evaluate | generate`.
+"""`meshlora evaluate`: a trained adapter on a held-out set.
 
-Owns: their arguments, the arguments common to all commands on a run file, and their output. Does not own: losses
-(`train.evaluate`), decoding (`text.decoding`), scores (`text.scores`).
+Owns: its arguments and its output. Does not own: losses (`train.evaluate`), decoding (`text.decoding`), scores
+(`text.scores`).
 """
 
 from __future__ import annotations
@@ -12,49 +12,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from meshlora.cli.arguments import add_local_rank, add_run_file, checked_place, run_file_words
 from meshlora.common.errors import UserError
 from meshlora.common.reading import path_argument
 from meshlora.common.tasks import CAUSAL
 
 
-def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
-    """Add the run file, and `--set` to override its values."""
-    parser.add_argument("file", metavar="RUN.yaml", help="the run file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
-    )
-
-
-def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:
-    """Add `--local-rank`, which `torch.distributed.launch` and deepspeed put before the command or after its words."""
-    parser.add_argument(
-        "--local-rank", "--local_rank", type=int, default=default, metavar="N", help="as old launchers give it"
-    )
-
-
-def run_file_words(options: argparse.Namespace) -> list[str]:
-    """The arguments of `add_run_file` as given, to pass on to ranks."""
-    return [options.file, *(word for override in options.overrides for word in ("--set", override))]
-
-
-def checked_place(options: argparse.Namespace) -> Any:
-    """This process' place in its launcher's job, if there is one.
-
-    Raises:
-        UserError: `--nproc` is below 1, or given inside a launcher.
-    """
-    from meshlora.comm.launchers import launcher_place
-
-    place = launcher_place()
-    if options.nproc is not None and place is not None:
-        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
-    return place
-
-
-def add_evaluate(commands: Any) -> None:
-    """Register both commands."""
+def add(commands: Any) -> None:
+    """Register the command."""
     evaluate = commands.add_parser("evaluate", help="loss, perplexity and scores of generated text on a held-out set")
     add_run_file(evaluate, example="data.eval=FILE")
     which = evaluate.add_mutually_exclusive_group()
@@ -78,52 +43,6 @@ def add_evaluate(commands: Any) -> None:
     )
     add_local_rank(evaluate)
     evaluate.set_defaults(run=_evaluate)
-
-    generate = commands.add_parser("generate", help="continue prompts on one process")
-    generate.add_argument("--model", required=True, metavar="FOLDER")
-    generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
-    generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    generate.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default 1: none)")
-    generate.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="of beam search")
-    generate.add_argument(
-        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="no N tokens occur twice (default 0: they may)"
-    )
-    generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    generate.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that make up this much")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", default="auto")
-    generate.add_argument("--trust-remote-code", action="store_true")
-    generate.set_defaults(run=_generate)
-
-
-def _generate(options: argparse.Namespace) -> None:
-    from meshlora.common.console import hand_over
-    from meshlora.config.run import GenerateConfig
-    from meshlora.text.decoding import generate
-
-    names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "top_p", "seed")
-    words = {name: getattr(options, name) for name in names}
-    if options.temperature != 0:
-        words |= {"do_sample": True, "temperature": options.temperature}
-    try:
-        config = GenerateConfig(**words, batch_size=1)
-    except UserError as error:  # in this command's option names
-        given = error.given.replace("generate.", "--").replace("_", "-").replace("=", " ")
-        way_out = error.way_out.replace("generate.do_sample", "--temperature").replace(
-            "generate.num_beams", "--num-beams"
-        )
-        raise UserError(given, error.rule, way_out) from None
-    for text in generate(
-        options.model,
-        options.prompt,
-        adapter=Path(options.adapter) if options.adapter else None,
-        options=config,
-        names=[f"--prompt {prompt[:80]!r}" for prompt in options.prompt],
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-    ):
-        hand_over(text)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

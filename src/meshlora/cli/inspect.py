@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
 
 
-def add_inspect(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Register the command."""
     inspect = commands.add_parser(
         "inspect",

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.evaluate import add_run_file, run_file_words
+from meshlora.cli.arguments import add_run_file, run_file_words
 from meshlora.common.errors import UserError
 
 # The file of each launcher, and the options that have an effect there.
@@ -37,7 +37,7 @@ _LONGEST_SIGNAL_S = 65535  # SLURM's own limit
 _TIME = re.compile(r"(?:(?P<days>\d{1,4})-)?(?P<first>\d{1,5})(?::(?P<second>\d{1,2}))?(?::(?P<third>\d{1,2}))?")
 
 
-def add_launch_script(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "launch-script",

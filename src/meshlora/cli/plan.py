@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.adapter import read_blueprint
+from meshlora.cli.arguments import read_blueprint
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.common.hub import repository_of
 
 
-def add_plan(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Register the command."""
     plan = commands.add_parser(
         "plan",

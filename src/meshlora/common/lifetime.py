@@ -113,8 +113,9 @@ def _only_imports(frame: FrameType | None) -> bool:
     """Whether the command line is itself importing, as opposed to doing work that imports something."""
     called = ""
     while frame is not None:
-        if frame.f_globals.get("__name__") in ("meshlora.cli.main", __name__):
+        name = frame.f_globals.get("__name__", "")
+        if name == __name__ or name.startswith("meshlora.cli."):
             return called.startswith("importlib.")
-        called = frame.f_globals.get("__name__", "")
+        called = name
         frame = frame.f_back
     return False

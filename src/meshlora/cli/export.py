@@ -1,4 +1,4 @@
-"""Commands that convert adapters and checkpoints without training: `meshlora merge | export`."""
+"""`meshlora export`: its arguments, and which conversion they ask for. The formats are in `adapter.formats`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from meshlora.cli.arguments import read_blueprint
 from meshlora.common.errors import UserError
 
 
-def add_merge_and_export(commands: Any) -> None:
-    """Register both commands."""
-    merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
-    merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
-    merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
-    merge.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
-    merge.add_argument("--dtype", default="auto", help="of the written weights; default: as they are stored")
-    merge.add_argument("--quantize", choices=("fp8", "mxfp4"), help="round linears and experts to few bits at the end")
-    merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
-    merge.add_argument("--trust-remote-code", action="store_true")
-    merge.set_defaults(run=_merge)
-
+def add(commands: Any) -> None:
+    """Register the command."""
     export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
     export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
     export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
@@ -34,44 +25,6 @@ def add_merge_and_export(commands: Any) -> None:
         "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
     )
     export.set_defaults(run=_export)
-
-
-def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = None) -> Any:
-    """The blueprint of `--model`, or of its `config` if that is already read."""
-    from meshlora.loading.blueprint import BaseOptions, make_blueprint
-    from meshlora.plan.topology import Topology
-
-    base = BaseOptions(
-        dtype=getattr(options, "dtype", "auto"),
-        disable_dropout=True,
-        trust_remote_code=options.trust_remote_code,
-        quantization=getattr(options, "quantization", None),
-    )
-    return make_blueprint(options.model if config is None else config, Topology.parse(topology), base)
-
-
-def _merge(options: argparse.Namespace) -> None:
-    from meshlora.adapter.merging.merge import merge
-    from meshlora.common.console import Console
-    from meshlora.loading.blueprint import read_model_config, resolve_dtype
-
-    config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
-    done = merge(
-        options.model,
-        options.adapter,
-        options.out,
-        config=config,
-        dtype=None if options.dtype == "auto" else resolve_dtype(options.dtype, config),
-        quantize=options.quantize,
-        check_logits=not options.no_logits,
-        trust_remote_code=options.trust_remote_code,
-    )
-    say = Console().say
-    if done.is_untied:
-        say("the adapter makes tied weights differ: both are stored, and config.json says tie_word_embeddings: false")
-    say(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
-    say(f"checked: {done.check}")
-    say(f"merged: {options.out}")
 
 
 def _export(options: argparse.Namespace) -> None:

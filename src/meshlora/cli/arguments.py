@@ -1,0 +1,58 @@
+"""Arguments common to several commands, and what they say: the run file, the ranks, the model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from meshlora.common.errors import UserError
+
+
+def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
+    """Add the run file, and `--set` to override its values."""
+    parser.add_argument("file", metavar="RUN.yaml", help="the run file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
+    )
+
+
+def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:
+    """Add `--local-rank`, which `torch.distributed.launch` and deepspeed put before the command or after its words."""
+    parser.add_argument(
+        "--local-rank", "--local_rank", type=int, default=default, metavar="N", help="as old launchers give it"
+    )
+
+
+def run_file_words(options: argparse.Namespace) -> list[str]:
+    """The arguments of `add_run_file` as given, to pass on to ranks."""
+    return [options.file, *(word for override in options.overrides for word in ("--set", override))]
+
+
+def checked_place(options: argparse.Namespace) -> Any:
+    """This process' place in its launcher's job, if there is one.
+
+    Raises:
+        UserError: `--nproc` is below 1, or given inside a launcher.
+    """
+    from meshlora.comm.launchers import launcher_place
+
+    place = launcher_place()
+    if options.nproc is not None and place is not None:
+        raise UserError("--nproc inside a launcher", "the ranks are started already", "leave out --nproc")
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc}", "at least 1 process is needed")
+    return place
+
+
+def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = None) -> Any:
+    """The blueprint of `--model`, or of its `config` if that is already read."""
+    from meshlora.loading.blueprint import BaseOptions, make_blueprint
+    from meshlora.plan.topology import Topology
+
+    base = BaseOptions(
+        dtype=getattr(options, "dtype", "auto"),
+        disable_dropout=True,
+        trust_remote_code=options.trust_remote_code,
+        quantization=getattr(options, "quantization", None),
+    )
+    return make_blueprint(options.model if config is None else config, Topology.parse(topology), base)

@@ -1,0 +1,80 @@
+"""`meshlora check`: everything that can be known of a run before it starts, and its summary."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.arguments import add_run_file, run_file_words
+from meshlora.cli.inspect import show_rows
+from meshlora.common.errors import UserError
+from meshlora.common.lifetime import import_libraries
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
+    add_run_file(check)
+    check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
+    check.add_argument("--prove", action="store_true", help="do the preflight now, as train does before its first step")
+    check.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> None:
+    import_libraries()
+    from meshlora.common.console import Console
+    from meshlora.config.file import read_runs
+    from meshlora.train.optimizer import learning_rate
+    from meshlora.train.together import prepare_runs
+    from meshlora.train.watch.plot import plot_schedule
+    from meshlora.verify.preflight import preflight, preflight_state
+
+    runs = prepare_runs(read_runs(options.file, options.overrides))
+    if options.plot and "" not in runs:
+        raise UserError(f"--plot {options.plot}", "it draws the schedule of one adapter", "leave it out")
+    console = Console()
+    for name, run in runs.items():
+        if name:
+            console.say(f"adapter {name}", style="bold")
+        show_rows(_rows_of(run), console)
+        for note in run.notes:
+            console.say(f"note: {note}")
+    run = next(iter(runs.values()))
+    if options.plot:
+        train = run.config.train
+        rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
+        plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
+        console.say(f"learning rate: {options.plot}")
+    command = shlex.join(["meshlora", "train", *run_file_words(options), "--nproc", str(run.topology.world)])
+    if options.prove:
+        preflight(runs)
+    console.say(preflight_state(runs))
+    console.say(f"ready: {command}")
+
+
+def _rows_of(run: Any) -> list[tuple[str, str]]:
+    """The summary of a prepared run."""
+    from meshlora.adapter.targets.resolve import describe_targets
+    from meshlora.config.presets import resolved
+
+    config, adapter = run.config, run.blueprint.trained
+    return [
+        *([(f"preset {config.preset}", resolved(config))] if config.preset is not None else []),
+        ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
+        ("topology", f"{run.topology} ({run.topology.world} processes)"),
+        ("adapter", "\n".join([f"{adapter.num_trainable:,} trainable parameters", *describe_targets(adapter.targets)])),
+        ("train data", _size(run.train_data)),
+        ("eval data", _size(run.eval_data)),
+        ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
+        ("output", config.train.output),
+    ]
+
+
+def _size(data: object) -> str:
+    from meshlora.data import TokenizedDataset
+
+    if not isinstance(data, TokenizedDataset):
+        return "none"
+    return f"{len(data):,} sequences, {len(data.input_ids):,} tokens, {data.num_trained_tokens:,} trained"

@@ -1,0 +1,169 @@
+"""`meshlora train`: start the ranks of a run, or be one of them.
+
+Owns: its arguments, who checks and proves a run before its first step, and its exit code. Does not own: the checks
+(`train.prepare`), the proof (`verify.preflight`), the training (`train.run`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.arguments import add_local_rank, add_run_file, checked_place, run_file_words
+from meshlora.cli.plan import hardware_of_run, planned_step
+from meshlora.common.errors import UserError
+from meshlora.common.lifetime import import_libraries
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    train = commands.add_parser("train", help="train an adapter as a run file says")
+    add_run_file(train)
+    train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train.add_argument(
+        "--no-preflight",
+        action="store_true",
+        help="train without a proof that this model, adapter and topology train as one process would; only families "
+        "that are proved for everyone are then accepted",
+    )
+    train.add_argument(
+        "--resume", metavar="auto|FOLDER", help="go on from this checkpoint; auto: from the last whole one, if any"
+    )
+    train.add_argument(
+        "--resume-despite",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what may differ from it, as in data",
+    )
+    train.add_argument(
+        "--stopped-exit-code",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exit code of a run that was asked to stop before its last step, for a scheduler to tell (default 0)",
+    )
+    train.add_argument(
+        "--hardware", metavar="FILE", help="of meshlora calibrate: show the planned time of a step beside the seen one"
+    )
+    add_local_rank(train)
+    train.set_defaults(run=_train)
+
+
+def _train(options: argparse.Namespace) -> None:
+    import_libraries()
+    from meshlora.train.edge import rank_edge
+
+    place = checked_place(options)
+    if options.resume_despite and options.resume is None:
+        raise UserError(
+            f"--resume-despite {options.resume_despite[0]}", "it has no effect without --resume", "give both"
+        )
+    if options.stopped_exit_code not in {0, *range(3, 126)}:
+        given, rule = f"--stopped-exit-code {options.stopped_exit_code}", "1 and 2 are failures, above 125 are signals"
+        raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
+    if options.nproc is not None:
+        _start_ranks(options)
+        return
+    with rank_edge(is_watched=True) as watch, contextlib.ExitStack() as held:
+        is_done = _train_as_rank(options, place, watch, held)
+    if not is_done and options.stopped_exit_code:  # out here: to the other ranks this one has ended well
+        raise SystemExit(options.stopped_exit_code)
+
+
+def _start_ranks(options: argparse.Namespace) -> None:
+    """Check and prove the run of `--nproc N`, and start its ranks on this machine."""
+    from meshlora.cli.elastic import fitted
+    from meshlora.comm.groups import on_gpus
+    from meshlora.config.file import read_runs
+    from meshlora.train.launch import launch
+    from meshlora.train.together import holding_outputs, prepare_runs
+    from meshlora.verify.pool import stop_forking
+    from meshlora.verify.preflight import preflight
+
+    resume, despite = options.resume, options.resume_despite
+    configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
+    on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+    runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
+    with holding_outputs(runs, resume=resume, despite=despite) as runs:
+        if _are_finished(runs):
+            return
+        if options.hardware:
+            hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
+        preflight(runs, skip=options.no_preflight)
+        stop_forking()
+        words = ["train", *run_file_words(options)]
+        words += ["--resume", resume] if resume is not None else []
+        words += [word for name in despite for word in ("--resume-despite", name)]
+        words += ["--hardware", options.hardware] if options.hardware else []
+        timeout_s = max(config.train.timeout_s for config in configs.values())
+        is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+    if is_done is False and options.stopped_exit_code:
+        raise SystemExit(options.stopped_exit_code)
+
+
+def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> bool:
+    """Train as one rank of a launcher, or alone. Returns False if it was stopped. held: closes the locks of outputs."""
+    from meshlora.cli.elastic import fitted
+    from meshlora.comm.groups import join
+    from meshlora.common.console import Console
+    from meshlora.config.file import read_runs
+    from meshlora.train.agreement import agreed
+    from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
+    from meshlora.train.machines import machines, own_words
+    from meshlora.train.run import train
+    from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
+    from meshlora.verify.pool import stop_forking
+    from meshlora.verify.preflight import preflight
+
+    is_main, world = place is None or place.rank == 0, place.world if place else 1
+
+    def look() -> dict[str, Any]:
+        configs, note = fitted(read_runs(options.file, options.overrides), world=world)
+        runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
+        runs = {name: dataclasses.replace(run, notes=(*note, *run.notes)) for name, run in runs.items()}
+        if launched_by_us() or not is_main:
+            return runs
+        return held.enter_context(holding_outputs(runs, resume=options.resume, despite=options.resume_despite))
+
+    runs = agreed(look, words_of, own=own_words())
+    if _are_finished(runs, is_main=is_main):
+        return True
+    config = next(iter(runs.values())).config
+    if config.train.deterministic:
+        be_deterministic()
+    if line := machines(config.device, watch):
+        Console().say(line)
+    planned = planned_step(runs, hardware_of_run(runs, options.hardware)) if options.hardware and is_main else None
+    if not launched_by_us() and is_main:
+        # Join first: ranks that wait for this one then notice if it ends here.
+        join(config.device)
+        preflight(runs, skip=options.no_preflight)
+        stop_forking()
+    if place is not None and place.rank > 0:
+        log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
+    go_on = how_to_go_on(options.words)
+    is_done = train(runs, go_on=go_on, watch=watch, planned=planned, ends_if_stopped=True)
+    if launched_by_us():  # which ends with the code itself
+        leave_result(is_done)
+        return True
+    return is_done
+
+
+def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
+    """Whether all runs are complete; the main rank then reports each, and writes a merged model that is missing."""
+    from meshlora.common.console import Console
+    from meshlora.train.run import merge_at_end
+
+    if not all(run.is_finished for run in runs.values()):
+        return False
+    for run in runs.values() if is_main else ():
+        output = Path(run.config.train.output)
+        Console().say(f"all {run.steps:,} steps are done: {output}/adapter")
+        if run.config.train.merge_at_end:
+            merge_at_end(run)
+    return True

@@ -1,0 +1,108 @@
+"""`meshlora verify`: its arguments, and the request that they make. The proof itself is in `verify.command`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from meshlora.common.errors import UserError
+from meshlora.common.lifetime import import_libraries
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    verify = commands.add_parser(
+        "verify",
+        help="prove that a model, an adapter and a topology train as one process would",
+        description="Compare training on each topology with transformers + peft on one process, tensor by tensor. "
+        "Exit code 0: proved; 1: they differ; 2: the request is wrong, or refused.",
+    )
+    verify.add_argument("--model", metavar="FOLDER", help="checkpoint")
+    verify.add_argument("--family", metavar="MODEL_TYPE", help="any model_type of transformers; needs no files")
+    verify.add_argument("--twin", action="store_true", help="shrink the configuration; weights are not read")
+    verify.add_argument(
+        "--topology", action="append", metavar="T", help="as in dp=2,tp=2,sp; auto; may be repeated (default: tp=2,sp)"
+    )
+    verify.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="a field of the family's configuration, as in num_key_value_heads=2",
+    )
+    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
+    verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+    verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
+    verify.add_argument(
+        "--packing",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "auto"],
+        metavar="auto",
+        help="several sequences in one row, with auto those of a micro-batch, against one a row",
+    )
+    verify.add_argument("--images", action="store_true", help="some sequences have images: of --data, or random")
+    verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
+    verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
+    verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
+    verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")
+    verify.add_argument("--adapters", type=int, default=1, metavar="N", help="also train so many at once")
+    verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
+    verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
+    verify.add_argument("--json", metavar="FILE", help="write the result, as docs/verify.md describes")
+    verify.add_argument("--html", metavar="FILE", help="write a report to look at")
+    verify.add_argument(
+        "--mutation", action="append", default=[], metavar="NAME", help="put this fault in, or all; it must be caught"
+    )
+    verify.add_argument("--seed", type=int)
+    verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    verify.add_argument("--trust-remote-code", action="store_true")
+    verify.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    import_libraries()
+    from meshlora.adapter.formats.peft_format import read_lora
+    from meshlora.comm.launchers import launcher_place
+    from meshlora.train.edge import rank_edge
+    from meshlora.verify.command import verify
+    from meshlora.verify.faults.objectives import as_proved
+    from meshlora.verify.faults.registry import MUTATIONS
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request, same_fields
+
+    place = launcher_place()
+    if place is not None and place.world > 1:
+        with rank_edge():
+            raise UserError(
+                f"meshlora verify as one of {place.world} ranks of a launcher",
+                "it starts ranks of its own",
+                "start it once, without torchrun or srun",
+            )
+    names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
+    given = same_fields(Request, options) | {
+        "topologies": tuple(options.topology or ["tp=2,sp"]),
+        "overrides": _fields(options.overrides),
+        "lora": read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
+        "default_dropout": 0.0 if options.lora else DROPOUT,
+        "objective": as_proved(options.objective),
+        "seed": SEED if options.seed is None else options.seed,
+        "mutations": tuple(dict.fromkeys(names)),
+    }
+    verify(Request(**given), command=options.words, json_file=options.json, html_file=options.html)
+
+
+def _fields(overrides: Sequence[str]) -> dict[str, Any]:
+    """Values of `KEY=VALUE`, parsed as YAML."""
+    from meshlora.config.file import yaml_value
+
+    fields = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set {override}", "it must read KEY=VALUE, as in --set num_key_value_heads=2")
+        fields[name] = yaml_value(f"--set {override}", text)
+    return fields
