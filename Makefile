@@ -1,5 +1,6 @@
 # Two commands do everything, set-up included: `make demo` and `make test`.
-PYTHON ?= python3.11
+# The first Python from 3.11 on (scripts/set_up.sh), or `make PYTHON=...`.
+export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -11,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slurm proof bench check static lint types house setup clean
+.PHONY: demo test test-slurm test-wheel proof bench check static lint types house dist setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -33,6 +34,15 @@ test-slurm: $(READY)
 	@PATH="$$PATH:/usr/sbin"; for name in $(SLURM); do command -v $$name > /dev/null || { \
 	    echo "$$name is missing: apt-get install slurmctld slurmd slurm-client munge openmpi-bin"; exit 1; }; done
 	$(BIN)/python -m pytest -q -s -m slurm tests/cluster
+
+# The wheel and the source archive, in dist.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist > /dev/null
+
+# The wheel as a stranger installs it: an empty environment, a folder outside the repository.
+test-wheel: dist
+	$(BIN)/python scripts/try_wheel.py dist/*.whl dist/*.tar.gz
 
 # While one works: below 2 minutes on two cores.
 check: static
@@ -57,12 +67,9 @@ types: $(READY)
 
 setup: $(READY)
 
-# torch first and alone: with the pinned one in place nothing else asks for another build of it.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(READY): pyproject.toml constraints.txt scripts/set_up.sh
+	scripts/set_up.sh $(VENV) -e ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs dist build
