@@ -61,6 +61,7 @@ def main() -> int:
 
     console.rule("4. the same run on one process, by transformers + peft")
     run = prepare_run(config)
+    torch.set_num_threads(2)  # the two cores that the ranks had
     with console.status("training the reference"):
         reference = train_run(
             config,
