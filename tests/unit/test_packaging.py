@@ -1,0 +1,67 @@
+"""What the wheel asks for is what its code imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.scripts import ROOT
+
+# Named in `train.track` by those who have them: importing one is what check_trackers tells to install.
+BY_THEIR_OWN_NAME = {"wandb", "mlflow", "trackio"}
+
+
+def _project() -> dict[str, Any]:
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
+
+
+def _names(requirements: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(words).name) for words in requirements}
+
+
+def _imports(file: Path) -> set[tuple[str, bool]]:
+    """(package, whether importing the file imports it) of all imports, `importlib.import_module("NAME")` included."""
+    tree = ast.parse(file.read_text("utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and re.search(r"\bimport_module$", ast.unparse(node.func)):
+            names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        found |= {(name.partition(".")[0], node in tree.body) for name in names}
+    return {(name, is_always) for name, is_always in found if name not in {*sys.stdlib_module_names, "meshlora"}}
+
+
+def test_every_import_is_declared() -> None:
+    project = _project()
+    needed = _names(project["dependencies"])
+    optional = _names([words for extra in project["optional-dependencies"].values() for words in extra])
+    distributions = metadata.packages_distributions()
+    missing = []
+    for file in (ROOT / "src").rglob("*.py"):
+        for name, is_always in _imports(file):
+            owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
+            if not owners & (needed if is_always else needed | optional | BY_THEIR_OWN_NAME):
+                missing.append(f"{file.relative_to(ROOT)}: {name}")
+    assert not missing
+
+
+def test_the_pinned_versions_are_in_the_declared_ranges() -> None:
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    versions = {canonicalize_name(name): version for name, version in pinned.items()}
+    project = _project()
+    for words in [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]:
+        requirement = Requirement(words)
+        if version := versions.get(canonicalize_name(requirement.name)):
+            assert requirement.specifier.contains(version), words
