@@ -46,7 +46,7 @@ class Hub:
     def __enter__(self) -> Self:
         hub = self
 
-        class Handler(_Handler):
+        class Handler(self.handler):  # type: ignore[name-defined]
             of = hub
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -62,6 +62,11 @@ class Hub:
         self._thread.join()
 
     @property
+    def handler(self) -> type[HubHandler]:
+        """What answers."""
+        return HubHandler
+
+    @property
     def port(self) -> int:
         return int(self._server.server_address[1])
 
@@ -74,7 +79,9 @@ class Hub:
         return sum(each.startswith("GET") and each.endswith(f"/{file}") for each in self.requests)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
     of: Hub
     protocol_version = "HTTP/1.1"
 

@@ -35,6 +35,7 @@ from meshlora.cli import (
     merge,
     plan,
     plot,
+    push,
     train,
     verify,
 )
@@ -56,6 +57,7 @@ COMMANDS = (
     generate,
     merge,
     export,
+    push,
     plot,
 )
 # Among words that are joined by NUL: not part of a command that a user would give.

@@ -100,6 +100,7 @@ def _start_ranks(options: argparse.Namespace) -> None:
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
         words += ["--hardware", options.hardware] if options.hardware else []
+        words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
         timeout_s = max(config.train.timeout_s for config in configs.values())
         is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
     if is_done is False and options.stopped_exit_code:
@@ -113,19 +114,27 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.train.agreement import agreed
-    from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
+    from meshlora.train.edge import be_deterministic, command_of, how_to_go_on, launched_by_us, leave_result, log_to_file
     from meshlora.train.machines import machines, own_words
     from meshlora.train.run import train
     from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
-    from meshlora.verify.preflight import preflight
+    from meshlora.verify.preflight import preflight, proof_words
 
     is_main, world = place is None or place.rank == 0, place.world if place else 1
 
     def look() -> dict[str, Any]:
         configs, note = fitted(read_runs(options.file, options.overrides), world=world)
         runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
-        runs = {name: dataclasses.replace(run, notes=(*note, *run.notes)) for name, run in runs.items()}
+        runs = {
+            name: dataclasses.replace(
+                run,
+                notes=(*note, *run.notes),
+                command=command_of(options.words),
+                proof=proof_words(run, skip=options.no_preflight),
+            )
+            for name, run in runs.items()
+        }
         if launched_by_us() or not is_main:
             return runs
         return held.enter_context(holding_outputs(runs, resume=options.resume, despite=options.resume_despite))

@@ -4,7 +4,7 @@ Owns: which text is a name, whether the cache is whole, the one download at a ti
 Does not own: the cache and the transfer (`huggingface_hub`), what is done with the folder.
 
 Only the process that downloads goes online. It is started for one name and ends with it, so no other library of ours
-can contact anything; what it may print, which could hold a token, goes through `_without_secrets`.
+can contact anything; what it may print, which could hold a token, goes through `without_secrets`.
 """
 
 from __future__ import annotations
@@ -135,19 +135,24 @@ def located_files(given: str, option: str, *, split: str) -> list[str]:
     return [str(folder / file) for file in wanted.contents(folder)]
 
 
+def is_name(text: str) -> bool:
+    """Whether `text` can be the name of a repository, OWNER/NAME, whatever is there as a folder."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text, re.ASCII) is not None
+
+
 def _name_in(given: str) -> re.Match[str] | None:
     """The parts of a name; None if it is a path."""
     found = _NAME.fullmatch(given)
     if found is None or os.path.lexists(given.partition("/")[0]) or Path(given).suffix in _FILES:
         return None
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(found["name"])
-    except HFValidationError:
-        return None
-    return found
+    return found if is_name(found["name"]) else None
 
 
 def _had(wanted: _Wanted, given: str, option: str) -> Path:
@@ -155,12 +160,12 @@ def _had(wanted: _Wanted, given: str, option: str) -> Path:
     if Version(installed := version("huggingface_hub")) < _OLDEST:
         rule = f"there is no such folder, and names of the hub need huggingface_hub {_OLDEST}; {installed} is installed"
         raise UserError(f"{option}={given}", rule, "give a folder, or pip install -U huggingface_hub")
-    is_offline = _is_offline()
-    if folder := wanted.cached(believing=is_offline):
+    stays_here = is_offline()
+    if folder := wanted.cached(believing=stays_here):
         return folder
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    if is_offline:
+    if stays_here:
         raise UserError(
             f"{option}={given}",
             f"there is no such folder, and HF_HUB_OFFLINE is set but {HF_HUB_CACHE} lacks files of it",
@@ -173,7 +178,8 @@ def _had(wanted: _Wanted, given: str, option: str) -> Path:
         return wanted.cached() or _download(wanted, option, Path(HF_HUB_CACHE))
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
+    """Whether the user wants nothing to go online."""
     chosen = os.environ.get(CHOICE, os.environ.get("HF_HUB_OFFLINE", "")) or os.environ.get("TRANSFORMERS_OFFLINE", "")
     return chosen.upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
 
@@ -310,15 +316,15 @@ def _declared(readme: Path, config: str) -> dict[str, list[str]] | None:
 
 def _download(wanted: _Wanted, option: str, cache: Path) -> Path:
     """The folder of `wanted`, downloaded by a process of its own."""
-    console, endpoint = Console(file=sys.stderr), _endpoint()
-    console.say(f"{wanted.name} ({wanted.revision}) is not in {cache}: asking {endpoint} for it")
+    console, where = Console(file=sys.stderr), endpoint()
+    console.say(f"{wanted.name} ({wanted.revision}) is not in {cache}: asking {where} for it")
     words = json.dumps([os.getpid(), *dataclasses.astuple(wanted)])
     process = subprocess.Popen(
         [sys.executable, "-c", "from meshlora.common import hub; hub._go_online()", words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=_environment(),
+        env=online_environment(),
     )
     assert process.stdout is not None
     try:
@@ -331,7 +337,7 @@ def _download(wanted: _Wanted, option: str, cache: Path) -> Path:
     if "folder" in said:
         return Path(said["folder"])
     rule, way_out = said.get("failed", ("the process that downloads it has ended without a word", "try again"))
-    raise UserError(f"{option}={wanted.name}", rule.replace("ENDPOINT", endpoint), way_out)
+    raise UserError(f"{option}={wanted.name}", rule.replace("ENDPOINT", where), way_out)
 
 
 def _followed(stream: IO[bytes], wanted: _Wanted, console: Console, folder: Path) -> dict[str, Any]:
@@ -383,7 +389,7 @@ def _num_bytes(folder: Path) -> int:
     return number
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
     """Where names are looked up, without what may be secret in it: users, passwords, paths."""
     from huggingface_hub.constants import ENDPOINT
 
@@ -391,7 +397,7 @@ def _endpoint() -> str:
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
 
-def _environment() -> dict[str, str]:
+def online_environment() -> dict[str, str]:
     """The environment of the process that may go online: with the user's own choice, and silent."""
     kept = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", CHOICE)}
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_VERBOSITY": "critical"}
@@ -445,11 +451,11 @@ def _explained(error: BaseException, wanted: _Wanted) -> tuple[str, str]:
         return f"ENDPOINT answers with status {error.response.status_code}", "try again later: what has come is kept"
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{HF_HUB_CACHE} cannot be written ({error.strerror})", "let HF_HOME be on another file system"
-    words = one_line(_without_secrets(f"{type(error).__name__}: {error}"), 200)
+    words = one_line(without_secrets(f"{type(error).__name__}: {error}"), 200)
     return f"ENDPOINT does not answer ({words})", "try again: what has come is kept"
 
 
-def _without_secrets(text: str) -> str:
+def without_secrets(text: str) -> str:
     """`text` with hosts for URLs, which may hold a token anywhere, and without tokens."""
     from huggingface_hub import get_token
 

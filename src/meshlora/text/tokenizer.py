@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,20 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         ) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def add_tokenizer(folder: Path, model: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Write the tokenizer of `model`, with its chat template, into `folder`, as it has to be to load from there.
+
+    Its own code, under `trust_remote_code`, is not copied.
+    """
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    has_one_template = not isinstance(tokenizer.chat_template, dict)  # several would be a folder of files
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        tokenizer.save_pretrained(temporary, save_jinja_files=has_one_template)
+        for file in Path(temporary).iterdir():
+            if file.is_file() and file.suffix != ".py":
+                shutil.move(file, folder / file.name)
 
 
 def _check_numbers(file: Path) -> None:

@@ -96,9 +96,14 @@ def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
                 os.dup2(file.fileno(), stream.fileno())
 
 
+def command_of(words: str) -> str:
+    """The user's command, where `words` are those of this process."""
+    return os.environ.get(COMMAND) or words
+
+
 def how_to_go_on(words: str) -> str:
     """The command that resumes the run that `words` started."""
-    given, kept = shlex.split(os.environ.get(COMMAND) or words), []
+    given, kept = shlex.split(command_of(words)), []
     while given:
         word = given.pop(0)
         if word == "--resume":

@@ -55,7 +55,7 @@ class Prepared:
         identity: what its steps depend on, by name. The content of `files` is included only once it had to be read.
         resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
         is_finished: all its steps are done already. samples: prompts that are continued at intervals.
-        notes: messages for the user.
+        notes: messages for the user. command: what started the run. proof: what is proved of it, in words.
     """
 
     config: RunConfig
@@ -71,6 +71,8 @@ class Prepared:
     is_finished: bool = False
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
+    command: str = ""
+    proof: str = ""
 
     @property
     def plan(self) -> ModelPlan:

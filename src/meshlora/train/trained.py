@@ -27,13 +27,15 @@ from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.tokens import Share
+from meshlora.text.tokenizer import add_tokenizer
 from meshlora.train.batches import Batching
-from meshlora.train.checkpoint.manifest import Kind, Manifest, write_manifest
+from meshlora.train.checkpoint.manifest import CARD, Kind, Manifest, write_manifest
 from meshlora.train.checkpoint.resuming import FINISHED, FOLDER
 from meshlora.train.checkpoint.retention import Keeping, folder_name
 from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.loss_scale import LossScale
+from meshlora.train.model_card import model_card
 from meshlora.train.objectives import Point, first_pass
 from meshlora.train.optimizer import learning_rate, parameter_groups
 from meshlora.train.prepare import Prepared
@@ -74,6 +76,7 @@ class TrainedAdapter:
         self.objective = options.objective
         self.point: Point = None  # of the current step
         self.means: dict[str, float] = {}  # of the last evaluation
+        self.eval_loss: float | None = None
         self.factors = active_factors(self.model)
         # float16 has a narrow exponent range: small gradients would underflow.
         self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
@@ -152,7 +155,7 @@ class TrainedAdapter:
             loss = self._report_evaluation(self.run.steps)
             if self._is_best(loss):
                 self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
-        self._save(FINISHED, self._manifest("adapter", done=self.run.steps))
+        self._save(FINISHED, self._manifest("adapter", done=self.run.steps), state=self._add_home)
 
     def update(self, step: int, *, is_finite: bool) -> float:
         """Step the optimizer if the gradient is finite; returns the learning rate."""
@@ -215,6 +218,13 @@ class TrainedAdapter:
             save_adapter(self.model, self.output / name, also=add)
         self.last_saved = self.output / name
 
+    def _add_home(self, folder: Path) -> None:
+        """Add what the finished adapter needs to be used elsewhere: tokenizer, chat template, model card."""
+        model = self.run.config.model
+        add_tokenizer(folder, model.path, trust_remote_code=model.trust_remote_code)
+        task = runtime(self.model).plan.task
+        (folder / CARD).write_text(model_card(self.run, task=task, eval_loss=self.eval_loss), encoding="utf-8")
+
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
         """Write the checkpoint of step `done`, and remove older ones."""
         state = state_writer(self.model, self.optimizer)
@@ -253,4 +263,5 @@ class TrainedAdapter:
         of_text = self.objective.is_of_text
         of_loss = perplexity(loss) if of_text else None
         self.reporter.evaluation(step, loss, number, perplexity=of_loss, means=self.means)
+        self.eval_loss = loss
         return loss

@@ -97,6 +97,17 @@ def preflight(
         console.say(f"preflight: {claim.what} proved in {time.perf_counter() - started:.0f} s{lost}")
 
 
+def proof_words(run: Prepared, *, skip: bool) -> str:
+    """What a run shows by having got past its preflight, for the card of its adapter. skip: as in `preflight`."""
+    if skip or run.config.preflight == "off":
+        return "none of this run: it was started without a preflight, and its family ships with a proof"
+    places = ["in float64", *(f"on {place.name} in {place.dtype}" for place in _devices_of(run)[0])]
+    return (
+        f"before its first step a twin of model, adapter and mesh ({provable(run.topology)}) was trained as "
+        f"transformers + peft train it on one process, compared tensor by tensor {' and '.join(places)}"
+    )
+
+
 def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
     """The lines of `meshlora check` on the preflight of `runs`.
 

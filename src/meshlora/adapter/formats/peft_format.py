@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -315,7 +316,9 @@ def config_to_store(config: LoraConfig, source: str | None, task: str = CAUSAL) 
     if repository := repository_of(source):
         values |= {"base_model_name_or_path": repository.name, "revision": repository.commit}
     else:
-        values["base_model_name_or_path"] = str(values.get("base_model_name_or_path") or source or "") or None
+        name = str(values.get("base_model_name_or_path") or source or "")
+        # A relative path would be looked for in the folder of whoever loads the adapter, and then on the hub.
+        values["base_model_name_or_path"] = (os.path.abspath(name) if os.path.isdir(name) else name) or None
     values["inference_mode"] = True
     values["task_type"] = task
     found: dict[str, Any] = json.loads(json.dumps({key: _plain(value) for key, value in values.items()}))

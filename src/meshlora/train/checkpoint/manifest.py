@@ -35,6 +35,9 @@ _EARLIER_FILE = "training_state.json"  # of format 1, which had no hash of its o
 _ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 _NEEDED = {"checkpoint": _ADAPTER_FILES | {STATE_FILE}, "initial": _ADAPTER_FILES, "adapter": _ADAPTER_FILES}
 _MAY_BE_THERE = {"meshlora.json"}
+# A finished adapter has the files of a tokenizer too, and a card: text that its owner may change.
+_OF_TOKENIZER = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+CARD = "README.md"
 # Kind -> its name in messages, and the way out if it is not whole.
 _SAID = {
     "checkpoint": ("checkpoint", "use an earlier one"),
@@ -99,7 +102,8 @@ class Saved(Manifest):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Add the manifest to `folder`, which already holds all other files."""
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in folder.iterdir()}
+    of_manifest = [file for file in folder.iterdir() if file.name != CARD]
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in of_manifest}
     content = {"format": FORMAT, **dataclasses.asdict(manifest), "files": files}
     content["sha256"] = _own_hash(content)
     assert _mistake(content) is None, _mistake(content)
@@ -139,7 +143,7 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
         # The link `latest` is resolved at once, as it moves on to newer checkpoints.
         folder = folder.resolve() if folder.is_symlink() else folder
         content = _read(folder, what, way_out)
-        found = {file.name for file in os.scandir(folder)} - {FILE}
+        found = {file.name for file in os.scandir(folder)} - {FILE, CARD}
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise NotWholeError(f"{what} {folder}", f"it cannot be read ({reason(error)})", way_out) from None
     if (rule := _mistake(content)) is not None:
@@ -260,7 +264,10 @@ def _is_loss_scale(value: Any) -> bool:
 
 
 def _are_entries(value: Any, kind: str) -> bool:
-    if not isinstance(value, dict) or not _NEEDED[kind] <= value.keys() <= _NEEDED[kind] | _MAY_BE_THERE:
+    if not isinstance(value, dict) or not value.keys() >= _NEEDED[kind]:
+        return False
+    further = value.keys() - _NEEDED[kind] - _MAY_BE_THERE
+    if not all(kind == "adapter" and _OF_TOKENIZER.fullmatch(name) and name not in (FILE, CARD) for name in further):
         return False
     return all(
         isinstance(entry, dict)

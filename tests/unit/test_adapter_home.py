@@ -1,0 +1,67 @@
+"""A finished adapter is at home in any folder: PEFT and transformers load it, tokenizer and template too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshlora.config.file import read_run
+from meshlora.train.checkpoint.manifest import read_whole
+from meshlora.train.run import train
+from meshlora.train.together import prepare_run
+from tests.run_files import TINY, copy_lines, write_run_file
+
+MESSAGES = [{"role": "user", "content": "Hello?"}]
+
+
+def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "base").symlink_to(TINY)
+    monkeypatch.chdir(tmp_path / "here")
+    copy_lines("train", tmp_path / "here" / "train.jsonl", 0, 8)
+    copy_lines("eval", tmp_path / "here" / "eval.jsonl", 0, 2)
+    data = {"train": "train.jsonl", "eval": str(tmp_path / "here" / "eval.jsonl")}
+    options = {"steps": 1, "lr": 0.01, "output": "out"}
+    file = write_run_file(tmp_path / "here" / "run.yaml", model={"path": "base"}, data=data, train=options)
+    run = dataclasses.replace(prepare_run(read_run(file), world=1), command=f"meshlora train {file}", proof="*none*")
+    train({"": run})
+    adapter = tmp_path / "here" / "out" / "adapter"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    adapter = adapter.rename(tmp_path / "elsewhere" / "mine")
+
+    auto = AutoPeftModelForCausalLM.from_pretrained("mine", dtype=torch.float64)
+    given, plain = (AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64) for _ in range(2))
+    plain.load_adapter("mine")
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        before = given(ids).logits
+        found = [model(ids).logits for model in (auto, PeftModel.from_pretrained(given, "mine"), plain)]
+    for other in found[1:]:  # PEFT keeps factors in float32 beside such a base, transformers does not
+        torch.testing.assert_close(found[0], other, rtol=1e-6, atol=1e-6)
+    assert (found[0] - before).abs().max() > 0.1
+
+    tokenizer, base = AutoTokenizer.from_pretrained("mine"), AutoTokenizer.from_pretrained(TINY)
+    assert tokenizer.get_vocab() == base.get_vocab()
+    rendered = [each.apply_chat_template(MESSAGES, tokenize=False) for each in (tokenizer, base)]
+    assert rendered[0] == rendered[1]
+
+    card = (adapter / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
+    assert str(tmp_path) not in card
+    expected = ("`base`", "`train.jsonl`: 8 sequences", "`eval.jsonl`: loss ", "meshlora train run.yaml", "1 processes")
+    assert [words for words in expected if words not in card] == []
+    assert all(name in card for name in ("lr 0.01", "torch 2", "*none*"))
+    (adapter / "README.md").write_text("mine")  # text that its owner may change
+    assert read_whole(adapter, kinds=("adapter",)).files.keys() >= {"tokenizer.json", "chat_template.jinja"}
+    stored = json.loads((adapter / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == str(tmp_path / "here" / "base")

@@ -1,0 +1,31 @@
+"""The card of a finished adapter says no secret and no folder of a machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshlora.train.model_card import _name, public
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("meshlora train /home/me/run.yaml --nproc 2", "meshlora train run.yaml --nproc 2"),
+        (
+            "--set model.path=~/models/tiny --set data.train=../x/a.jsonl",
+            "--set model.path=tiny --set data.train=a.jsonl",
+        ),
+        ("--set data.train='[/data/a.jsonl, /data/b.jsonl]'", "--set data.train='[a.jsonl, b.jsonl]'"),
+        ("--set x=https://me:secret@host.org/a/b?token=1", "--set x=https://host.org"),
+        ("--set x=hf_abcDEF123", "--set x=…"),
+        ("meshlora train runs/run.yaml --set model.path=Qwen/Qwen3-0.6B", None),
+    ],
+)
+def test_command_is_without_secrets_and_folders(given: str, expected: str | None) -> None:
+    assert public(given) == (given if expected is None else expected)
+
+
+def test_data_is_named_without_its_folder_or_by_its_repository() -> None:
+    assert _name("/home/me/secret-project/a.jsonl") == "a.jsonl"
+    cached = f"/home/me/.cache/huggingface/hub/datasets--acme--set/snapshots/{'1' * 40}/data/train.parquet"
+    assert _name(cached) == "acme/set/data/train.parquet"
