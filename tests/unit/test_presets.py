@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
-from meshlora.config.objective import Sft
+from meshlora.config.objective import Dpo, Sft
 from meshlora.config.presets import PRESETS
 from meshlora.config.run import RunConfig
 
@@ -66,6 +67,81 @@ def test_unknown_preset_names_the_known_ones(tmp_path: Path) -> None:
         read(tmp_path, preset="microsoft")
 
 
+def on(folder: Path, preset: str, config: dict[str, object], **groups: object) -> RunConfig:
+    """The run of a preset on a model with this config.json."""
+    (folder / "base").mkdir(exist_ok=True)
+    (folder / "base" / "config.json").write_text(json.dumps(config))
+    own: dict[str, object] = {"model": {"path": str(folder / "base")}, "train": {"output": "out", "steps": 9}}
+    return read(folder, preset=preset, **(own | groups))
+
+
+@pytest.mark.parametrize(
+    ("config", "lr"),
+    [
+        # 5e-5 * 10 * (2000 / hidden) ** exponent, by hand.
+        ({"model_type": "llama", "hidden_size": 4096}, 2.856e-4),
+        ({"model_type": "qwen3", "hidden_size": 4096}, 4.729e-4),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "hidden_size": 2560}}, 4.905e-4),
+    ],
+)
+def test_lora_without_regret_has_the_rate_of_tinkers_formula(
+    config: dict[str, object], lr: float, tmp_path: Path
+) -> None:
+    run = on(tmp_path, "lora-without-regret", config)
+    train = run.train
+    assert train.lr == pytest.approx(lr, rel=1e-3)
+    assert (train.beta1, train.beta2, train.eps, train.weight_decay, train.max_grad_norm) == (0.9, 0.95, 1e-12, 0, 0)
+    assert (train.schedule, train.batch_size) == ("constant", 32)
+    assert run.lora == {"r": 32, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+
+
+def test_experts_have_the_rank_divided_by_how_many_a_token_sees(tmp_path: Path) -> None:
+    config: dict[str, object] = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_experts_per_tok": 8}
+    lora = on(tmp_path, "lora-without-regret", config).lora
+    assert lora is not None
+    assert (lora["r"], lora["lora_alpha"]) == (32, 32)
+    assert lora["rank_pattern"] == dict.fromkeys(["experts.gate_up_proj", "experts.down_proj"], 4)
+    assert lora["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    wider = on(tmp_path, "lora-without-regret", config, lora={"r": 64}).lora
+    assert wider is not None
+    assert wider["rank_pattern"]["experts.down_proj"] == 8
+    other = on(tmp_path, "lora-without-regret", config, lora={"target_modules": ["q_proj"]}).lora
+    assert other == {"r": 32, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+
+
+def test_rate_of_another_family_is_asked_for(tmp_path: Path) -> None:
+    config: dict[str, object] = {"model_type": "gemma3_text", "hidden_size": 640}
+    with pytest.raises(UserError, match=r"known for llama and qwen, and this is gemma3_text.*give train.lr"):
+        on(tmp_path, "lora-without-regret", config)
+    train = {"output": "out", "steps": 9, "lr": 1e-3}
+    assert on(tmp_path, "lora-without-regret", config, train=train).train.lr == 1e-3
+
+
+@pytest.mark.parametrize(("width", "lr", "dropout"), [(5120, 2e-4, 0.1), (6656, 1e-4, 0.05)])
+def test_qlora_is_the_recipe_of_its_paper(width: int, lr: float, dropout: float, tmp_path: Path) -> None:
+    run = on(tmp_path, "qlora", {"model_type": "llama", "hidden_size": width})
+    train = run.train
+    assert run.model.quantization == "nf4"
+    assert run.lora == {"r": 64, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"}
+    assert (train.lr, train.schedule, train.batch_size, train.max_grad_norm) == (lr, "constant", 16, 0.3)
+    assert (train.beta1, train.beta2, train.weight_decay) == (0.9, 0.999, 0)
+
+
+def test_dpo_is_the_recipe_of_the_alignment_handbook(tmp_path: Path) -> None:
+    run = read(tmp_path, preset="dpo")
+    train, lora = run.train, run.lora
+    assert (train.objective, train.lr, train.schedule) == (Dpo(beta=0.01), 5e-6, "cosine")
+    assert (train.epochs, train.batch_size, run.data.max_length) == (1, 16, 1024)
+    assert lora is not None
+    assert (lora["r"], lora["lora_alpha"], lora["lora_dropout"], len(lora["target_modules"])) == (128, 128, 0.05, 7)
+
+
+def test_a_model_that_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: the file is missing"):
+        read(tmp_path, preset="qlora", model={"path": str(tmp_path / "nowhere")})
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_made_of_known_keys(name: str, tmp_path: Path) -> None:
-    assert read(tmp_path, preset=name).preset == name
+    run = on(tmp_path, name, {"model_type": "llama", "hidden_size": 4096})
+    assert run.preset == name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 import types
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.hub import located, located_files
 from meshlora.common.reading import parse_yaml, read_text
+from meshlora.config.model_presets import Facts, facts_of
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import LENGTH, filled, with_preset
 from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
@@ -92,12 +94,21 @@ _DEEPEST_KEY = 10
 
 
 def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
-    tree = with_preset(tree)
+    tree = with_preset(tree, facts=functools.partial(_facts, tree) if downloads else None)
     if isinstance(tree.get("train"), Mapping):
         tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
     config = _build(RunConfig, tree, "")
     assert isinstance(config, RunConfig)
     return _located(config) if downloads else config
+
+
+def _facts(tree: Mapping[str, Any]) -> Facts:
+    """What a preset knows of the model of a run file. Raises: UserError."""
+    model = tree.get("model")
+    path, revision = (model.get(name) if isinstance(model, Mapping) else None for name in ("path", "revision"))
+    if not isinstance(path, str) or not isinstance(revision, str | None):
+        raise UserError("model.path", "this key is required, and the preset reads the model's config.json")
+    return facts_of(located(path, "model.path", kind="config", revision=revision))
 
 
 def _located(config: RunConfig) -> RunConfig:
