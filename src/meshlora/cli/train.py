@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,27 +114,19 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.train.agreement import agreed
-    from meshlora.train.edge import be_deterministic, command_of, how_to_go_on, launched_by_us, leave_result, log_to_file
+    from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
     from meshlora.train.machines import machines, own_words
     from meshlora.train.run import train
     from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
-    from meshlora.verify.preflight import preflight, proof_words
+    from meshlora.verify.preflight import preflight
 
     is_main, world = place is None or place.rank == 0, place.world if place else 1
 
     def look() -> dict[str, Any]:
         configs, note = fitted(read_runs(options.file, options.overrides), world=world)
         runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
-        runs = {
-            name: dataclasses.replace(
-                run,
-                notes=(*note, *run.notes),
-                command=command_of(options.words),
-                proof=proof_words(run, skip=options.no_preflight),
-            )
-            for name, run in runs.items()
-        }
+        runs = {name: _described(run, note, options) for name, run in runs.items()}
         if launched_by_us() or not is_main:
             return runs
         return held.enter_context(holding_outputs(runs, resume=options.resume, despite=options.resume_despite))
@@ -161,6 +153,15 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
         leave_result(is_done)
         return True
     return is_done
+
+
+def _described(run: Any, note: Sequence[str], options: argparse.Namespace) -> Any:
+    """`run` with its command, what is proved of it, and a further note."""
+    from meshlora.train.edge import command_of
+    from meshlora.verify.preflight import proof_words
+
+    proof = proof_words(run, skip=options.no_preflight)
+    return dataclasses.replace(run, notes=(*note, *run.notes), command=command_of(options.words), proof=proof)
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
