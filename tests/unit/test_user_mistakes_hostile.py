@@ -393,9 +393,21 @@ def test_many_patterns_are_found_as_peft_finds_them() -> None:
     assert time.process_time() - begun < 20  # minutes, where each is compiled each time
 
 
-@pytest.mark.parametrize("source", ["[1, {a: [null, true, 1.5, -3]}]", "a: 0x1f\nb: 'é'\nc: 1e-3\n", "", "~"])
+@pytest.mark.parametrize("source", ["[1, {a: [null, true, 1.5, -3]}]", "a: 0x1f\nb: 'é'\nc: '1e-3'\n", "", "~"])
 def test_plain_yaml_is_read_as_before(source: str) -> None:
     assert parse_yaml(source) == yaml.safe_load(source)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E+2", "-2.5e3", ".5e-1"])
+def test_powers_of_ten_are_numbers_as_in_yaml_1_2(text: str) -> None:
+    """And in every editor; YAML 1.1 wants a point and a sign in them."""
+    assert parse_yaml(text) == float(text)
+    assert parse_yaml(f"'{text}'") == text
+
+
+def test_half_of_a_surrogate_pair_is_no_text_of_a_run_file() -> None:
+    with pytest.raises(ValueError, match="characters that no path has, nor any text, in line 2"):
+        parse_yaml('a: 1\nb: "x\\ud800"')
 
 
 def test_plain_json_is_read_as_before() -> None:

@@ -36,6 +36,7 @@ from meshlora.cli import (
     plan,
     plot,
     push,
+    schema,
     train,
     verify,
 )
@@ -59,6 +60,7 @@ COMMANDS = (
     export,
     push,
     plot,
+    schema,
 )
 # Among words that are joined by NUL: not part of a command that a user would give.
 _LOCAL_RANK = re.compile(r"\0--local[-_]rank[=\0][^\0]*")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import textwrap
 from collections import Counter
@@ -139,6 +140,7 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(textwrap.shorten(str(error), 400, placeholder=" …")) from None
 
 
+_HALF = re.compile("[\ud800-\udfff]")  # of a pair of surrogates
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
@@ -186,4 +188,12 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(f"a number in line {node.start_mark.line + 1} is too long") from error
         if isinstance(value, int) and value.bit_length() > 4 * _DIGITS:
             raise yaml.YAMLError(f"a number in line {node.start_mark.line + 1} is too long")
+        if isinstance(value, str) and _HALF.search(value):
+            raise yaml.YAMLError(f"characters that no path has, nor any text, in line {node.start_mark.line + 1}")
         return value
+
+
+# YAML 1.1 reads 1e-4 as text; YAML 1.2, and so every editor, as a number.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)

@@ -1,22 +1,17 @@
 """Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
 
-Owns: YAML, overrides, messages for wrong types and unknown keys, splitting a file with several adapters into one run
-each, reading tagged unions (`{kind: ...}`), and the older spelling of objectives.
-Does not own: names, defaults and rules of the fields (`config.run`).
+Owns: YAML, overrides, splitting a file with several adapters into one run each, and the older spelling of objectives.
+Does not own: names, defaults and rules of the fields (`config.run`), their types (`config.types`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
-import sys
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.hub import located, located_files
@@ -25,6 +20,7 @@ from meshlora.config.model_presets import Facts, facts_of
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import LENGTH, filled, with_preset
 from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
+from meshlora.config.types import checked
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -97,8 +93,7 @@ def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
     tree = with_preset(tree, facts=functools.partial(_facts, tree) if downloads else None)
     if isinstance(tree.get("train"), Mapping):
         tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
-    config = _build(RunConfig, tree, "")
-    assert isinstance(config, RunConfig)
+    config = checked(tree)
     return _located(config) if downloads else config
 
 
@@ -125,7 +120,7 @@ def _located(config: RunConfig) -> RunConfig:
 
 
 # Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.
-_BESIDE = {
+BESIDE = {
     "label_smoothing": ("label_smoothing", ("sft", "dpo")),
     **{name: (name, ("policy",)) for name in ("clip_low", "clip_high", "kl_coef")},
     "dpo_beta": ("beta", ("dpo",)),
@@ -142,11 +137,11 @@ def _with_objective(train: Mapping[str, Any], *, has_preset: bool) -> dict[str, 
     """
     given = train.get("objective", "sft")
     given = {"kind": given} if isinstance(given, str) else given
-    rest = {key: value for key, value in train.items() if key not in _BESIDE}
+    rest = {key: value for key, value in train.items() if key not in BESIDE}
     if not isinstance(given, Mapping) or str(given.get("kind")) not in KINDS:
-        return rest | {"objective": given}  # `_kind` raises the error
+        return rest | {"objective": given}  # `checked` raises the error
     inside = dict(given)
-    for key, (name, kinds) in _BESIDE.items():
+    for key, (name, kinds) in BESIDE.items():
         if key not in train or (has_preset and name in given):
             continue
         if given["kind"] in kinds:
@@ -235,97 +230,3 @@ def yaml_value(given: str, text: str) -> Any:
         return parse_yaml(text)
     except ValueError as error:
         raise UserError(given, f"{text[:60]!r} is not a YAML value ({error})", "put it in quotes") from None
-
-
-def _build(cls: type, tree: Any, path: str) -> Any:
-    """An instance of the dataclass `cls` from plain values."""
-    if not isinstance(tree, Mapping):
-        keys = ", ".join(item.name for item in dataclasses.fields(cls))
-        raise UserError(f"{path or 'the run file'}: {tree!r}", f"it must be a group of keys: {keys}")
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in tree.items():
-        where = f"{path}.{key}" if path else str(key)
-        if key not in hints:
-            raise UserError(f"{where}", "unknown key", did_you_mean(str(key), hints))
-        values[key] = _convert(value, hints[key], where)
-    for item in dataclasses.fields(cls):
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if required and item.name not in values:
-            raise UserError(f"{path + '.' if path else ''}{item.name}", "this key is required")
-    return cls(**values)
-
-
-def _kind(value: Any, kinds: tuple[type, ...], where: str) -> type:
-    """The dataclass selected by `{kind: ...}`."""
-    known = {kind.kind: kind for kind in kinds}  # type: ignore[attr-defined]
-    named = value.get("kind") if isinstance(value, Mapping) else None
-    if not isinstance(named, str) or named not in known:
-        given = f"{where}: {value!r}" if named is None else f"{where}.kind: {named!r}"
-        rule = f"one of {', '.join(map(repr, known))}"
-        raise UserError(given, rule, _near(named, tuple(known)) or f"give {{kind: {next(iter(known))}}}")
-    return known[named]
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` converted to the declared type of the field."""
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    options = typing.get_args(hint) if is_union else (hint,)
-    if all(map(dataclasses.is_dataclass, options)):
-        return _build(_kind(value, options, where) if is_union else hint, value, where)
-    for option in options:
-        if _is(value, option):
-            return _plain(value, option, where)
-    if typing.get_origin(hint) is Literal:
-        known = typing.get_args(hint)
-        raise UserError(f"{where}: {value!r}", f"one of {', '.join(map(repr, known))}", _near(value, known))
-    raise UserError(f"{where}: {value!r}", f"it must be {_words(hint)}")
-
-
-def _plain(value: Any, hint: Any, where: str) -> Any:
-    """`value`, already checked against `hint`, with numbers converted."""
-    if hint is float:
-        number = _as_number(value)
-        if not abs(number) <= sys.float_info.max:  # nor NaN, nor a whole number beyond all floats
-            raise UserError(f"{where}: {number!r}", "it must be a finite number")
-        return float(number)
-    if typing.get_origin(hint) is dict and typing.get_args(hint)[1] is not Any:
-        return {key: _plain(item, typing.get_args(hint)[1], f"{where}.{key}") for key, item in value.items()}
-    return value
-
-
-def _is(value: Any, hint: Any) -> bool:
-    if hint is float:
-        return isinstance(_as_number(value), int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return isinstance(value, list) and bool(value) and all(_is(v, typing.get_args(hint)[0]) for v in value)
-    if typing.get_origin(hint) is dict:
-        key, item = typing.get_args(hint)
-        return isinstance(value, dict) and all(_is(k, key) and (item is Any or _is(v, item)) for k, v in value.items())
-    return isinstance(value, hint)
-
-
-def _as_number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-4 as text."""
-    with contextlib.suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
-
-
-def _words(hint: Any) -> str:
-    words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "nothing"}
-    if hint in words:
-        return words[hint]
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(repr, typing.get_args(hint)))
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_words(a) for a in typing.get_args(hint) if a is not type(None))
-    return "a list of text" if typing.get_origin(hint) is list else "a group of keys"
-
-
-def _near(value: Any, options: tuple[Any, ...]) -> str:
-    return did_you_mean(str(value), map(str, options)) if isinstance(value, str) else ""

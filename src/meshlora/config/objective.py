@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import pydantic
 
 from meshlora.common.errors import UserError
 from meshlora.common.tasks import CAUSAL, set_labels, set_task
@@ -221,6 +223,8 @@ class Embed(_Objective):
     is_of_step: ClassVar[bool] = True
 
 
-Objective = Sft | Policy | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed
+Objective = Annotated[
+    Sft | Policy | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed, pydantic.Discriminator("kind")
+]
 TEXT = Sft()  # what a model is for if nothing is said
-KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Objective)}
+KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(get_args(Objective)[0])}

@@ -7,7 +7,7 @@ YAML (`config.file`), whether model, data and topology fit together (`train.prep
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from meshlora.common.errors import UserError
 from meshlora.common.private import CACHE
@@ -23,7 +23,16 @@ _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
-    """How a base model is built and stored. See `meshlora.load` for the fields."""
+    """How a base model is built and stored.
+
+    Attributes:
+        dtype: of the computation; auto: as the checkpoint is stored.
+        attn_implementation: as in transformers; default: what it chooses.
+        trust_remote_code: run code that lies beside the model.
+        disable_dropout: set all dropout in the model itself to 0; unsupported: only where it is not supported.
+        allow_unused_weights: the checkpoint may hold weights that the model has no place for.
+        quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
+    """
 
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None
@@ -35,7 +44,12 @@ class BaseOptions:
 
 @dataclass(frozen=True)
 class ModelConfig(BaseOptions):
-    """The base model: its folder, or its name on the hub with the revision (default: main), and its options."""
+    """The base model.
+
+    Attributes:
+        path: its folder, or its name on the hub.
+        revision: of the name on the hub; default: main.
+    """
 
     path: str
     revision: str | None = None
@@ -72,6 +86,8 @@ class DataConfig:
         for name, given in {"data.train": self.train, "data.eval": self.eval}.items():
             for path in [given] if isinstance(given, str) else given or ():
                 check_path(name, path)
+        for name in ("train", "eval", "sample_prompts"):
+            require(getattr(self, name) != [], f"data.{name}", [], "one or more")
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
         check_numbers("data", self)
         if self.eval_limit is not None and self.eval is None:
@@ -86,7 +102,8 @@ class GenerateConfig:
         max_new_tokens: maximum tokens of a continuation. num_beams: 1 is no beam search.
         length_penalty: in beam search, the exponent of the length that divides a beam's score.
         no_repeat_ngram_size: no n-gram of this size occurs twice in a sequence; 0: no such rule.
-        do_sample: sample with temperature and top_p (nucleus).
+        do_sample: sample with temperature and top_p.
+        temperature: divides the logits; top_p: the likeliest tokens that make up this probability (nucleus).
         batch_size: prompts at once. seed: of do_sample.
     """
 
@@ -123,6 +140,9 @@ class TrainConfig:
             (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
             linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
             cycle, without lr and warm-up.
+        warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
+        cycle: `{step: rate}`, the points of that schedule.
+        weight_decay, beta1, beta2, eps: of AdamW.
         max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
         objective: the training objective with its parameters: docs/objectives.md.
         router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
@@ -131,6 +151,7 @@ class TrainConfig:
             whose experts replace the routers' choices.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
+        seed: of fresh factors, the order of the data and dropout.
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
         keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
             evaluation loss.
@@ -273,6 +294,7 @@ class RunConfig:
     """A whole run.
 
     Attributes:
+        model: the base model. data: what is trained on. train: the loop.
         lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to continue from.
         topology: as in `dp=2,tp=2,sp`; a missing dp is inferred from the number of processes.
         device: where ranks compute.
@@ -281,6 +303,9 @@ class RunConfig:
         generate: options of `meshlora evaluate --generate`.
         preset: a recipe for values missing in the file (`config.presets`), already filled in here.
     """
+
+    # Of this tree as `config.file` reads it, groups included.
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 
     model: ModelConfig
     data: DataConfig
